@@ -31,7 +31,9 @@ from suites.timing import (
     median_ms,
     plan_of,
 )
-from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
+from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, Hidden
+from symmoe.grouped.rows_function import ExpertRows
+from symmoe.grouped.weights import LayerWeights
 from symmoe.kernels.activation import Activation
 
 CEILING = "gemms alone"
@@ -140,7 +142,8 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     token, slot = (index.to(problem.device) for index in rows_of(problem.routing, problem.rank))
     row_range = torch.stack((splits.cumsum(0) - splits, splits.cumsum(0))).int().to(problem.device)
     received, d_out, probs = all_tokens(problem)
-    weights = ExpertWeights(problem.w1.detach(), None, problem.w2.detach(), None, Activation())
+    fc1, fc2 = LayerWeights(problem.w1.detach()), LayerWeights(problem.w2.detach())
+    weights = ExpertWeights(fc1, fc2, Activation())
     rows = ExpertRows(received[token], row_range, probs.reshape(-1)[slot])
     d_out, kept = d_out[token], list[Hidden]()
     out = received.new_empty((num_rows, problem.case.shape.hidden))

@@ -13,7 +13,7 @@ from torch import nn
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
-from symmoe.checks.arguments import Problem, RowsLike, memory_problem, scale_problem
+from symmoe.checks.arguments import Problem, RowsLike, memory_problem, scale_problem, tensor_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import FUNCTIONS, RELU2, Activation
@@ -71,13 +71,9 @@ class ScaledActivation(nn.Module):
         return str(self.activation)
 
     def _problem(self, h: object, scale: object) -> Problem:
-        if (error := memory_problem("h", h)) is not None:
+        error = tensor_problem("h", h, shape=("...", "W"), dtypes=control.DTYPES, device=None)
+        if error is not None or not isinstance(h, torch.Tensor):
             return error
-        assert isinstance(h, torch.Tensor)
-        if h.dim() < 1 or h.dtype not in control.DTYPES:
-            return ArgumentError(
-                f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}"
-            )
         if h.shape[-1] % (unit := self.activation.hidden_width(self.activation.interleave or 1)):
             return ArgumentError(
                 f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}"

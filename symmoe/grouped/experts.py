@@ -17,14 +17,14 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.linear import GroupedLinear, LowRank, write_gradients
+from symmoe.grouped.linear import GroupedLinear, write_gradients
 from symmoe.grouped.parameters import local_tensors
-from symmoe.grouped.weights import Compute
+from symmoe.grouped.rows_function import ExpertRows
+from symmoe.grouped.weights import LayerWeights
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import Matrices, Rows
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, address_or_self, given
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import Operand, given
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
@@ -34,21 +34,20 @@ Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """What launches of experts depend on in addition to tensors: fields of GroupedMLP, and whether the weights of fc1
-    and those of fc2 are packed, and whether they have biases."""
+    """What launches of experts depend on in addition to tensors: fields of GroupedMLP; and of fc1 and of fc2 the number
+    of weights, and whether they have biases."""
 
     num_groups: int
     hidden: int
     ffn: int
     activation: Activation
     precision: Recipe | None
-    are_packed: tuple[bool, bool]
+    num_weights: tuple[int, int]
     have_biases: tuple[bool, bool]
 
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
-        first = 1 if self.are_packed[0] else self.num_groups
-        end = first + (1 if self.are_packed[1] else self.num_groups)
+        first, end = self.num_weights[0], sum(self.num_weights)
         return tuple(tensors[:first]), tuple(tensors[first:end]), tuple(tensors[end:])
 
 
@@ -62,12 +61,6 @@ class CallExperts:
     tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
     linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are among the tensors."""
-        _, _, adapters = self.form.split(self.tensors)
-        return len(adapters) > 0
-
 
 def of_tensors(
     layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
@@ -75,9 +68,15 @@ def of_tensors(
     """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
     fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
-    sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    packed, biased = (fc1.is_packed, fc2.is_packed), (b1 is not None, b2 is not None)
-    form = ExpertForm(*sizes, activation.activation, fc1.precision, packed, biased)
+    form = ExpertForm(
+        fc1.num_groups,
+        fc1.in_features,
+        fc2.in_features,
+        activation.activation,
+        fc1.precision,
+        num_weights=(len(fc1.weight_names), len(fc2.weight_names)),
+        have_biases=(b1 is not None, b2 is not None),
+    )
     return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
 
 
@@ -124,20 +123,23 @@ class Replicas:
     row_range: torch.Tensor  # int32 [2, S]
 
 
-# What the first layer passes to the second: the activation, with adapters also what A2 has made of it, or with a recipe
-# the operands of the product.
-SecondInput = torch.Tensor | tuple[Any, Any]
+# What the first layer passes to the second: the activation, and what A2 has made of it (None without adapters); or,
+# with a recipe, the operands of the product.
+SecondInput = tuple[Any, Any]
 Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are there
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of the experts as the kernels take them, and the order in which the kernels run."""
+    """The weights of the experts as the kernels take them, and the order in which the kernels run.
 
-    w1: Matrices  # [G, W, H]
-    b1: torch.Tensor | None  # [G, W]
-    w2: Matrices  # [G, H, I]
-    b2: torch.Tensor | None  # [G, H]
+        h = W1 x + b1, += B1 (A1 x)        a = act(h) * scale        out = W2 a + b2, += B2 (A2 a)
+
+    What adapters add to h comes before the activation, so with them the kernels that fuse a GEMM with the activation do
+    not fit: GEMMs and activation run by themselves, with the same bits where the adapters add zeros."""
+
+    fc1: LayerWeights  # W1 [G, W, H]
+    fc2: LayerWeights  # W2 [G, H, I]
     activation: Activation
     replicas: Replicas | None = field(default=None, kw_only=True)
     # In backward, by kind, what gets them; None: not wanted, or for others to choose, as those of W1 and W2.
@@ -146,21 +148,21 @@ class ExpertWeights:
     @property
     def matrices(self) -> tuple[Matrices | None, ...]:
         """All that an expert has, by kind."""
-        return self.w1, self.b1, None, None, self.w2, self.b2, None, None
+        return *self.fc1[:4], *self.fc2[:4]
 
     @property
-    def operands(self) -> list[torch.Tensor]:
-        """All tensors that kernels read of them, among which are tables of addresses."""
-        return [address_or_self(each) for each in self.matrices if each is not None]
+    def operands(self) -> list[torch.Tensor | None]:
+        """Those of both layers."""
+        return self.fc1.operands + self.fc2.operands
 
     @property
     def key(self) -> Hashable:
         """On what it depends what is launched, besides the form of the experts and operands."""
-        return [isinstance(each, TensorTable) for each in self.matrices].count(True)
+        return self.fc1.key, self.fc2.key
 
     def of_matrices(self, matrices: Sequence[Any]) -> ExpertWeights:
         """Other experts of the same kind, of these :attr:`matrices`."""
-        return replace(self, w1=matrices[W1], b1=matrices[B1], w2=matrices[W2], b2=matrices[B2])
+        return replace(self, fc1=LayerWeights(*matrices[FC1]), fc2=LayerWeights(*matrices[FC2]))
 
     def calls(self, x: ExpertRows, parts: Parts | Part = None) -> Iterator[tuple[Part, Any]]:
         """The parts of the rows, and the weights of each."""
@@ -182,21 +184,35 @@ class ExpertWeights:
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
     ) -> tuple[Hidden, SecondInput]:
-        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
-        ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
-        a = x.rows.new_empty((num_rows, self.w2.shape[2]))
+        """h [num_rows, W] and a [num_rows, I]. The first GEMM runs once for each part, or for all rows; so does the
+        activation, which with adapters runs after all parts."""
+        ops, rows = kernels.for_device(x.rows.device), (x.rows, x.row_index)
+        h = x.rows.new_empty((num_rows, self.fc1.weight.shape[1]))
+        a = x.rows.new_empty((num_rows, self.fc2.weight.shape[2]))
+        if self.fc1.a is None:
+            for part, its in self.calls(x, parts):
+                ops.grouped_gemm_act(
+                    rows,
+                    its.fc1.weight,
+                    part.rows,
+                    x.scale,
+                    (h, a),
+                    self.activation,
+                    bias=its.fc1.bias,
+                    num_sms=part.num_sms,
+                )
+            return Hidden(h), (a, None)
+        t1 = h.new_empty((num_rows, self.fc1.a.shape[1]))
+        t2 = h.new_empty((num_rows, self.fc2.a.shape[1]))
         for part, its in self.calls(x, parts):
-            ops.grouped_gemm_act(
-                (x.rows, x.row_index),
-                its.w1,
-                part.rows,
-                x.scale,
-                (h, a),
-                self.activation,
-                bias=its.b1,
-                num_sms=part.num_sms,
-            )
-        return Hidden(h), a
+            fc1, num_sms = its.fc1, part.num_sms
+            ops.grouped_gemm(rows, fc1.weight, part.rows, h, bias=fc1.bias, num_sms=num_sms)
+            ops.grouped_gemm(rows, fc1.a, part.rows, t1, num_sms=num_sms)
+            ops.grouped_gemm(t1, fc1.b, part.rows, h, accumulate=True, num_sms=num_sms)
+        ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
+        for part, its in self.calls(x):
+            ops.grouped_gemm(a, its.fc2.a, part.rows, t2)
+        return Hidden(h, t1, t2), (a, t2)
 
     def second_layer(
         self,
@@ -207,51 +223,30 @@ class ExpertWeights:
         *,
         zero_tail: bool = False,
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only a part of the rows; up to the end of the last group, and with
-        zeros past it if `zero_tail`."""
-        assert isinstance(a, torch.Tensor)  # it is what first_layer has made
+        """out [N, H], or only a part of the rows; b2 times bias_scale; up to the end of the last group, and with zeros
+        past it if `zero_tail`. The sum with what adapters make is made in `out`."""
+        a, t2 = a
         ops = kernels.for_device(out.device)
         for its_part, its in self.calls(x, part):
             ops.grouped_gemm(
                 a,
-                its.w2,
+                its.fc2.weight,
                 its_part.rows,
                 out,
-                bias=(its.b2, x.bias_scale),
+                bias=(its.fc2.bias, x.bias_scale),
                 zero_tail=zero_tail,
                 num_sms=its_part.num_sms,
             )
+        if t2 is not None:
+            for its_part, its in self.calls(x, part):
+                b2, num_sms = its.fc2.b, its_part.num_sms
+                ops.grouped_gemm(t2, b2, its_part.rows, out, accumulate=True, num_sms=num_sms)
 
     def backward(
         self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
     ) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertRows:
-    """What both directions need to know of the rows. Row i is `rows[row_index[i]]`, or `rows[i]` without an index."""
-
-    rows: torch.Tensor  # [., H]
-    row_range: torch.Tensor  # int32 [2, G], where the rows of each group begin and end
-    scale: torch.Tensor  # fp32 [N], multiplies the activation
-    bias_scale: torch.Tensor | None = None  # fp32 [N], multiplies b2; None is 1
-    row_index: torch.Tensor | None = None  # int32 [N]
-
-    def without_tail(self, num_rows: int) -> ExpertRows:
-        """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
-        found = (
-            {"rows": self.rows[:num_rows]}
-            if self.row_index is None
-            else {"row_index": self.row_index[:num_rows]}
-        )
-        return replace(
-            self,
-            scale=self.scale[:num_rows],
-            bias_scale=None if self.bias_scale is None else self.bias_scale[:num_rows],
-            **found,
-        )
 
 
 class ExpertsBackward:
@@ -292,7 +287,7 @@ class ExpertsBackward:
             Unmodified(rows=x.rows),
             Unmodified(d_out=d_out),
         )
-        if weights.b2 is not None:
+        if weights.fc2.bias is not None:
             d_out = self._output_gradients()
             for part, its in self._weights.calls(x):
                 db2 = None if has_db2 else its.gradients[B2]
@@ -300,19 +295,24 @@ class ExpertsBackward:
                     ops.grouped_bias_grad((d_out, x.row_index), part.rows, db2, scale=x.bias_scale)
                 if x.bias_scale is not None and needs_scale:
                     ops.grouped_bias_dot(
-                        (d_out, x.row_index), its.b2, part.rows, self.d_scale, accumulate=True
+                        (d_out, x.row_index), its.fc2.bias, part.rows, self.d_scale, accumulate=True
                     )
 
     def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
-        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
-        made db2."""
-        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
-        num_rows, num_groups, ffn = (
-            h.shape[0],
-            max(its.w2.shape[0] for _, its in weights.calls(x)),
-            weights.w2.shape[2],
-        )
-        self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, ffn))
+        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient. Whether it has also made db2."""
+        h, weights = hidden.h, self._weights
+        self._dh, self._a = self._rows_for_dh(h), h.new_empty((len(h), weights.fc2.weight.shape[2]))
+        if weights.fc1.a is None:
+            self._fused_dgrad(h, parts)
+        else:
+            self._dgrad_with_adapters(hidden, parts)
+        return False
+
+    def _fused_dgrad(self, h: torch.Tensor, parts: Parts) -> None:
+        """In one kernel per part."""
+        ops, x, weights = self._ops, self._x, self._weights
+        num_rows, ffn = self._a.shape
+        num_groups = max(its.fc2.weight.shape[0] for _, its in weights.calls(x))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if (
@@ -327,7 +327,7 @@ class ExpertsBackward:
             gradients = self._dh, self._a, d_scale, its.gradients[B1]
             num_partials = ops.grouped_gemm_dact(
                 (self._d_out, x.row_index),
-                its.w2,
+                its.fc2.weight,
                 part.rows,
                 (h, x.scale),
                 gradients,
@@ -337,7 +337,30 @@ class ExpertsBackward:
             )
         if not is_whole:
             ops.sum_dact_partials(workspace, end, self.d_scale, num_partials)
-        return False
+
+    def _dgrad_with_adapters(self, hidden: Hidden, parts: Parts) -> None:
+        """By kernels of their own, which compute `a` again."""
+        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
+        scale, da, d_out = x.scale[: len(h)], torch.empty_like(self._a), (self._d_out, x.row_index)
+        self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
+        self._dt1, self._dt2 = torch.empty_like(self._t1), torch.empty_like(self._t2)
+        for part, its in weights.calls(x, parts):
+            fc2, num_sms = its.fc2, part.num_sms
+            ops.grouped_gemm_dgrad(d_out, fc2.weight, part.rows, da, num_sms=num_sms)
+            ops.grouped_gemm_dgrad(d_out, fc2.b, part.rows, self._dt2, num_sms=num_sms)
+            ops.grouped_gemm_dgrad(
+                self._dt2, fc2.a, part.rows, da, accumulate=True, num_sms=num_sms
+            )
+        ops.scaled_activation(h, scale, self._a, weights.activation)
+        d_scale = torch.empty_like(self.d_scale)
+        ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
+        for part, its in weights.calls(x):
+            if (db1 := its.gradients[B1]) is not None:
+                ops.grouped_bias_grad(self._dh, part.rows, db1)
+            ops.grouped_gemm_dgrad(self._dh, its.fc1.b, part.rows, self._dt1)
+        ops.sum_dact_partials(
+            d_scale, part.rows, self.d_scale, 1
+        )  # the same, with zeros in the tail
 
     def _rows_for_dh(self, h: torch.Tensor) -> torch.Tensor:
         return h if self._spends_h else torch.empty_like(h)
@@ -349,16 +372,24 @@ class ExpertsBackward:
     def input_gradient(
         self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
-        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
-        for its_part, its in self._weights.calls(self._x, part):
-            self._ops.grouped_gemm_dgrad(
+        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part. The sum
+        with what goes through adapters is made in `d_rows`."""
+        ops, x, weights = self._ops, self._x, self._weights
+        for its_part, its in weights.calls(x, part):
+            ops.grouped_gemm_dgrad(
                 self._dh,
-                its.w1,
+                its.fc1.weight,
                 its_part.rows,
                 d_rows,
                 zero_tail=zero_tail,
                 num_sms=its_part.num_sms,
             )
+        if weights.fc1.a is not None:
+            for its_part, its in weights.calls(x, part):
+                a1, num_sms = its.fc1.a, its_part.num_sms
+                ops.grouped_gemm_dgrad(
+                    self._dt1, a1, its_part.rows, d_rows, accumulate=True, num_sms=num_sms
+                )
 
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
@@ -397,129 +428,11 @@ class ExpertsBackward:
         for name in ("_a", "_a_columns", "_d_out", "_unmodified_d_out"):
             vars(self).pop(name, None)
 
-    def weight_gradients(self) -> tuple[Compute, Compute]:
-        """Of W1 and W2."""
-        return self.w1_gradient, self.w2_gradient
-
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the adapters of both layers, if any."""
-        return ()
-
-
-# -- with adapters -----------------------------------------------------------------------------------------------------
-#
-#     h = W1 x + b1, += B1 (A1 x)        a = act(h) * scale        out = W2 a + b2, += B2 (A2 a)
-#
-# What adapters add to h comes before the activation, so the kernels that fuse a GEMM with the activation do not fit:
-# GEMMs and activation run by themselves, with the same bits where the adapters add zeros. Backward computes `a` again;
-# t1 = A1 x and t2 = A2 a [N, r] are kept with h.
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedWeights(ExpertWeights):
-    """Weights of experts, frozen or not, and the adapters of FC1 and FC2."""
-
-    low1: LowRank
-    low2: LowRank
-
-    @property
-    def matrices(self) -> tuple[Matrices | None, ...]:
-        return (
-            self.w1,
-            self.b1,
-            self.low1.a,
-            self.low1.b,
-            self.w2,
-            self.b2,
-            self.low2.a,
-            self.low2.b,
-        )
-
-    def of_matrices(self, matrices: Sequence[Any]) -> AdaptedWeights:
-        (w1, b1, *low1), (w2, b2, *low2) = matrices[FC1], matrices[FC2]
-        return replace(self, w1=w1, b1=b1, low1=LowRank(*low1), w2=w2, b2=b2, low2=LowRank(*low2))
-
-    def first_layer(
-        self, x: ExpertRows, *, num_rows: int, parts: Parts = None
-    ) -> tuple[Hidden, SecondInput]:
-        """Same as ExpertWeights.first_layer, but the activation runs after all parts."""
-        ops = kernels.for_device(x.rows.device)
-        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
-        a = x.rows.new_empty((num_rows, self.w2.shape[2]))
-        rows, t1, t2 = (
-            (x.rows, x.row_index),
-            self.low1.new_rows(num_rows),
-            self.low2.new_rows(num_rows),
-        )
-        for part, its in self.calls(x, parts):
-            ops.grouped_gemm(rows, its.w1, part.rows, h, bias=its.b1, num_sms=part.num_sms)
-            its.low1.down(rows, part, t1)
-            its.low1.add_up(t1, part, h)
-        ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
-        for part, its in self.calls(x):
-            its.low2.down(a, part, t2)
-        return Hidden(h, t1, t2), (a, t2)
-
-    def second_layer(
-        self,
-        a: SecondInput,
-        x: ExpertRows,
-        out: torch.Tensor,
-        part: Part | None = None,
-        *,
-        zero_tail: bool = False,
-    ) -> None:
-        """Same as ExpertWeights.second_layer; the sum is made in `out`."""
-        a, t2 = a
-        ExpertWeights.second_layer(self, a, x, out, part, zero_tail=zero_tail)
-        for its_part, its in self.calls(x, part):
-            its.low2.add_up(t2, its_part, out)
-
-    def backward(
-        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
-    ) -> AdaptedBackward:
-        return AdaptedBackward(x, self, hidden, d_out, **options)
-
-
-class AdaptedBackward(ExpertsBackward):
-    """Backward of AdaptedWeights. Gradients of weights that are not frozen are computed as in ExpertsBackward."""
-
-    _weights: AdaptedWeights
-
-    def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
-        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
-        num_rows = h.shape[0]
-        self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, weights.w2.shape[2]))
-        scale, da = x.scale[:num_rows], torch.empty_like(self._a)
-        self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
-        self._dt1, self._dt2 = weights.low1.new_rows(num_rows), weights.low2.new_rows(num_rows)
-        for part, its in weights.calls(x, parts):
-            d_out = self._d_out, x.row_index
-            ops.grouped_gemm_dgrad(d_out, its.w2, part.rows, da, num_sms=part.num_sms)
-            its.low2.down_gradient(d_out, part, self._dt2)
-            its.low2.add_up_gradient(self._dt2, part, da)
-        ops.scaled_activation(h, scale, self._a, weights.activation)
-        d_scale = torch.empty_like(self.d_scale)
-        ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
-        for part, its in weights.calls(x):
-            if (db1 := its.gradients[B1]) is not None:
-                ops.grouped_bias_grad(self._dh, part.rows, db1)
-            its.low1.down_gradient(self._dh, part, self._dt1)
-        ops.sum_dact_partials(
-            d_scale, part.rows, self.d_scale, 1
-        )  # the same, with zeros in the tail
-        return False
-
-    def input_gradient(
-        self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
-    ) -> None:
-        """Same as in ExpertsBackward; the sum is made in `d_rows`."""
-        super().input_gradient(d_rows, part, zero_tail=zero_tail)
-        for its_part, its in self._weights.calls(self._x, part):
-            its.low1.add_up_gradient(self._dt1, its_part, d_rows)
-
-    def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """dA1, dB1, dA2, dB2; None for adapters that require none. Those of replicas are written, too."""
+        """dA1, dB1, dA2, dB2; None for adapters that require none; nothing without adapters. Those of replicas are
+        written, too."""
+        if self._weights.fc1.a is None:
+            return ()
         rows, d_out = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index)
         for part, its in self._weights.calls(self._x):
             write_gradients(

@@ -9,28 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from symmoe import kernels
 from symmoe.autograd import Unmodified
-from symmoe.checks.arguments import modules_of, working_dtype
-from symmoe.grouped.parameters import GroupedParameters, local_tensors
-from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
-from symmoe.grouped.weights import Compute, kernel_matrices
+from symmoe.checks.arguments import modules_of
+from symmoe.grouped.parameters import GroupedParameters
+from symmoe.grouped.rows_function import (
+    ExpertRows,
+    Gradients,
+    MaybeTensor,
+    Needs,
+    RowArguments,
+    RowGradients,
+    Splits,
+    run_rows,
+)
+from symmoe.grouped.weights import LayerWeights, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.contract.operands import Matrices, Rows
-from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, address_or_self, given, given_of
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import (
-    Directions,
-    HeldWeight,
-    gradient_columns,
-    gradient_rows,
-    weight_operands,
-)
+from symmoe.kernels.operands import Operand, given
+from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import replaceable
 
@@ -96,9 +99,7 @@ class GroupedLinear(GroupedParameters):
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
         arguments = RowArguments(splits, bias_scale, out, grad_input_out, (is_first_microbatch,))
-        arguments.check("x", x, (self,))
-        x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
-        biases, tensors = local_tensors((self,), x.dtype, cast_biases=is_autocast)
+        x, biases, tensors = arguments.checked("x", x, (self,))
         products = LinearProducts((self,), trains_rows=torch.is_grad_enabled() and x.requires_grad)
         added = (None,) if self.return_bias else tuple(biases)
         y = run_rows(products, arguments, x, added, tensors)
@@ -128,165 +129,121 @@ class GroupedLinear(GroupedParameters):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """The weights of a layer as kernels take them."""
-
-    matrices: Matrices  # [G, O, C]
-    low: LowRank | None  # the adapters
-    held: Directions | None  # the operands that several calls share; None: a call makes its own
-
-    @property
-    def operands(self) -> list[torch.Tensor]:
-        """All tensors that kernels read of them."""
-        adapters = [] if self.low is None else [self.low.a, self.low.b]
-        held = [tensor for operand in self.held or () for tensor in operand or ()]
-        return [address_or_self(self.matrices), *adapters, *given_of(*held)]
-
-    @property
-    def key(self) -> Hashable:
-        """On what it depends what is launched, besides operands."""
-        return isinstance(self.matrices, TensorTable), self.low is None, self.held is None
-
-
-@dataclass(frozen=True, slots=True)
 class LinearProducts:
     """What a layer computes in a call, without autograd: y = W x + bias * scale, += B (A x) with adapters."""
 
     layers: tuple[GroupedParameters]
     trains_rows: bool  # whether backward will ask for the gradient of the rows
+    scale_bias: bool = True  # what the scale multiplies
 
     @property
     def key(self) -> Hashable:
         """On what it depends what is launched, besides tensors and weights."""
         return self.layers[0].precision, self.trains_rows
 
-    def weights(self, rows: RowInputs, *, is_forward: bool) -> LinearWeights:
-        """Those of a pass."""
-        (layer,) = self.layers
-        num_weights = len(layer.weight_names)
-        (matrices,) = kernel_matrices({"weight": rows.tensors[:num_weights]})
-        adapters, held = rows.tensors[num_weights:], None
-        if layer.precision is not None and layer.held_weight is not None and is_forward:
-            held = layer.held_weight.operands(
-                layer.precision, matrices, transposed=self.trains_rows
-            )
-        return LinearWeights(matrices, LowRank(*adapters) if adapters else None, held)
+    def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> LayerWeights:
+        """Those of a pass, from a bias or None, the weights, and the adapters."""
+        (layer,), (bias, *matrices) = self.layers, tensors
+        end = len(layer.weight_names)
+        (weight,) = kernel_matrices({"weight": matrices[:end]})
+        weights = LayerWeights(weight, bias, *matrices[end:])
+        if is_forward and layer.held_weight is not None and layer.precision is not None:
+            return weights.with_held(layer.held_weight, layer.precision, self.trains_rows)
+        return weights
 
     def forward(
-        self, weights: LinearWeights, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
+        self, weights: LayerWeights, rows: ExpertRows, out: torch.Tensor, *, zero_tail: bool
     ) -> Gradients:
         """Fills out [N, O], and returns what backward needs besides the inputs: A x, and the transposed weight in the
         recipe's numbers if rows are trained."""
-        recipe, low, transposed = self.layers[0].precision, weights.low, None
-        ops, bias = kernels.for_device(out.device), (rows.biases[0], rows.scale)
+        recipe, transposed, t = self.layers[0].precision, None, None
+        ops, bias = kernels.for_device(out.device), (weights.bias, rows.bias_scale)
         if recipe is None:
             ops.grouped_gemm(
-                rows.x, weights.matrices, rows.row_range, out, bias=bias, zero_tail=zero_tail
+                rows.rows, weights.weight, rows.row_range, out, bias=bias, zero_tail=zero_tail
             )
         else:
-            left = recipe.quantize(rows.x, rows.row_range).operand()
+            left = recipe.quantize(rows.rows, rows.row_range).operand()
             right, transposed = weights.held or weight_operands(
-                recipe, weights.matrices, transposed=self.trains_rows
+                recipe, weights.weight, transposed=self.trains_rows
             )
             ops.grouped_gemm_quantized(
                 left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail
             )
-        t = None
-        if low is not None:
-            low.down(rows.x, Part(rows.row_range), t := low.new_rows(len(rows.x)))
-            low.add_up(t, Part(rows.row_range), out)
+        if weights.a is not None:
+            t = rows.rows.new_empty((len(rows.rows), weights.a.shape[1]))
+            ops.grouped_gemm(rows.rows, weights.a, rows.row_range, t)
+            ops.grouped_gemm(t, weights.b, rows.row_range, out, accumulate=True)
         return t, *(transposed or (None, None, None))
 
     def backward(
         self,
-        weights: LinearWeights,
-        rows: RowInputs,
-        kept: Gradients,
+        weights: LayerWeights,
+        rows: ExpertRows,
+        kept: Sequence[Any],
         d_out: torch.Tensor,
         needs: Needs,
-    ) -> LinearGradients:
-        """The gradients of d_out [N, O]; kept: what forward has returned. input_gradient comes first, if wanted."""
-        return LinearGradients(self.layers[0].precision, weights, rows, kept, d_out, needs)
+        d_rows: MaybeTensor,
+        *,
+        zero_tail: bool,
+    ) -> RowGradients:
+        """The gradients of d_out [N, O]; kept: what forward has returned. d_rows [N, C] gets that of the rows, with
+        zeros past the last group if `zero_tail`. With a recipe the bias has its gradient from the pass that quantises
+        d_out for that, by the same formula."""
+        recipe, ops, row_range = (
+            self.layers[0].precision,
+            kernels.for_device(d_out.device),
+            rows.row_range,
+        )
+        (_, needs_scale, needs_bias), (t, *transposed) = needs, kept
+        bias: Any = weights.bias  # there is one, if it or its scale needs a gradient
+        d_bias = torch.empty_like(bias) if needs_bias else None
+        d_scale, d_t = None, None
+        if t is not None:
+            d_t = torch.empty_like(t)
+            ops.grouped_gemm_dgrad(d_out, weights.b, row_range, d_t)
+        if d_bias is not None and (recipe is None or d_rows is None):
+            ops.grouped_bias_grad(d_out, row_range, d_bias, scale=rows.bias_scale)
+        if needs_scale:
+            d_scale = torch.zeros_like(given("bias_scale", rows.bias_scale))
+            ops.grouped_bias_dot(d_out, bias, row_range, d_scale)
+        if d_rows is not None and recipe is None:
+            ops.grouped_gemm_dgrad(d_out, weights.weight, row_range, d_rows, zero_tail=zero_tail)
+        elif d_rows is not None and recipe is not None:
+            sums = {"dbias": d_bias, "bias_scale": rows.bias_scale}
+            operands = gradient_rows(recipe, d_out, row_range, **sums), Operand(*transposed)
+            ops.grouped_gemm_quantized(*operands, row_range, d_rows, zero_tail=zero_tail)
+        if d_rows is not None and d_t is not None:
+            ops.grouped_gemm_dgrad(d_t, weights.a, row_range, d_rows, accumulate=True)
+
+        def adapter_gradients() -> Gradients:
+            if d_t is None:
+                return ()
+            found = [torch.empty_like(m) if m.requires_grad else None for m in weights[2:4]]
+            write_gradients((rows.rows, t, d_out, d_t), row_range, found)
+            return tuple(found)
+
+        compute = partial(_weight_gradient, recipe, rows, d_out, Unmodified(x=rows.rows, d_y=d_out))
+        return RowGradients(d_scale, (d_bias,), (compute,), adapter_gradients)
 
 
-class LinearGradients:
-    """Backward of LinearProducts. With a recipe the bias has its gradient after input_gradient, if rows get one."""
-
-    def __init__(
-        self,
-        recipe: Recipe | None,
-        weights: LinearWeights,
-        rows: RowInputs,
-        kept: Gradients,
-        d_out: torch.Tensor,
-        needs: Needs,
-    ) -> None:
-        (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
-        self._recipe, self._rows, self._d_out, self._kept = recipe, rows, d_out, kept
-        self._weights, self._low = weights.matrices, weights.low
-        self._ops = ops = kernels.for_device(d_out.device)
-        self._d_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
-        self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
-        self.d_scale: torch.Tensor | None = None
-        if self._low is not None:
-            self._low.down_gradient(
-                d_out, Part(rows.row_range), d_t := self._low.new_rows(len(d_out))
-            )
-            self._d_t = d_t
-        if self._d_bias is not None and (self._recipe is None or not needs_x):
-            ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
-        if needs_scale and bias is not None:
-            self.d_scale = torch.zeros_like(given("bias_scale", rows.scale))
-            ops.grouped_bias_dot(d_out, bias, rows.row_range, self.d_scale)
-
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
-        """Fills d_rows [N, C], and with a recipe the gradient of the bias by grouped_bias_grad's formula."""
-        d_out, row_range = self._d_out, self._rows.row_range
-        if self._recipe is None:
-            self._ops.grouped_gemm_dgrad(
-                d_out, self._weights, row_range, d_rows, zero_tail=zero_tail
-            )
-        else:
-            lines = gradient_rows(
-                self._recipe, d_out, row_range, dbias=self._d_bias, bias_scale=self._rows.scale
-            )
-            _, data, scale, global_scale = self._kept
-            transposed = Operand(given("data", data), given("scale", scale), global_scale)
-            self._ops.grouped_gemm_quantized(
-                lines, transposed, row_range, d_rows, zero_tail=zero_tail
-            )
-        if self._low is not None:
-            self._low.add_up_gradient(self._d_t, Part(row_range), d_rows)
-
-    def weight_gradients(self) -> tuple[Compute, ...]:
-        """Needs no weights, so a delayed gradient keeps none of them alive."""
-        recipe, x, row_range, d_out = self._recipe, self._rows.x, self._rows.row_range, self._d_out
-        inputs = Unmodified(x=x, d_y=d_out)
-
-        def compute(out: torch.Tensor | TensorTable, accumulate: bool) -> None:  # d_out_g^T x_g
-            inputs.check()
-            ops = kernels.for_device(x.device)
-            if recipe is None:
-                ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
-                return
-            left, right = (
-                gradient_columns(recipe, d_out, row_range),
-                recipe.quantize_columns(x, row_range).operand(),
-            )
-            ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
-
-        return (compute,)
-
-    def adapter_gradients(self) -> Gradients:
-        """dA and dB; none without adapters."""
-        if self._low is None:
-            return ()
-        adapters, t = (self._low.a, self._low.b), given("t", self._kept[0])
-        gradients = [
-            torch.empty_like(adapter) if adapter.requires_grad else None for adapter in adapters
-        ]
-        write_gradients((self._rows.x, t, self._d_out, self._d_t), self._rows.row_range, gradients)
-        return tuple(gradients)
+def _weight_gradient(
+    recipe: Recipe | None,
+    rows: ExpertRows,
+    d_out: torch.Tensor,
+    inputs: Unmodified,
+    out: Matrices,
+    accumulate: bool,
+) -> None:
+    """A weights.Compute of d_out_g^T x_g. Needs no weights, so a delayed gradient keeps none of them alive."""
+    inputs.check()
+    ops, x, row_range = kernels.for_device(d_out.device), rows.rows, rows.row_range
+    if recipe is None:
+        ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
+        return
+    left = gradient_columns(recipe, d_out, row_range)
+    right = recipe.quantize_columns(x, row_range).operand()
+    ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
 
 
 @contextmanager
@@ -324,42 +281,10 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 #
-# y += B[g] (A[g] x), as grouped GEMMs of rank r. Neither B A nor a gradient of its size is ever made: forward is
-# t = x A^T and y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. A sum is made where the frozen
-# weight's GEMM has put its result, e.g. in the heap; it is computed in fp32, and rounded again.
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """The adapters of one layer, and its GEMMs in both directions; row_range is int32 [2, G] (kernels/contract)."""
-
-    a: torch.Tensor  # [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs
-    b: torch.Tensor  # [G, O, r], times the adapters' scaling
-
-    def new_rows(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, r], uninitialised: for t or dt."""
-        return self.a.new_empty((num_rows, self.a.shape[1]))
-
-    def down(self, rows: Rows, part: Part, t: torch.Tensor) -> None:
-        """t [N, r] = rows A^T."""
-        kernels.for_device(t.device).grouped_gemm(rows, self.a, part.rows, t, num_sms=part.num_sms)
-
-    def add_up(self, t: torch.Tensor, part: Part, y: torch.Tensor) -> None:
-        """y [N, O] += t B^T."""
-        kernels.for_device(t.device).grouped_gemm(
-            t, self.b, part.rows, y, accumulate=True, num_sms=part.num_sms
-        )
-
-    def down_gradient(self, dy: Rows, part: Part, dt: torch.Tensor) -> None:
-        """dt [N, r] = dy B."""
-        kernels.for_device(dt.device).grouped_gemm_dgrad(
-            dy, self.b, part.rows, dt, num_sms=part.num_sms
-        )
-
-    def add_up_gradient(self, dt: torch.Tensor, part: Part, dx: torch.Tensor) -> None:
-        """dx [N, C] += dt A."""
-        ops = kernels.for_device(dt.device)
-        ops.grouped_gemm_dgrad(dt, self.a, part.rows, dx, accumulate=True, num_sms=part.num_sms)
+# y += B[g] (A[g] x), as grouped GEMMs of rank r: A [G, r, C], and B [G, O, r] times the adapters' scaling; r is a
+# multiple of RANK_MULTIPLE on GPUs. Neither B A nor a gradient of its size is ever made: forward is t = x A^T and
+# y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. A sum is made where the frozen weight's GEMM
+# has put its result, e.g. in the heap; it is computed in fp32, and rounded again.
 
 
 def write_gradients(

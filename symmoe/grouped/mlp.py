@@ -14,26 +14,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import call_problem, size_problem, working_dtype
+from symmoe.checks.arguments import call_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
-from symmoe.grouped.experts import (
-    AdaptedWeights,
-    ExpertForm,
-    ExpertRows,
-    ExpertsBackward,
-    ExpertWeights,
-    Hidden,
-    Layers,
-    of_tensors,
-)
-from symmoe.grouped.linear import GroupedLinear, LowRank
-from symmoe.grouped.parameters import local_tensors
+from symmoe.grouped.experts import ExpertForm, ExpertWeights, Hidden, Layers, of_tensors
+from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.quantized_experts import QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
-from symmoe.grouped.weights import kernel_matrices
+from symmoe.grouped.rows_function import (
+    ExpertRows,
+    MaybeTensor,
+    Needs,
+    RowArguments,
+    RowGradients,
+    Splits,
+    run_rows,
+)
+from symmoe.grouped.weights import LayerWeights, kernel_matrices
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.operands import given
 from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import replaceable
@@ -152,9 +149,8 @@ def fused_mlp(
     as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
     fc1, activation, fc2 = layers
     raise_for(call_problem(fc1=fc1, activation=activation, fc2=fc2))
-    arguments.check("rows", x, (fc1, fc2))
-    x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
-    called = of_tensors(layers, *local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast))
+    x, biases, tensors = arguments.checked("rows", x, (fc1, fc2))
+    called = of_tensors(layers, biases, tensors)
     inputs = (x, arguments.scale, *called.biases, *called.tensors)
     trains = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in inputs
@@ -206,7 +202,7 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
 
 def expert_weights(
     form: ExpertForm,
-    biases: Gradients,
+    biases: Sequence[MaybeTensor],
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
@@ -218,20 +214,19 @@ def expert_weights(
     gradients have travelled; held: what symmoe.constant_weights holds of fc1 and fc2."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
-    weights = (w1, biases[0], w2, biases[1], form.activation)
-    if form.precision is not None:
-        if adapters:
-            raise ArgumentError(
-                f"adapters need precision None; the experts compute in {form.precision}"
-            )
-        made1, made2 = (
-            None if each is None else each.operands(form.precision, weight, transposed=is_needed)
-            for each, weight, is_needed in zip(held, (w1, w2), trains, strict=True)
+    a1, b1, a2, b2 = adapters or (None,) * 4
+    fc1, fc2 = LayerWeights(w1, biases[0], a1, b1), LayerWeights(w2, biases[1], a2, b2)
+    if form.precision is None:
+        return ExpertWeights(fc1, fc2, form.activation)
+    if adapters:
+        raise ArgumentError(
+            f"adapters need precision None; the experts compute in {form.precision}"
         )
-        return QuantizedWeights(*weights, form.precision, trains, wire or Wire(), (made1, made2))
-    if not adapters:
-        return ExpertWeights(*weights)
-    return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
+    fc1, fc2 = (
+        fc if each is None else fc.with_held(each, form.precision, is_transposed)
+        for fc, each, is_transposed in zip((fc1, fc2), held, trains, strict=True)
+    )
+    return QuantizedWeights(fc1, fc2, form.activation, form.precision, trains, wire or Wire())
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,32 +242,33 @@ class MLPProducts:
     def key(self) -> Hashable:
         return self.form, self.scale_bias
 
-    def weights(self, rows: RowInputs, *, is_forward: bool) -> ExpertWeights:
+    def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> ExpertWeights:
         held = [layer.held_weight if is_forward else None for layer in self.layers]
+        biases, tensors = tensors[:2], tensors[2:]
         return expert_weights(
-            self.form, rows.biases, rows.tensors, trains=self.trains, held=(held[0], held[1])
+            self.form, biases, tensors, trains=self.trains, held=(held[0], held[1])
         )
 
     def forward(
-        self, weights: ExpertWeights, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool
+        self, weights: ExpertWeights, rows: ExpertRows, out: torch.Tensor, *, zero_tail: bool
     ) -> Hidden:
-        x = self._rows(rows)
-        hidden, a = weights.first_layer(x, num_rows=x.scale.numel())
-        weights.second_layer(a, x, out, zero_tail=zero_tail)
+        hidden, a = weights.first_layer(rows, num_rows=len(rows.rows))
+        weights.second_layer(a, rows, out, zero_tail=zero_tail)
         return hidden
 
     def backward(
         self,
         weights: ExpertWeights,
-        rows: RowInputs,
-        kept: Gradients,
+        rows: ExpertRows,
+        kept: Sequence[Any],
         d_out: torch.Tensor,
         needs: Needs,
-    ) -> ExpertsBackward:
-        x = self._rows(rows)
-        h, *others = kept
-        return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])
-
-    def _rows(self, rows: RowInputs) -> ExpertRows:
-        scale = given("row_probs", rows.scale)
-        return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None)
+        d_rows: MaybeTensor,
+        *,
+        zero_tail: bool,
+    ) -> RowGradients:
+        steps = weights.backward(rows, Hidden(*kept), d_out, needs_scale=needs[1])
+        if d_rows is not None:
+            steps.input_gradient(d_rows, zero_tail=zero_tail)
+        of_weights = steps.w1_gradient, steps.w2_gradient
+        return RowGradients(steps.d_scale, steps.d_biases, of_weights, steps.adapter_gradients)

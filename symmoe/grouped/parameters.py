@@ -23,6 +23,7 @@ from torch import nn
 from symmoe.checks.arguments import modules_of, parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for, word_problem
 from symmoe.grouped.weights import (
+    Compute,
     Target,
     addresses,
     check_uniform,
@@ -117,16 +118,11 @@ class GroupedParameters(nn.Module):
 
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; for a DTensor this rank's part, differentiable."""
-        if self.is_packed:
-            weight = self._parameters.get("weight")  # None: it is parametrized
-            return (local_part(self.weight if weight is None else weight),)
         try:
-            return cast(
-                "tuple[nn.Parameter, ...]",
-                tuple(map(self._parameters.__getitem__, self.weight_names)),
-            )
+            found: tuple[Any, ...] = tuple(map(self._parameters.__getitem__, self.weight_names))
         except KeyError:  # parametrized
-            return tuple(getattr(self, name) for name in self.weight_names)
+            found = tuple(getattr(self, name) for name in self.weight_names)
+        return (local_part(found[0]),) if self.is_packed else found
 
     def mark_weights(self, **marks: object) -> None:
         """Sets attributes of every weight, for trainers to read. Parameters that replace the weights get them too."""
@@ -196,20 +192,20 @@ class GroupedParameters(nn.Module):
             return Target()
         if not (self.delay_wgrad or self.accumulate_into_main_grad):
             return Target("new")
-        parameters = tuple(map(self._parameters.get, self.weight_names))
+        parameters: tuple[Any, ...] = tuple(map(self._parameters.get, self.weight_names))
         if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
             option = "delay_wgrad" if self.delay_wgrad else "accumulate_into_main_grad"
             raise ArgumentError(
                 f"{option} (True) must be False: weights of a {type(self).__name__} are made of others"
             )
-        found = cast("tuple[nn.Parameter, ...]", parameters)
         if not self.delay_wgrad:
-            return main_grads_of(found, overwrite=overwrite_main_grad)
+            return main_grads_of(parameters, overwrite=overwrite_main_grad)
         overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
-        later = partial(compute_delayed, found, overwrite)
-        return Target(
-            "delayed", delay=lambda compute: self._delayed.append(partial(later, compute))
-        )
+
+        def put_off(compute: Compute) -> None:
+            self._delayed.append(partial(compute_delayed, parameters, overwrite, compute))
+
+        return Target("delayed", delay=put_off)
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True

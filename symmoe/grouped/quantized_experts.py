@@ -22,21 +22,15 @@ from typing import Any
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import (
-    ExpertRows,
-    ExpertsBackward,
-    ExpertWeights,
-    Hidden,
-    Parts,
-    SecondInput,
-)
+from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
+from symmoe.grouped.rows_function import ExpertRows
 from symmoe.kernels import act_quantized
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, given_of
-from symmoe.precision.operands import Directions, gradient_columns, gradient_rows, weight_operands
+from symmoe.kernels.operands import Operand
+from symmoe.precision.operands import gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
@@ -64,31 +58,23 @@ class QuantizedWeights(ExpertWeights):
         bool, bool
     ]  # whether backward will need W1 for dgrad, and whether it will need W2
     wire: Wire
-    # W1 and W2 as operands that several calls share; None: this call makes its own.
-    held: tuple[Directions | None, Directions | None] = (None, None)
-
-    @property
-    def operands(self) -> list[torch.Tensor]:
-        held = [tensor for each in self.held for operand in each or () for tensor in operand or ()]
-        return [*ExpertWeights.operands.__get__(self), *given_of(*held)]
 
     @property
     def key(self) -> Hashable:
-        return self.needs_transposed, tuple([each is None for each in self.held])
+        return self.needs_transposed, self.fc1.key, self.fc2.key
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
     ) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
-        recipe, ops, ffn = self.recipe, kernels.for_device(self.w1.device), self.w2.shape[2]
-        h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
+        recipe, weight, ffn = self.recipe, self.fc1.weight, self.fc2.weight.shape[2]
+        ops = kernels.for_device(weight.device)
+        h = torch.empty((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         x = x.without_tail(num_rows)
         arriving = _arriving(self, self.wire.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (
-            held or weight_operands(recipe, weight, transposed=is_needed)
-            for weight, is_needed, held in zip(
-                (self.w1, self.w2), self.needs_transposed, self.held, strict=True
-            )
+            fc.held or weight_operands(recipe, fc.weight, transposed=is_needed)
+            for fc, is_needed in zip((self.fc1, self.fc2), self.needs_transposed, strict=True)
         )
         is_fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(
             recipe.row_format
@@ -96,7 +82,7 @@ class QuantizedWeights(ExpertWeights):
         a = recipe.empty("rows", num_rows, ffn, x.row_range) if is_fused else None
         for rows, part in arriving:
             ops.grouped_gemm_quantized(
-                rows, w1, part.rows, h, bias=(self.b1, None), num_sms=part.num_sms
+                rows, w1, part.rows, h, bias=(self.fc1.bias, None), num_sms=part.num_sms
             )
             if a is not None:
                 ops.act_quantize(
@@ -133,7 +119,7 @@ class QuantizedWeights(ExpertWeights):
             w2,
             part.rows,
             out,
-            bias=(self.b2, x.bias_scale),
+            bias=(self.fc2.bias, x.bias_scale),
             group_range=group_range,
             zero_tail=zero_tail,
             num_sms=part.num_sms,
@@ -142,7 +128,9 @@ class QuantizedWeights(ExpertWeights):
     def backward(
         self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
     ) -> QuantizedBackward:
-        return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
+        num_rows = len(hidden.h)
+        d_out = d_out[:num_rows] if x.row_index is None else d_out  # it may be longer
+        return QuantizedBackward(x.without_tail(num_rows), self, hidden, d_out, **options)
 
 
 class QuantizedBackward(ExpertsBackward):
@@ -160,11 +148,8 @@ class QuantizedBackward(ExpertsBackward):
         self._dtype, wire = h.dtype, weights.wire.gradients
         self._transposed1, transposed2 = hidden.transposed
         assert transposed2 is not None  # forward has kept it for this
-        da = h.new_empty((h.shape[0], weights.w2.shape[2]))
-        received, dbias = (
-            replace(x, rows=self._received_gradients()),
-            self.db2 if wire is None else None,
-        )
+        da = h.new_empty((h.shape[0], weights.fc2.weight.shape[2]))
+        received, dbias = replace(x, rows=self._d_out), self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
             self._ops.grouped_gemm_quantized(
                 d_out, transposed2, part.rows, da, num_sms=part.num_sms
@@ -191,6 +176,7 @@ class QuantizedBackward(ExpertsBackward):
         self._ops.dact_quantize(
             da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format
         )
+        # Now, not when they are asked for: that may launch kernels.
         for_dgrad, for_wgrad, a_operand = rows.operand(), columns.operand(), a_columns.operand()
         self._dh_rows, self._dh_columns, self._a_columns = (
             lambda: for_dgrad,
@@ -219,14 +205,7 @@ class QuantizedBackward(ExpertsBackward):
 
     def _output_gradients(self) -> torch.Tensor:
         wire = self._weights.wire.gradients
-        received = self._received_gradients()
-        return received if wire is None else wire.decode(received, self._dtype)
-
-    def _received_gradients(self) -> torch.Tensor:
-        """The received gradients; where row i is at i, only as many rows as h has."""
-        return (
-            self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
-        )
+        return self._d_out if wire is None else wire.decode(self._d_out, self._dtype)
 
     def input_gradient(
         self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
@@ -256,7 +235,7 @@ class QuantizedBackward(ExpertsBackward):
 
     def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
         self._unmodified_d_out.check()
-        x, wire, received = self._x, self._weights.wire.gradients, self._received_gradients()
+        x, wire, received = self._x, self._weights.wire.gradients, self._d_out
         left = (
             gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
             if wire is None
@@ -302,7 +281,7 @@ def _part_by_part(
     dbias: torch.Tensor | None,
 ) -> Iterator[tuple[Operand, Part]]:
     recipe, ops, num_rows = weights.recipe, kernels.for_device(x.rows.device), x.scale.shape[0]
-    rows = recipe.empty("rows", num_rows, weights.w1.shape[2], x.row_range)
+    rows = recipe.empty("rows", num_rows, weights.fc1.weight.shape[2], x.row_range)
     sums = None if dbias is None else (empty_row_sums(num_rows, dbias), x.bias_scale)
     for part in parts:
         if wire is None:

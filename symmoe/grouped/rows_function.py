@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -19,9 +19,17 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks import arguments
-from symmoe.checks.arguments import Buffer, Problem, RowsLike, memory_problem, tensor_problem
+from symmoe.checks.arguments import (
+    Buffer,
+    Problem,
+    RowsLike,
+    memory_problem,
+    tensor_problem,
+    working_dtype,
+)
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.parameters import GroupedParameters
+from symmoe.grouped.parameters import GroupedParameters, local_tensors
+from symmoe.grouped.weights import Compute
 from symmoe.kernels.operands import FLOATS, given_of
 from symmoe.kernels.programs import run_program
 
@@ -88,8 +96,11 @@ class RowArguments:
                 )
         return error
 
-    def check(self, name: str, x: torch.Tensor, layers: Layers) -> None:
-        """Checks all arguments of a call, of which argument `name` is x: ArgumentError, StaleLease."""
+    def checked(
+        self, name: str, x: torch.Tensor, layers: Layers
+    ) -> tuple[torch.Tensor, list[MaybeTensor], list[torch.Tensor]]:
+        """x in the dtype to compute in, and what local_tensors finds. All arguments of the call are right, of which
+        argument `name` is x: else ArgumentError, StaleLease."""
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
             problem = problem or layer.width_problem(x.device) or layer.held_problem()
@@ -103,6 +114,8 @@ class RowArguments:
             if buffer is not None
         ]
         raise_for(arguments.overlap_problem(buffers, read))
+        is_autocast, x = torch.is_autocast_enabled(x.device.type), x.to(working_dtype(x))
+        return x, *local_tensors(layers, x.dtype, cast_biases=is_autocast)
 
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
@@ -121,22 +134,39 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
     return error
 
 
-class RowInputs(NamedTuple):
-    """What the kernels of a call read: rows, where those of each group begin and end, their scale, a bias (or None) of
-    each layer, and the weights of all layers, then the adapters."""
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What both directions need to know of the rows of a linear layer, or of experts. Row i is `rows[row_index[i]]`, or
+    `rows[i]` without an index."""
 
-    x: torch.Tensor  # [N, C]
-    row_range: torch.Tensor  # int32 [2, G]
-    scale: MaybeTensor  # fp32 [N]
-    biases: Gradients
-    tensors: tuple[torch.Tensor, ...]
+    rows: torch.Tensor  # [., H]
+    row_range: torch.Tensor  # int32 [2, G], where the rows of each group begin and end
+    scale: Any = None  # fp32 [N], multiplies the activation of experts; None without one
+    bias_scale: torch.Tensor | None = None  # fp32 [N], multiplies the last bias; None is 1
+    row_index: torch.Tensor | None = None  # int32 [N]
+
+    def without_tail(self, num_rows: int) -> ExpertRows:
+        """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
+        found = (
+            {"rows": self.rows[:num_rows]}
+            if self.row_index is None
+            else {"row_index": self.row_index[:num_rows]}
+        )
+        return replace(
+            self,
+            scale=self.scale[:num_rows],
+            bias_scale=None if self.bias_scale is None else self.bias_scale[:num_rows],
+            **found,
+        )
 
 
-def _inputs(
-    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: Any
-) -> RowInputs:
-    rows, scale = x.view(-1, x.shape[-1]), None if scale is None else scale.view(-1)
-    return RowInputs(rows, row_range, scale, tensors[:num_layers], tensors[num_layers:])
+class RowGradients(NamedTuple):
+    """What a backward pass has computed, except that of the rows; and what computes the rest."""
+
+    d_scale: MaybeTensor  # fp32 [N]
+    d_biases: Gradients  # of each layer
+    weight_gradients: tuple[Compute, ...]  # what computes those of each layer
+    adapter_gradients: Callable[[], Gradients]  # of all layers
 
 
 def run_rows(
@@ -151,6 +181,18 @@ def run_rows(
     scale = None if given.scale is None else given.scale.float()
     y: torch.Tensor = _RowsFunction.apply(products, given, x, row_range, scale, *biases, *tensors)
     return y
+
+
+def _rows_of(
+    products: LinearProducts | MLPProducts,
+    x: torch.Tensor,
+    row_range: torch.Tensor,
+    scale: MaybeTensor,
+) -> ExpertRows:
+    """x [..., C] and its scale as kernels take them."""
+    scale = None if scale is None else scale.view(-1)
+    bias_scale = scale if products.scale_bias else None
+    return ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, bias_scale)
 
 
 class _RowsFunction(Function):
@@ -169,13 +211,12 @@ class _RowsFunction(Function):
         x, scale = arguments.kernel_rows(x), None if scale is None else scale.contiguous()
         width, out = products.layers[-1].out_features, given.out
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
-        inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
-        weights: Any = products.weights(inputs, is_forward=True)
-        has = tuple([each is None for each in (out, scale, *inputs.biases)])
+        rows = _rows_of(products, x, row_range, scale)
+        weights: Any = products.weights(tensors, is_forward=True)
         kept = run_program(
-            ("rows", products.key, weights.key, has),
-            lambda: products.forward(weights, inputs, y.view(-1, width), zero_tail=out is None),
-            given_of(x, row_range, scale, *inputs.biases, *weights.operands, y),
+            ("rows", products.key, weights.key, out is None, scale is None),
+            lambda: products.forward(weights, rows, y.view(-1, width), zero_tail=out is None),
+            given_of(x, row_range, scale, *weights.operands, y),
         )
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
         ctx.products, ctx.overwrites, ctx.num_kept = products, given.overwrite_main_grad, len(kept)
@@ -189,12 +230,13 @@ class _RowsFunction(Function):
         products, buffer, saved = ctx.products, ctx.grad_input_out, ctx.saved_tensors
         kept, layers = saved[: ctx.num_kept], products.layers
         x, row_range, scale, *tensors = saved[ctx.num_kept :]
-        inputs = _inputs(len(layers), x, row_range, scale, *tensors)
-        weights: Any = products.weights(inputs, is_forward=False)
-        needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
+        rows = _rows_of(products, x, row_range, scale)
+        weights: Any = products.weights(tensors, is_forward=False)
+        needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2 : 5 + len(layers)]
+        needs = needs_x, needs_scale, *needs_biases
         d_y = arguments.kernel_rows(d_y).view(-1, d_y.shape[-1])
         d_x = _input_gradient_buffer(buffer, x, d_y) if needs_x else None
-        matrices = iter(inputs.tensors)
+        matrices = iter(tensors[len(layers) :])
         of_layers = [tuple(itertools.islice(matrices, len(each.weight_names))) for each in layers]
         targets = [
             layer.gradient_target(weight, overwrite_main_grad=overwrite)
@@ -202,12 +244,11 @@ class _RowsFunction(Function):
         ]
 
         def compute() -> tuple[Any, ...]:
-            needs = (needs_x, needs_scale, *needs_biases)
-            gradients = products.backward(weights, inputs, kept, d_y, needs)
-            if d_x is not None:
-                d_rows = d_x.view(-1, x.shape[-1])
-                gradients.input_gradient(d_rows, zero_tail=buffer.tensor is None)
-            computes = zip(targets, of_layers, gradients.weight_gradients(), strict=True)
+            d_rows = None if d_x is None else d_x.view(-1, x.shape[-1])
+            gradients = products.backward(
+                weights, rows, kept, d_y, needs, d_rows, zero_tail=buffer.tensor is None
+            )
+            computes = zip(targets, of_layers, gradients.weight_gradients, strict=True)
             d_weights = [target.add(weight, each) for target, weight, each in computes]
             return gradients.d_scale, gradients.d_biases, d_weights, gradients.adapter_gradients()
 
@@ -215,11 +256,9 @@ class _RowsFunction(Function):
         if "delayed" in options:
             found: Sequence[Any] = compute()
         else:
-            given = (*kept, buffer.tensor, scale, *inputs.biases)
-            has = tuple([each is None for each in given])
-            needs = tuple(ctx.needs_input_grad[2 : 5 + len(layers)])
+            has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
             key = "rows backward", products.key, weights.key, *options, has, needs
-            read = given_of(d_y, x, row_range, scale, *kept, *inputs.biases, *weights.operands)
+            read = given_of(d_y, x, row_range, scale, *kept, *weights.operands)
             written = [tensor for target in targets for tensor in target.operands]
             found = run_program(key, compute, [*read, *written, *given_of(d_x)])
         d_scale, d_biases, d_weights, d_adapters = found
@@ -242,9 +281,15 @@ def _input_gradient_buffer(
     raise_for(buffer.problem())
     if buffer.tensor is None:
         return torch.empty_like(x)
-    look: dict[str, Any] = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
-    # The kernel reads d_y while it writes.
-    raise_for(arguments.buffer_problem("grad_input_out", buffer.tensor, **look, inputs=(d_y,)))
+    error = arguments.buffer_problem(
+        "grad_input_out",
+        buffer.tensor,
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        device=x.device,
+        inputs=(d_y,),  # the kernel reads it while it writes
+    )
+    raise_for(error)
     return buffer.tensor
 
 
@@ -290,7 +335,9 @@ def splits_problem(
 def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
     """int32 [2, G] on `device` of checked splits: group g has rows row_range[0, g]:row_range[1, g], none past num_rows,
     whatever device splits say. Does not synchronise the host."""
-    counts = splits if isinstance(splits, torch.Tensor) else torch.from_numpy(np.array(splits))
+    counts = (
+        splits if isinstance(splits, torch.Tensor) else torch.from_numpy(np.array(splits, np.int64))
+    )
     counts = counts if counts.dtype in _KERNEL_DTYPES else counts.long()
     row_range = torch.empty((2, counts.shape[0]), dtype=torch.int32, device=counts.device)
     ops = kernels.for_device(counts.device)

@@ -311,19 +311,13 @@ class Stage:
     def arguments(self) -> RowArguments:
         """Those of grouped layers."""
         first, last = self.calls[0], self.calls[-1]
-        if len(self.calls) == 3:
-            scale = self.calls[1].inputs[0]
-        else:
-            scale = (
-                first.inputs[1]
-                if isinstance(first.module, GroupedMLP)
-                else first.keywords.get("bias_scale")
-            )
+        splits, *scales = [value for call in self.calls for value in call.inputs]
+        scale = scales[0] if scales else first.keywords.get("bias_scale")
         overwrites = tuple(
             call.keywords.get("is_first_microbatch", False) for call in (first, last)
         )
         return RowArguments(
-            first.inputs[0],
+            splits,
             scale,
             last.keywords.get("out"),
             first.keywords.get("grad_input_out"),

@@ -16,8 +16,9 @@ import functools
 import itertools
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +30,35 @@ from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.operands import address_or_self, given
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.precision.operands import Directions, HeldWeight
+from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import version_of
+
+
+class LayerWeights(NamedTuple):
+    """All that one layer has, as kernels take it; the first four are the kinds of control.REPLICA_MATRICES."""
+
+    weight: Matrices  # [G, O, C]
+    bias: torch.Tensor | None = None  # [G, O]
+    a: Any = None  # adapters or None, see grouped/linear.py: [G, r, C],
+    b: Any = None  # and [G, O, r]
+    held: Directions | None = None  # operands that several calls share; None: a call makes its own
+
+    def with_held(self, held: HeldWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
+        """With what symmoe.constant_weights holds of the weight; for dgrad too if `transposed`."""
+        return self._replace(held=held.operands(recipe, self.weight, transposed=transposed))
+
+    @property
+    def operands(self) -> list[torch.Tensor | None]:
+        """All tensors that kernels read of them, among which are tables of addresses; None where there is none."""
+        held = itertools.chain.from_iterable(filter(None, self.held or ()))
+        return [address_or_self(self.weight), self.bias, self.a, self.b, *held]
+
+    @property
+    def key(self) -> Hashable:
+        """On what it depends what is launched, besides operands."""
+        has = self.bias is None, self.a is None, self.held is None
+        return isinstance(self.weight, TensorTable), has
 
 
 def kernel_matrices(
@@ -39,7 +68,8 @@ def kernel_matrices(
     tensors that do not lie like one. The addresses of all tables are loaded in one launch. Does not synchronise the
     host. ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors
     in a table are not contiguous and aligned so."""
-    found: dict[str, torch.Tensor | TensorTable | None] = {}
+    found: dict[str, Any] = {}
+    scattered = {}
     for name, matrices in lists.items():
         if matrices[0].dim() == 3:
             packed: torch.Tensor | None = matrices[0].contiguous()
@@ -47,11 +77,12 @@ def kernel_matrices(
             check_uniform(matrices)
             packed = packed_view(matrices)
         found[name] = packed
-        if packed is not None and (address := packed.data_ptr()) % control.ACCESS_BYTES:
+        if packed is None:
+            scattered[name] = matrices
+        elif (address := packed.data_ptr()) % control.ACCESS_BYTES:
             raise ArgumentError(
                 f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}"
             )
-    scattered = {name: lists[name] for name, packed in found.items() if packed is None}
     if scattered:
         device = next(iter(scattered.values()))[0].device
         addresses = load_addresses(
@@ -60,7 +91,7 @@ def kernel_matrices(
         parts = addresses.split([len(matrices) for matrices in scattered.values()])
         for (name, matrices), part in zip(scattered.items(), parts, strict=True):
             found[name] = TensorTable(part, packed_shape(matrices), matrices[0].dtype)
-    return [matrices for matrices in found.values() if matrices is not None]
+    return list(found.values())
 
 
 def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:

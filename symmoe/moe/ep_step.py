@@ -22,17 +22,11 @@ from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, MadePlan, Plan, PlanRequest, reads_rows_in_place
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import (
-    CallExperts,
-    ExpertForm,
-    ExpertRows,
-    ExpertWeights,
-    Hidden,
-    evaluated,
-)
+from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertWeights, Hidden, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
+from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -341,7 +335,8 @@ def most_bytes(
 def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
     """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
     places for replicas lease."""
-    keeps = experts.linears[1].delay_wgrad or experts.has_adapters
+    has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
+    keeps = experts.linears[1].delay_wgrad or has_adapters
     return keeps, replica_bytes(experts, num_places) if num_places else 0
 
 
@@ -622,8 +617,8 @@ def _backward(
         tensors,
     )
     of_plan = plan.storage, *plan.received_index()
-    kept_tensors = given_of(kept.received, *kept.hidden, kept.row_probs)
-    read = [*given_of(dy, x), *kept_tensors, *of_plan, *weights.operands]
+    kept_tensors = kept.received, *kept.hidden, kept.row_probs
+    read = given_of(dy, x, *kept_tensors, *of_plan, *weights.operands)
     targets, has = (fc1.option, fc2.option), tuple([each is None for each in kept.hidden])
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, targets, weights.key, has
     if route is not None:

@@ -439,8 +439,8 @@ def test_first_micro_batch_of_one_layer():
 
 # -- splits once for a pattern ----------------------------------------------------------------------------------------
 def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
-    """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group. The scale
-    stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
+    """y, and the gradients of x, of the scale (if it is given) and of the parameters in order, of rows that belong to a
+    group. The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
     model.zero_grad()
     x, scale = INPUTS.x.nan_to_num().requires_grad_(), INPUTS.scale.nan_to_num().requires_grad_()
 
@@ -451,8 +451,9 @@ def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tens
 
     y = model(x, *map(filled, extra_inputs), op_kwargs=filled(op_kwargs or {}))
     y.backward(INPUTS.d_y.nan_to_num())
-    rows = [tensor[: TINY.num_used].clone() for tensor in (y.detach(), x.grad, scale.grad)]
-    return rows + [parameter.grad.clone() for parameter in model.parameters()]
+    rows = [y.detach(), x.grad, *([] if scale.grad is None else [scale.grad])]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [tensor.clone() for tensor in (*(row[: TINY.num_used] for row in rows), *gradients)]
 
 
 def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -684,16 +685,10 @@ def results(
     model: Sequential, op_kwargs: dict | None = None, *, trains: bool = True
 ) -> list[torch.Tensor]:
     """y, and if it trains dx and the gradients of parameters."""
-    model.zero_grad()
-    x = INPUTS.x.nan_to_num().requires_grad_(trains)
-    with torch.set_grad_enabled(trains):
-        y = run_in_a_row(model, x, op_kwargs)
-    if not trains:
-        return [y[: TINY.num_used]]
-    y.backward(INPUTS.d_y.nan_to_num())
-    return [tensor[: TINY.num_used] for tensor in (y.detach(), x.grad)] + [
-        p.grad.clone() for p in model.parameters()
-    ]
+    if trains:
+        return trained(model, *[SPLITS] * len(model), op_kwargs=op_kwargs)
+    with torch.no_grad():
+        return [run_in_a_row(model, INPUTS.x.nan_to_num(), op_kwargs)[: TINY.num_used]]
 
 
 def shared_by_two() -> list[tuple[tuple[int, str], tuple[int, str], bool, bool]]:

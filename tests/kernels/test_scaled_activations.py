@@ -199,9 +199,9 @@ def test_no_rows(lead):
             symmoe.ScaledSwiGLU(),
             torch.ones(3, 4).double(),
             torch.ones(3),
-            ["h is torch.float64", "torch.bfloat16"],
+            ["h has dtype torch.float64", "torch.bfloat16"],
         ),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h is torch.int32"]),
+        (symmoe.ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h has dtype torch.int32"]),
         (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
         (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, 1), ["scale", "[3, 1]", "[3]"]),
         (

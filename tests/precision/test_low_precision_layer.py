@@ -40,8 +40,9 @@ from symmoe import (
 )
 from symmoe.errors import ArgumentError
 from symmoe.grouped import quantized_experts
-from symmoe.grouped.experts import ExpertRows, evaluated
+from symmoe.grouped.experts import evaluated
 from symmoe.grouped.mlp import expert_weights
+from symmoe.grouped.rows_function import ExpertRows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
