@@ -100,11 +100,20 @@ def balanced() -> Any:
     return model
 
 
-def balance_on_a_rank(
-    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str
-) -> list[tuple[float, float, Any]]:
-    """With one micro-batch and with two: losses of a step and of an evaluation, and gradients of the routers."""
-    found = []
+def router_weights(model: Any) -> list[torch.Tensor]:
+    return [layer.mlp.gate.weight.detach().clone() for layer in model.model.layers]
+
+
+@run_on(2)
+def test_the_balance_loss_counts_once_whatever_the_split(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
+) -> None:
+    """All sequences are the same, so that every split has the gradient of one. With one micro-batch and with two."""
+    plain = balanced()
+    data = [eval_data()[0]] * 8
+    loss = plain(**{name: tensor[None] for name, tensor in data[0].items()}).loss
+    loss.backward()
+    gradients = [layer.mlp.gate.weight.grad for layer in plain.model.layers]
     for accumulate in (1, 2):
         model = swap_moe(balanced(), trainer_heap)
         before = router_weights(model)
@@ -116,37 +125,14 @@ def balance_on_a_rank(
             "max_grad_norm": 0.0,
             "lr_scheduler_type": "constant",
         }
-        data = [eval_data()[0]] * 8
-        trainer = Trainer(
-            model,
-            arguments(folder, num_ranks, **options),
-            train_dataset=data,
-            eval_dataset=data,
-        )
-        eval_loss = trainer.evaluate()["eval_loss"]
+        given = arguments(str(tmp_path), num_ranks, **options)
+        trainer = Trainer(model, given, train_dataset=data, eval_dataset=data)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=BOUND)
         trainer.train()
-        logs = trainer.state.log_history
-        loss = next((each["loss"] for each in logs if "loss" in each), None)
+        logged = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        assert rank or logged == pytest.approx([loss.item()], rel=BOUND)  # rank 0 logs
         steps = [old - new for old, new in zip(before, router_weights(model), strict=True)]
-        found.append((loss, eval_loss, steps))
-    return found
-
-
-def router_weights(model: Any) -> list[torch.Tensor]:
-    return [layer.mlp.gate.weight.detach().clone() for layer in model.model.layers]
-
-
-def test_the_balance_loss_counts_once_whatever_the_split(cluster, tmp_path: Path):
-    """All sequences are the same, so that every split has the gradient of one."""
-    plain, sequence = balanced(), eval_data()[0]
-    loss = plain(**{name: tensor[None] for name, tensor in sequence.items()}).loss
-    loss.backward()
-    gradients = [layer.mlp.gate.weight.grad for layer in plain.model.layers]
-    for rank, of_rank in enumerate(cluster(2).run(balance_on_a_rank, str(tmp_path))):
-        for its_loss, eval_loss, steps in of_rank:
-            assert eval_loss == pytest.approx(loss.item(), rel=BOUND)
-            assert rank or its_loss == pytest.approx(loss.item(), rel=BOUND)  # rank 0 logs
-            torch.testing.assert_close(steps, gradients, rtol=1e-3, atol=2e-7)
+        torch.testing.assert_close(steps, gradients, rtol=1e-3, atol=2e-7)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
