@@ -890,9 +890,8 @@ def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> 
 @run_on(2, fixture="ranks")
 def test_fp8_experts_train_as_bf16(rank: int, num_ranks: int) -> None:
     """With gradients fused into main_grad, the losses of a step differ by less than 5 % of the first loss."""
-    cases.use_groups(ep=2)
     losses = {}
-    with cases.opened_heap() as heap, megatron_shim.CudaIsCpu():
+    with cases.opened(ep=2) as (_, heap, _), megatron_shim.CudaIsCpu():
         for name, fields in {"bf16": {}, "fp8": cases.FP8}.items():
             half = {"bf16": True, "params_dtype": torch.bfloat16}
             config = cases.config_of(**{**cases.FP8, "fp8": None, **fields, **half})

@@ -54,11 +54,8 @@ def in_one_process(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     in float64."""
     with open_heap(None) as heap:
         whole = own_model(heap).double()
-    experts, inputs = (
-        whole.moe.experts,
-        [tokens(r).double().requires_grad_() for r in range(num_ranks)],
-    )
-    weights = experts.fc1.weight, experts.fc2.weight
+    inputs = [tokens(r).double().requires_grad_() for r in range(num_ranks)]
+    weights = whole.moe.experts.fc1.weight, whole.moe.experts.fc2.weight
     ys = [oracle.experts(x, *whole.choose(x), *weights) for x in inputs]
     torch.cat(ys).square().sum().backward()
     fc1, fc2 = (weight.grad.chunk(num_ranks)[rank] for weight in weights)

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from worker import assert_refused, open_heap
 
 import symmoe
-from symmoe.errors import CheckpointError, SymmoeError
+from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers import (
     checkpoint,
     from_pretrained,
@@ -52,14 +52,13 @@ def digests(folder: Path | str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
     """`saved(family)`: a sharded checkpoint that transformers wrote, with a tokenizer's file beside it."""
-    folders: dict[str, Path] = {}
 
+    @cache
     def get(family: str) -> Path:
-        if family not in folders:
-            folders[family] = folder = tmp_path_factory.mktemp(family)
-            random_model(family).save_pretrained(folder, max_shard_size=SHARD)
-            (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-        return folders[family]
+        folder = tmp_path_factory.mktemp(family)
+        random_model(family).save_pretrained(folder, max_shard_size=SHARD)
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+        return folder
 
     return get
 
@@ -83,32 +82,37 @@ def differing(
 # -- there and back -----------------------------------------------------------------------------------------------
 
 
-def round_trip(rank: int, num_ranks: int, source: str, target: str, bound: float = 1e-5) -> None:
+@torch.no_grad()
+def round_trip(
+    rank: int,
+    num_ranks: int,
+    heap: symmoe.SymmetricHeap,
+    source: str,
+    target: str,
+    bound: float = 1e-5,
+) -> None:
     """Loads and saves like the source; the model is transformers' own, and so are the logits within `bound`."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     batch = batch_of(rank)
-    with open_heap("cpu") as heap, torch.no_grad():
-        config = transformers.AutoConfig.from_pretrained(source, attn_implementation="eager")
-        model = from_pretrained(source, heap, config=config)
-        ours, theirs = (each(batch, output_router_logits=True) for each in (model, whole))
-        off = (ours.logits - theirs.logits).abs().max().item()
-        for router_logits in zip(
-            ours.get("router_logits", ()), theirs.get("router_logits", ()), strict=True
-        ):
-            off = max(off, torch.sub(*router_logits).abs().max().item())
-        assert (
-            ("aux_loss" in ours)
-            == ("aux_loss" in theirs)
-            == (model.config.model_type != "deepseek_v3")
-        )
-        assert not model.training
-        assert model.generation_config.to_dict() == whole.generation_config.to_dict()
-        assert all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        save_checkpoint(model, target, like=source)
-        if num_ranks > 1:  # negative control
-            assert len(differing(model, whole, num_ranks - 1 - rank, num_ranks)) >= 2
-        assert differing(model, whole, rank, num_ranks) == []
-        assert off < bound
+    config = transformers.AutoConfig.from_pretrained(source, attn_implementation="eager")
+    model = from_pretrained(source, heap, config=config)
+    ours, theirs = (each(batch, output_router_logits=True) for each in (model, whole))
+    off = (ours.logits - theirs.logits).abs().max().item()
+    for router_logits in zip(
+        ours.get("router_logits", ()), theirs.get("router_logits", ()), strict=True
+    ):
+        off = max(off, torch.sub(*router_logits).abs().max().item())
+    assert (
+        ("aux_loss" in ours) == ("aux_loss" in theirs) == (model.config.model_type != "deepseek_v3")
+    )
+    assert not model.training
+    assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    save_checkpoint(model, target, like=source)
+    if num_ranks > 1:  # negative control
+        assert len(differing(model, whole, num_ranks - 1 - rank, num_ranks)) >= 2
+    assert differing(model, whole, rank, num_ranks) == []
+    assert off < bound
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -223,30 +227,23 @@ def test_a_rank_reads_its_own_experts_alone(cluster, saved):
 
 def failure(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str, folders: list[str]
-) -> tuple[str, str, bool]:
-    """The error of loading (each rank its folder), and whether the model is untouched and works on."""
+) -> str:
+    """The error of loading (each rank its folder); the model is untouched and works on."""
     model = swap_moe(random_model(family, seed=1), heap)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    try:
-        load_checkpoint(model, folders[rank])
-    except SymmoeError as error:
-        same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-        return (
-            type(error).__name__,
-            str(error),
-            same and model(batch_of(rank)).logits.isfinite().all().item(),
-        )
-    return "", "", False
+    load = partial(load_checkpoint, model, folders[rank])
+    (text,) = assert_refused((load, ""), error=CheckpointError)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model(batch_of(rank)).logits.isfinite().all()
+    return text
 
 
 def failures(cluster, family: str, *folders: Path) -> str:
     """The text that both ranks raise."""
     folders = folders if len(folders) == 2 else folders * 2
-    results = cluster(2).run(failure, family, [str(folder) for folder in folders])
-    assert [kind for kind, _, _ in results] == ["CheckpointError"] * 2
-    assert [fine for _, _, fine in results] == [True, True]
-    assert results[0][1] == results[1][1]
-    return results[0][1]
+    first, second = cluster(2).run(failure, family, [str(folder) for folder in folders])
+    assert first == second
+    return first
 
 
 def edited(source: Path, target: Path, edit) -> Path:
@@ -339,47 +336,43 @@ def test_broken_files(cluster, saved, tmp_path: Path, how: str):
 
 def failed_save(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, parent: str
-) -> list[tuple[str, str]]:
-    """Saving where it cannot work; then where it can."""
-    found = []
+) -> list[str]:
+    """Errors of saving where it cannot work; then it saves where it can."""
     full = OSError(errno.ENOSPC, "No space left on device")
-
-    def attempt(folder: str, **kwargs: object) -> None:
-        with pytest.raises(SymmoeError) as caught:
-            save_checkpoint(model, folder, **kwargs)
-        found.append((type(caught.value).__name__, str(caught.value)))
-
     model = swap_moe(random_model("olmoe"), heap)
+    save = partial(save_checkpoint, model)
+    target = f"{parent}/target"
+    differs = "model.norm.weight differs between rank 0 and rank 1"
     if rank == 1:
         model.model.norm.weight.data.neg_()
-    attempt(f"{parent}/target")
+    texts = assert_refused((partial(save, target), differs), error=CheckpointError)
     if rank == 1:
         model.model.norm.weight.data.neg_()
-    attempt(f"{source}/config.json")
-    attempt(f"{parent}/target", like=f"{parent}/mixtral")
+    texts += assert_refused(
+        (
+            partial(save, f"{source}/config.json"),
+            "config.json is a file; a checkpoint is written to a folder",
+        ),
+        (partial(save, target, like=f"{parent}/mixtral"), "is missing"),
+        error=CheckpointError,
+    )
     with patch.object(os, "fsync", side_effect=full) if rank == 1 else nullcontext():
-        attempt(f"{parent}/target")
+        no_space = r"^on rank 1: OSError: \[Errno 28\] No space left on device$"
+        texts += assert_refused((partial(save, target), no_space), error=CheckpointError)
     if rank == 0:
-        found.append(sorted(path.name for path in Path(parent).iterdir()))
-        Path(f"{parent}/target.partial").mkdir()  # as a kill leaves it
-        Path(f"{parent}/target.partial/junk").write_text("junk")
-        Path(f"{parent}/target").mkdir()
+        assert [path.name for path in Path(parent).iterdir()] == ["mixtral"]
+        Path(f"{target}.partial").mkdir()  # as a kill leaves it
+        Path(f"{target}.partial/junk").write_text("junk")
+        Path(target).mkdir()
     heap.agree(None)
-    save_checkpoint(model, f"{parent}/target", like=source)
-    return found
+    save(target, like=source)
+    return texts
 
 
 def test_failed_save_leaves_nothing(cluster, saved, tmp_path: Path):
     shutil.copytree(saved("mixtral"), tmp_path / "mixtral")
     first, second = cluster(2).run(failed_save, str(saved("olmoe")), str(tmp_path))
-    assert first[:4] == second
-    assert {kind for kind, _ in second} == {"CheckpointError"}
-    text, text0, text1, text2 = (text for _, text in second)
-    assert "model.norm.weight differs between rank 0 and rank 1" in text
-    assert "config.json is a file; a checkpoint is written to a folder" in text0
-    assert "is missing" in text1
-    assert text2 == "on rank 1: OSError: [Errno 28] No space left on device"
-    assert first[4] == ["mixtral"]
+    assert first == second
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "target"]
     assert digests(tmp_path / "target") == digests(saved("olmoe"))
 

@@ -180,13 +180,6 @@ def reference_spec(config: Any) -> Any:
     )
 
 
-@contextlib.contextmanager
-def opened_heap(ranks_per_node: int | None = None) -> Iterator[Any]:
-    """A heap over this rank's EP group."""
-    with integration.open_heap(HEAP_BYTES, ranks_per_node=ranks_per_node) as heap:
-        yield heap
-
-
 def forms_of(spec: Any, heap: Any, **options: Any) -> dict[str, Any]:
     """Layer specs: Megatron's own; with our dispatcher and Megatron's experts; with both of ours."""
     choice = integration.DispatchOptions(**{"order": "slot", **options})
@@ -204,10 +197,11 @@ def opened(
     ranks_per_node: int | None = None,
     **groups: int | None,
 ) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """A configuration with these fields, a heap, and the layer specs of :func:`forms_of`. groups: see use_groups."""
+    """A configuration with these fields, a heap over this rank's EP group, and the layer specs of :func:`forms_of`.
+    groups: see use_groups."""
     use_groups(**groups)
     config = config_of(**(fields or {}))
-    with opened_heap(ranks_per_node) as heap:
+    with integration.open_heap(HEAP_BYTES, ranks_per_node=ranks_per_node) as heap:
         yield config, heap, forms_of(reference_spec(config), heap, **(options or {}))
 
 

@@ -187,18 +187,14 @@ def on_layout(
         yield mesh, heap
 
 
-@contextmanager
-def open_heap(
-    mesh: DeviceMesh | None, ranks_per_node: int | None = None
-) -> Iterator[symmoe.SymmetricHeap]:
+def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> symmoe.SymmetricHeap:
     """A heap over the EP group of a mesh, or of this process alone."""
     group = (
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if mesh is None
         else mesh.get_group("ep")
     )
-    with symmoe.SymmetricHeap(group, num_bytes=4 << 20, ranks_per_node=ranks_per_node) as heap:
-        yield heap
+    return symmoe.SymmetricHeap(group, num_bytes=4 << 20, ranks_per_node=ranks_per_node)
 
 
 def open_mesh(*layout: int) -> DeviceMesh:

@@ -174,11 +174,14 @@ class Findings:
 
 def assert_refused(
     *cases: tuple[Callable[[], object], str], error: type[Exception] = ArgumentError
-) -> None:
-    """Each of these calls raises, with a text like that beside it."""
+) -> list[str]:
+    """Each of these calls raises, with a text like that beside it. Returns the whole texts."""
+    texts = []
     for call, text in cases:
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=text) as caught:
             call()
+        texts.append(str(caught.value))
+    return texts
 
 
 def difference(what: str, culprit: int, usual: object, other: object) -> str:
