@@ -3,6 +3,7 @@
 from typing import Any
 
 import oracle
+import reference
 import torch
 
 from symmoe import GroupedMLP
@@ -46,35 +47,6 @@ def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP
     return mlp
 
 
-def dense_oracle(
-    parameters: Tensors,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    topk_idx: torch.Tensor,
-    dy: torch.Tensor,
-    alpha: float,
-) -> tuple[torch.Tensor, Tensors, Tensors]:
-    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, in float64."""
-    leaves = {
-        name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()
-    }
-    x, probs = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
-    scaling = alpha / parameters["fc1.lora_a"].shape[1]
-    dense = {
-        name: leaves[f"{name}.weight"]
-        + scaling * leaves[f"{name}.lora_b"] @ leaves[f"{name}.lora_a"]
-        for name in ("fc1", "fc2")
-    }
-    for weight in dense.values():
-        weight.retain_grad()
-
-    biases = [leaves.get(f"{name}.bias") for name in dense]
-    y = oracle.experts(x, topk_idx, probs, *dense.values(), biases)
-    y.backward(dy.double())
-    gradients = {"x": x.grad, "probs": probs.grad} | {name: leaves[name].grad for name in NAMES[2:]}
-    return y.detach(), gradients, {f"{name}.weight": weight.grad for name, weight in dense.items()}
-
-
 def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((got.double().cpu() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
 
@@ -95,7 +67,27 @@ def rows_of_experts(
     return x, probs, dy
 
 
-def oracle_of_rows(parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, dy: torch.Tensor):
-    """dense_oracle for rows that go to one expert each."""
+def oracle_of_rows(
+    parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, Tensors, Tensors]:
+    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, in float64, of rows that go to one
+    expert each."""
     expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
-    return dense_oracle(parameters, x[:ROWS], probs[:ROWS, None], expert, dy[:ROWS], ALPHA)
+    leaves = {
+        name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()
+    }
+    x, probs = (each[:ROWS].detach().double().requires_grad_() for each in (x, probs[:, None]))
+    scaling = ALPHA / parameters["fc1.lora_a"].shape[1]
+    dense, biases = zip(
+        *(reference.weights_of([leaves], name, scaling) for name in ("fc1", "fc2")), strict=True
+    )
+    for weight in dense:
+        weight.retain_grad()
+    y = oracle.experts(x, expert, probs, *dense, biases)
+    y.backward(dy[:ROWS].double())
+    gradients = {"x": x.grad, "probs": probs.grad} | {name: leaves[name].grad for name in NAMES[2:]}
+    return (
+        y.detach(),
+        gradients,
+        {f"fc{n}.weight": weight.grad for n, weight in enumerate(dense, 1)},
+    )
