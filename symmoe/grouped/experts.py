@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from symmoe import kernels
-from symmoe.autograd import Unmodified
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear, write_gradients
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.rows_function import ExpertRows
-from symmoe.grouped.weights import LayerWeights
+from symmoe.grouped.weights import LayerWeights, WeightProduct
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import Matrices, Rows
+from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
 from symmoe.precision.recipes import Recipe
@@ -282,11 +280,6 @@ class ExpertsBackward:
         self._x, self._weights, self._d_out = x, replace(weights, gradients=self.gradients), d_out
         self.d_biases = self.db1, self.db2 = self.gradients[B1], self.gradients[B2]
         has_db2 = self._fc2_dgrad(hidden, parts)
-        # From here on: until now, rows may have been arriving.
-        self._unmodified_rows, self._unmodified_d_out = (
-            Unmodified(rows=x.rows),
-            Unmodified(d_out=d_out),
-        )
         if weights.fc2.bias is not None:
             d_out = self._output_gradients()
             for part, its in self._weights.calls(x):
@@ -391,41 +384,43 @@ class ExpertsBackward:
                     self._dt1, a1, its_part.rows, d_rows, accumulate=True, num_sms=num_sms
                 )
 
+    def w1_product(self) -> WeightProduct:
+        """Of dW1 [G, W, H]."""
+        x = self._x
+        return WeightProduct(self._dh, (x.rows, x.row_index), x.row_range, {"rows": x.rows})
+
+    def w2_product(self) -> WeightProduct:
+        """Of dW2 [G, H, I]."""
+        x, d_out = self._x, self._d_out
+        return WeightProduct((d_out, x.row_index), self._a, x.row_range, {"d_out": d_out})
+
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """Writes dW1 [G, W, H]; a weights.Compute."""
-        self._unmodified_rows.check()
-        self._weight_gradient(
-            W1, self._dh, (self._x.rows, self._x.row_index), out, accumulate, num_sms
-        )
+        """Writes dW1; a weights.Compute."""
+        self._weight_gradient(W1, self.w1_product(), out, accumulate, num_sms)
 
     def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
-        """Writes dW2 [G, H, I]; a weights.Compute."""
-        self._unmodified_d_out.check()
-        self._weight_gradient(W2, (self._d_out, self._x.row_index), self._a, out, accumulate)
+        """Writes dW2; a weights.Compute."""
+        self._weight_gradient(W2, self.w2_product(), out, accumulate)
 
     def _weight_gradient(
         self,
         kind: int,
-        left: Rows,
-        right: Rows,
+        product: WeightProduct,
         out: Matrices,
         accumulate: bool,
         num_sms: int | None = None,
     ) -> None:
         """Writes the product to out, and that of rows of replicas to theirs, if it is wanted. kind: W1 or W2."""
-        replicas, product = (
-            self._weights.replicas,
-            partial(self._ops.grouped_gemm_wgrad, left, right, num_sms=num_sms),
-        )
-        if replicas is not None:
+        if (replicas := self._weights.replicas) is not None:
             self.gradients[kind] = out
             if (theirs := replicas.weights.gradients[kind]) is not None:
-                product(replicas.row_range, theirs)
-        product(self._x.row_range, out, accumulate=accumulate)
+                of_replicas = product._replace(row_range=replicas.row_range)
+                of_replicas(theirs, False, num_sms=num_sms)
+        product(out, accumulate, num_sms=num_sms)
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""
-        for name in ("_a", "_a_columns", "_d_out", "_unmodified_d_out"):
+        for name in ("_a", "_a_columns", "_d_out"):
             vars(self).pop(name, None)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from symmoe import kernels
-from symmoe.autograd import Unmodified
 from symmoe.checks.arguments import modules_of
 from symmoe.grouped.parameters import GroupedParameters
 from symmoe.grouped.rows_function import (
@@ -29,9 +28,9 @@ from symmoe.grouped.rows_function import (
     Splits,
     run_rows,
 )
-from symmoe.grouped.weights import LayerWeights, kernel_matrices
+from symmoe.grouped.weights import LayerWeights, WeightProduct, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
-from symmoe.kernels.contract.operands import Matrices, Rows
+from symmoe.kernels.contract.operands import Rows
 from symmoe.kernels.operands import Operand, given
 from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
@@ -223,27 +222,17 @@ class LinearProducts:
             write_gradients((rows.rows, t, d_out, d_t), row_range, found)
             return tuple(found)
 
-        compute = partial(_weight_gradient, recipe, rows, d_out, Unmodified(x=rows.rows, d_y=d_out))
-        return RowGradients(d_scale, (d_bias,), (compute,), adapter_gradients)
+        product = partial(_weight_product, recipe, rows, d_out)
+        return RowGradients(d_scale, (d_bias,), (product,), adapter_gradients)
 
 
-def _weight_gradient(
-    recipe: Recipe | None,
-    rows: ExpertRows,
-    d_out: torch.Tensor,
-    inputs: Unmodified,
-    out: Matrices,
-    accumulate: bool,
-) -> None:
-    """A weights.Compute of d_out_g^T x_g. Needs no weights, so a delayed gradient keeps none of them alive."""
-    inputs.check()
-    ops, x, row_range = kernels.for_device(d_out.device), rows.rows, rows.row_range
+def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor) -> WeightProduct:
+    """Of d_out_g^T x_g."""
+    x, row_range = rows.rows, rows.row_range
     if recipe is None:
-        ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
-        return
+        return WeightProduct(d_out, x, row_range, {"x": x, "d_y": d_out})
     left = gradient_columns(recipe, d_out, row_range)
-    right = recipe.quantize_columns(x, row_range).operand()
-    ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
+    return WeightProduct(left, recipe.quantize_columns(x, row_range).operand(), row_range)
 
 
 @contextmanager

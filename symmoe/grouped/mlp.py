@@ -270,5 +270,5 @@ class MLPProducts:
         steps = weights.backward(rows, Hidden(*kept), d_out, needs_scale=needs[1])
         if d_rows is not None:
             steps.input_gradient(d_rows, zero_tail=zero_tail)
-        of_weights = steps.w1_gradient, steps.w2_gradient
+        of_weights = steps.w1_product, steps.w2_product
         return RowGradients(steps.d_scale, steps.d_biases, of_weights, steps.adapter_gradients)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
+from symmoe.autograd import Unmodified
 from symmoe.checks.arguments import modules_of, parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for, word_problem
 from symmoe.grouped.weights import (
-    Compute,
     Target,
+    WeightProduct,
     addresses,
     check_uniform,
     compute_delayed,
@@ -202,8 +203,9 @@ class GroupedParameters(nn.Module):
             return main_grads_of(parameters, overwrite=overwrite_main_grad)
         overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
 
-        def put_off(compute: Compute) -> None:
-            self._delayed.append(partial(compute_delayed, parameters, overwrite, compute))
+        def put_off(product: WeightProduct) -> None:
+            rows = Unmodified(**(product.read or {}))
+            self._delayed.append(partial(compute_delayed, parameters, overwrite, product, rows))
 
         return Target("delayed", delay=put_off)
 

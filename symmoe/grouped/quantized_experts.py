@@ -24,10 +24,10 @@ import torch
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
 from symmoe.grouped.rows_function import ExpertRows
+from symmoe.grouped.weights import WeightProduct
 from symmoe.kernels import act_quantized
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
-from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand
 from symmoe.precision.operands import gradient_columns, gradient_rows, weight_operands
@@ -218,10 +218,9 @@ class QuantizedBackward(ExpertsBackward):
         self._ops.grouped_gemm_quantized(
             dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail
         )
-        self._transposed1 = None  # weight gradients do not use it, and may run much later
+        self._transposed1 = None  # they have been made
 
-    def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
-        self._unmodified_rows.check()
+    def w1_product(self) -> WeightProduct:
         x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
         columns = (
             recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
@@ -229,21 +228,16 @@ class QuantizedBackward(ExpertsBackward):
             else wire.columns(x.rows, x.row_range, self._dtype, x.row_index)
         )
         left = self._dh_columns()
-        self._ops.grouped_gemm_wgrad_quantized(
-            left, columns.operand(), x.row_range, out, accumulate=accumulate, num_sms=num_sms
-        )
+        return WeightProduct(left, columns.operand(), x.row_range)
 
-    def w2_gradient(self, out: Matrices, accumulate: bool) -> None:
-        self._unmodified_d_out.check()
+    def w2_product(self) -> WeightProduct:
         x, wire, received = self._x, self._weights.wire.gradients, self._d_out
         left = (
             gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
             if wire is None
             else wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
         )
-        self._ops.grouped_gemm_wgrad_quantized(
-            left, self._a_columns(), x.row_range, out, accumulate=accumulate
-        )
+        return WeightProduct(left, self._a_columns(), x.row_range)
 
 
 def _arriving(

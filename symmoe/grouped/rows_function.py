@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +29,11 @@ from symmoe.checks.arguments import (
 )
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
-from symmoe.grouped.weights import Compute
+from symmoe.grouped.weights import WeightProduct
 from symmoe.kernels.operands import FLOATS, given_of
 from symmoe.kernels.programs import run_program
 
-if TYPE_CHECKING:
-    from symmoe.grouped.linear import LinearProducts
-    from symmoe.grouped.mlp import MLPProducts
+Products = Any  # LinearProducts of linear.py, or MLPProducts of mlp.py
 
 Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 
@@ -165,12 +163,12 @@ class RowGradients(NamedTuple):
 
     d_scale: MaybeTensor  # fp32 [N]
     d_biases: Gradients  # of each layer
-    weight_gradients: tuple[Compute, ...]  # what computes those of each layer
+    products: tuple[Callable[[], WeightProduct], ...]  # what makes those of each layer's weights
     adapter_gradients: Callable[[], Gradients]  # of all layers
 
 
 def run_rows(
-    products: LinearProducts | MLPProducts,
+    products: Products,
     given: RowArguments,
     x: torch.Tensor,
     biases: Gradients,
@@ -184,7 +182,7 @@ def run_rows(
 
 
 def _rows_of(
-    products: LinearProducts | MLPProducts,
+    products: Products,
     x: torch.Tensor,
     row_range: torch.Tensor,
     scale: MaybeTensor,
@@ -201,7 +199,7 @@ class _RowsFunction(Function):
     @staticmethod
     def forward(
         ctx: Context,
-        products: LinearProducts | MLPProducts,
+        products: Products,
         given: RowArguments,
         x: torch.Tensor,
         row_range: torch.Tensor,
@@ -248,19 +246,16 @@ class _RowsFunction(Function):
             gradients = products.backward(
                 weights, rows, kept, d_y, needs, d_rows, zero_tail=buffer.tensor is None
             )
-            computes = zip(targets, of_layers, gradients.weight_gradients, strict=True)
-            d_weights = [target.add(weight, each) for target, weight, each in computes]
+            products_of = zip(targets, of_layers, gradients.products, strict=True)
+            d_weights = [target.add(weight, each) for target, weight, each in products_of]
             return gradients.d_scale, gradients.d_biases, d_weights, gradients.adapter_gradients()
 
         options = [target.option for target in targets]
-        if "delayed" in options:
-            found: Sequence[Any] = compute()
-        else:
-            has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
-            key = "rows backward", products.key, weights.key, *options, has, needs
-            read = given_of(d_y, x, row_range, scale, *kept, *weights.operands)
-            written = [tensor for target in targets for tensor in target.operands]
-            found = run_program(key, compute, [*read, *written, *given_of(d_x)])
+        has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
+        key = "rows backward", products.key, weights.key, *options, has, needs
+        read = given_of(d_y, x, row_range, scale, *kept, *weights.operands)
+        written = [tensor for target in targets for tensor in target.operands]
+        found = run_program(key, compute, [*read, *written, *given_of(d_x)])
         d_scale, d_biases, d_weights, d_adapters = found
         if d_x is not None:
             d_x = buffer.hand_on(d_x)

@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from symmoe import kernels
+from symmoe.autograd import Unmodified
 from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
-from symmoe.kernels.operands import address_or_self, given
+from symmoe.kernels.operands import Operand, address_or_self, given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Directions, HeldWeight
 from symmoe.precision.recipes import Recipe
@@ -177,6 +178,26 @@ def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool)
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
 Compute = Callable[[torch.Tensor | TensorTable, bool], None]
+
+
+class WeightProduct(NamedTuple):
+    """The gradient of a layer's weights before it is computed, now or later: left^T right of the rows of each group. It
+    holds no weights. As a function, a Compute."""
+
+    left: Any  # Rows, or an Operand of columns
+    right: Any
+    row_range: torch.Tensor
+    read: dict[str, torch.Tensor] | None = None  # by name, rows among them that are others' memory
+
+    def __call__(
+        self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None
+    ) -> None:
+        ops, options = kernels.for_device(self.row_range.device), {"num_sms": num_sms}
+        is_quantized = isinstance(self.left, Operand)
+        product = ops.grouped_gemm_wgrad_quantized if is_quantized else ops.grouped_gemm_wgrad
+        product(self.left, self.right, self.row_range, out, accumulate=accumulate, **options)
+
+
 Gradients = Sequence[torch.Tensor | None]  # one for each weight
 
 
@@ -190,7 +211,7 @@ class Target:
     parameters: Sequence[torch.Tensor] = ()  # whose main_grads these are:
     tensors: Sequence[torch.Tensor] = ()  # the trainer's memory
     matrices: Matrices | None = None  # and as kernels take it
-    delay: Callable[[Compute], object] | None = None  # puts off a computation
+    delay: Callable[[WeightProduct], object] | None = None  # puts off a computation
 
     @property
     def operands(self) -> list[torch.Tensor]:
@@ -202,22 +223,30 @@ class Target:
         """Whether `add` computes anything."""
         return self.option in ("new", "add", "overwrite")
 
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
-        """Computes them, or sees to it. Those that autograd has to be given."""
+    def add(
+        self,
+        weights: Sequence[torch.Tensor],
+        product: Callable[[], WeightProduct],
+        compute: Compute | None = None,
+    ) -> Sequence[Any]:
+        """Computes them, by the product or by what does that in its place; or only makes the product, if they are
+        delayed. What :meth:`for_autograd` takes."""
         if self.option == "new":
             shape, first = packed_shape(weights), weights[0]
             buffer = torch.empty(shape, dtype=first.dtype, device=first.device)
-            compute(buffer, False)
+            (compute or product())(buffer, False)
             return [buffer]
         if self.matrices is not None:
-            compute(self.matrices, self.option == "add")
-        if self.delay is not None:
-            self.delay(compute)
-        return [None] * len(weights)
+            (compute or product())(self.matrices, self.option == "add")
+        return [None] * len(weights) if self.delay is None else [product()]
 
-    def for_autograd(self, weights: Sequence[torch.Tensor], found: Gradients) -> Gradients:
-        """What an autograd function's backward returns for `weights` where :meth:`add` has found these. `weights` are
-        the parameters, or what autocast has made of them; then a gradient goes through the cast."""
+    def for_autograd(self, weights: Sequence[torch.Tensor], found: Sequence[Any]) -> Gradients:
+        """What an autograd function's backward returns for `weights` where :meth:`add` has found these; here a delayed
+        computation is put off. `weights` are the parameters, or what autocast has made of them; then a gradient goes
+        through the cast."""
+        if self.delay is not None:
+            self.delay(found[0])
+            return [None] * len(weights)
         if self.option == "new" and weights[0].dim() == 2:
             return given("buffer", found[0]).unbind(0)
         asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self.parameters]
@@ -244,13 +273,17 @@ def main_grads_of(parameters: Sequence[torch.Tensor], *, overwrite: bool) -> Tar
 
 
 def compute_delayed(
-    parameters: Sequence[torch.Tensor], overwrite: bool | None, compute: Compute
+    parameters: Sequence[torch.Tensor],
+    overwrite: bool | None,
+    product: WeightProduct,
+    rows: Unmodified,
 ) -> None:
     """Leaves what autograd would have left: a sum in `.grad`, or zeros. Megatron's DDP looks there before it reduces.
-    overwrite: as in main_grads_of; None: gradients go to `.grad`."""
+    overwrite: as in main_grads_of; None: gradients go to `.grad`. StaleRows: the rows that it reads have changed."""
+    rows.check()
     to_grad = overwrite is None
     target = Target("new") if overwrite is None else main_grads_of(parameters, overwrite=overwrite)
-    found = target.for_autograd(parameters, target.add(parameters, compute))
+    found = target.for_autograd(parameters, target.add(parameters, lambda: product))
     for parameter, gradient in zip(parameters, found, strict=True):
         if gradient is None or not parameter.requires_grad:
             continue

@@ -626,11 +626,8 @@ def _backward(
             (*key, route.key),
             [*read, *[tensor for tensor in route.inputs if tensor is not x]],
         )
-    if "delayed" in targets:
-        found: Sequence[Any] = backward()
-    else:
-        inputs = *read, *fc1.operands, *fc2.operands
-        found = step.run(("backward", key), backward, inputs, plan.generation)
+    inputs = *read, *fc1.operands, *fc2.operands
+    found = step.run(("backward", key), backward, inputs, plan.generation)
     dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
     if spends_h and options.stash.keeps_h:
         wrote_into(kept.hidden.h)  # who else has kept it gets an error
@@ -695,7 +692,6 @@ class _Backward:
                     rows, num_rows=step.num_rows, parts=arrival.parts
                 )[0]
                 arrival = replace(arrival, parts=None)  # all have been handed out
-            # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = replicas.weights.backward(
                 rows,
                 hidden,
@@ -705,8 +701,9 @@ class _Backward:
                 spends_h=self.spends_h,
             )
         weights1, weights2, adapters = step.form.split(self.tensors)
-        dw2 = fc2.add(weights2, experts_backward.w2_gradient)
-        if fc2.option != "delayed" and not adapters:
+        dw2 = fc2.add(weights2, experts_backward.w2_product, experts_backward.w2_gradient)
+        is_read_later = fc2.option == "delayed" and step.form.precision is None
+        if not is_read_later and not adapters:
             experts_backward.forget_w2()
             d_out.release()
         # Without dW1 nothing would run meanwhile; gradients of adapters take too little time.
@@ -736,7 +733,7 @@ class _Backward:
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:
-                dw1 = fc1.add(weights1, w1_gradient)
+                dw1 = fc1.add(weights1, experts_backward.w1_product, w1_gradient)
                 d_adapters = experts_backward.adapter_gradients()
         replicas.finish(experts_backward.gradients)
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)

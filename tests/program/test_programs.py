@@ -41,6 +41,7 @@ SLOW = (
     "nothing kept",
     "main_grad",
     "main_grad of one layer",
+    "delayed gradients of one layer",
     "biases",
     "static",
 )  # others have most
@@ -107,6 +108,27 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: s
                 )
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.programs.num_runs > 25, "no program has run")
+
+
+@run_on(2)
+def test_delayed_gradients_of_two_micro_batches(rank: int, num_ranks: int) -> None:
+    """Both backward passes come before the first backward_dw."""
+    with open_heap("cpu", programs="on", num_bytes=16 << 20) as heap:
+        layer, plain = cases.make_layer(heap, delays=(True, True)), cases.make_layer(heap)
+        for _ in range(4):
+            calls = [*cases.make_calls(rank, 2, torch.float32)]
+            for each in (plain, layer):
+                flying = [(each(x)[0], dy) for x, dy in calls]
+                for y, dy in reversed(flying):
+                    y.backward(dy)
+            assert layer.experts.fc1.weight.grad is layer.experts.fc2.weight.grad is None
+            for _ in calls:
+                layer.experts.backward_dw()
+            for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+            layer.zero_grad()
+            plain.zero_grad()
+        assert heap.programs.num_runs > 16
 
 
 @run_on(2)

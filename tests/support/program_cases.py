@@ -34,9 +34,11 @@ def make_layer(
     hidden=H,
     ffn=I,
     overwrites=(None, None),
+    delays=(False, False),
     **options,
 ) -> MoELayer:
-    """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
+    """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`. delays: for both,
+    whether backward_dw computes them."""
     torch.manual_seed(heap.rank)
     config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
     sizes, recipe = (E // heap.num_ranks, hidden, ffn), config.precision
@@ -49,6 +51,7 @@ def make_layer(
             fc.accumulate_into_main_grad = True
             fc.weight.main_grad = torch.randn(fc.weight.shape).to(heap.device)
             fc.weight.overwrite_main_grad, fc.weight.grad_added_to_main_grad = overwrite, False
+    experts.fc1.delay_wgrad, experts.fc2.delay_wgrad = delays
     return MoELayer(config, heap, experts=experts)
 
 
@@ -83,13 +86,19 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> lis
         outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
         outputs = [output for output in outputs if output.requires_grad]
         gradients = [dy.to(y.dtype), *(torch.ones_like(output) for output in outputs[1:])]
-        found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
+        inputs = x, *layer.parameters()
+        found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    layer.experts.backward_dw()
+    delayed = [p.grad for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    assert len(delayed) == sum(each is None for each in found)
     assert all(p.grad_added_to_main_grad for p in layer.parameters() if hasattr(p, "main_grad"))
     return [
         y.detach(),
         metrics.expert_load,
         metrics.topk_idx,
-        *found,
+        *(each for each in found if each is not None),
+        *delayed,
         *(grad.clone() for grad in main_grads(layer)),
     ]
 
@@ -112,6 +121,12 @@ OPTIONS = {
     "main_grad of one layer": {
         "overwrites": (None, False),
         "dtype": torch.bfloat16,
+        "stash": "none",
+    },
+    "delayed": {"delays": (True, True), "schedule": "always-overlapped"},
+    "delayed gradients of one layer": {
+        "delays": (False, True),
+        "overwrites": (False, None),
         "stash": "none",
     },
     "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
