@@ -360,11 +360,10 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
 @triton.jit
 def later(error, found, other):
     """The other error where it is found."""
-    code, rank, limit, value, where = error
-    other_code, other_rank, other_limit, other_value, other_where = other
-    code, rank = tl.where(found, other_code, code), tl.where(found, other_rank, rank)
-    limit, value = tl.where(found, other_limit, limit), tl.where(found, other_value, value)
-    return code, rank, limit, value, tl.where(found, other_where, where)
+    result = ()
+    for i in tl.static_range(5):
+        result += (tl.where(found, other[i], error[i]),)
+    return result
 
 
 @triton.jit

@@ -110,12 +110,9 @@ def write_record(status, kind, phase, peer, expected, seen, epoch, where):
     pending = tl.load(record + CONTROL.STATUS_KIND, volatile=True)
     tl.debug_barrier()  # all threads have read before one writes
     if pending == CONTROL.STATUS_OK:
-        tl.store(record + CONTROL.STATUS_PHASE, phase)
-        tl.store(record + CONTROL.STATUS_PEER, peer)
-        tl.store(record + CONTROL.STATUS_EXPECTED, expected)
-        tl.store(record + CONTROL.STATUS_SEEN, seen)
-        tl.store(record + CONTROL.STATUS_EPOCH, epoch)
-        tl.store(record + CONTROL.STATUS_WHERE, where)
+        words = (phase, peer, expected, seen, epoch, where)  # from STATUS_PHASE to STATUS_WHERE
+        for i in tl.static_range(CONTROL.STATUS_WHERE - CONTROL.STATUS_PHASE + 1):
+            tl.store(record + (CONTROL.STATUS_PHASE + i), words[i])
         system_fence()  # the kind is written last: a host that sees it sees the whole record
         tl.store(record + CONTROL.STATUS_KIND, kind)
 
@@ -166,10 +163,9 @@ def barrier_kernel(
             + SIZES.rank * CONTROL.MAIL_WORDS * 8
         )
         slot = theirs.to(tl.pointer_type(tl.int64))
-        tl.store(slot + 1, word_0, mask=is_peer)
-        tl.store(slot + 2, word_1, mask=is_peer)
-        tl.store(slot + 3, word_2, mask=is_peer)
-        tl.store(slot + 4, word_3, mask=is_peer)
+        words = (word_0, word_1, word_2, word_3)
+        for i in tl.static_range(CONTROL.NUM_PUBLISHED):
+            tl.store(slot + (1 + i), words[i], mask=is_peer)
         tl.store(slot + CONTROL.MAIL_CALL, call, mask=is_peer)
         tl.debug_barrier()
         # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
