@@ -555,7 +555,7 @@ def pull_rows_kernel(
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(SIZES.tile, tl.float32)
+        total = tl.full(SIZES.tile, 0.0, tl.float32)
         for first in range(0, SIZES.top_k, UNROLL):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
@@ -614,7 +614,7 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
     """Sums of the tokens' rows on rank `rank`, which is this rank: fp32, in k order, rounded, as peers' sums are."""
     UNROLL: tl.constexpr = SIZES.unroll
     slot_to_rank, slot_to_row = slots
-    total = tl.zeros(SIZES.tile, tl.float32)
+    total = tl.full(SIZES.tile, 0.0, tl.float32)
     # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
     for first in range(0, top_k, UNROLL):
         places, values = (), ()
@@ -655,8 +655,8 @@ def sum_home_kernel(
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(SIZES.tile, tl.float32)
-        own = tl.zeros(SIZES.tile, ELEMENT)
+        total = tl.full(SIZES.tile, 0.0, tl.float32)
+        own = tl.full(SIZES.tile, 0.0, ELEMENT)
         for first in range(0, SIZES.num_ranks, UNROLL):
             packed, values = (), ()
             for step in tl.static_range(UNROLL):

@@ -64,8 +64,8 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
         received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
         return True
     counters[counter] = 1
-    kind, *found = failure
-    record(status, kind, phase, *found, epoch)
+    kind, peer, expected, seen = failure
+    record(status, kind, phase, peer, expected, seen, epoch)
     return False
 
 
