@@ -309,7 +309,7 @@ def main() -> int:
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):
             for module, values in sizes.items():
                 vars(module).update(values)
-            for cached in (tokens._cut, tokens._slots, plan.plan_constants, replicas._constants):
+            for cached in (tokens._cut, plan.plan_constants, replicas._constants):
                 cached.cache_clear()
             wrong = differences(run_case(gpu, case), expected)
             failures += bool(wrong)

@@ -576,17 +576,18 @@ def lay_out_kernel(
 
 
 @fast_jit([])
-def post_report_kernel(report, posted: tl.int64, plan: tl.int64):
+def post_report_kernel(report, posted: tl.int64, plan: tl.int64, BITS: tl.constexpr):
     word = tl.arange(0, CONTROL.SUMMARY_WORDS)
     value = tl.load(report + word).to(tl.int64) & 0xFFFFFFFF
-    tag = (plan & ((1 << CONTROL.GENERATION_BITS) - 1)).to(tl.int64)
+    tag = (plan & ((1 << BITS) - 1)).to(tl.int64)
     rows = posted.to(tl.pointer_type(tl.int64))  # pinned host memory
     place = rows + plan % CONTROL.REPORT_SLOTS * CONTROL.SUMMARY_WORDS + word
     tl.store(place, (tag << 32) | value)
 
 
 def post_report(report, posted, *, plan):
-    launch(post_report_kernel, (1,), kept_constants(num_warps=1), report, posted.data_ptr(), plan)
+    constants = kept_constants(BITS=control.GENERATION_BITS, num_warps=1)
+    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
