@@ -295,6 +295,6 @@ def checks() -> Iterator[tuple[str, object]]:
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):
             for module, values in sizes.items():
                 vars(module).update(values)
-            for cached in (tokens._cut, tokens._slots, plan.plan_constants, replicas._constants):
+            for cached in (tokens._cut, plan.plan_constants, replicas._constants):
                 cached.cache_clear()
             yield name, differences(run_case(gpu, case), expected)

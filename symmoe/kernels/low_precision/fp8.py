@@ -50,7 +50,6 @@ def grouped_gemm_fp8_kernel(
     num_rows,  # N; None: do not write the tail
     GEMM: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = GEMM.config.block_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     tl.static_assert(BLOCK % BLOCK_N == 0)  # a tile has one scale of the weight at a time
     NUM_BLOCKS: tl.constexpr = (GEMM.in_width + BLOCK - 1) // BLOCK
@@ -58,14 +57,14 @@ def grouped_gemm_fp8_kernel(
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end, first_column = tile_place(tile, prefix, row_range, GEMM)
-        row = first_row + tl.arange(0, BLOCK_M)
+        row = first_row + tl.arange(0, GEMM.config.block_m)
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = matrix_of(
             weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32
         )
         weight_scales += first_column // BLOCK * NUM_BLOCKS
         column = first_column + tl.arange(0, BLOCK_N)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = tl.full((GEMM.config.block_m, BLOCK_N), 0.0, dtype=tl.float32)
         for b in tl.range(0, NUM_BLOCKS):
             left = rows_desc.load([first_row, b * BLOCK])
             if weight_table is None:

@@ -302,11 +302,10 @@ def scaled_activation_grad_kernel(
     SIZES: tl.constexpr,
 ):
     """One program per block of rows."""
-    ROWS: tl.constexpr = SIZES.rows
     BLOCKS: tl.constexpr = SIZES.block // SUM_COLUMNS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * SIZES.rows + tl.arange(0, SIZES.rows)
     row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
+    total = tl.full((SIZES.rows,), 0.0, dtype=tl.float32)
     for first_column in tl.range(0, SIZES.columns, SIZES.block):
         _, dgate, dup, terms = dact_part(
             dout, h, row_scale, row, num_rows, first_column, SIZES.block, SIZES

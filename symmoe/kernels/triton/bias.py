@@ -81,13 +81,12 @@ def grouped_bias_grad_kernel(
     SIZES: tl.constexpr,
 ):
     """Sums one block of columns of one group. Grid (column blocks, groups)."""
-    BLOCK: tl.constexpr = SIZES.block
-    first_column = tl.program_id(0) * BLOCK
+    first_column = tl.program_id(0) * SIZES.block
     group = tl.program_id(1)
     start = tl.load(row_range + group)
     end = tl.load(row_range + SIZES.num_groups + group)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    column = first_column + tl.arange(0, BLOCK)
+    total = tl.full((SIZES.block,), 0.0, dtype=tl.float32)
+    column = first_column + tl.arange(0, SIZES.block)
     row = start + spread_rows(ROW_STEPS, SPREAD_STEPS)
     # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
     next_source = row if dout_index is None else tl.load(dout_index + row, mask=row < end, other=0)
@@ -102,7 +101,7 @@ def grouped_bias_grad_kernel(
         )
         pointers = dout + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         tile = tl.load(
-            pointers, mask=tile_mask(row, end, column, SIZES.width, BLOCK), other=0.0
+            pointers, mask=tile_mask(row, end, column, SIZES.width, SIZES.block), other=0.0
         ).to(tl.float32)
         if scale is not None:
             tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])
@@ -132,15 +131,14 @@ def sum_dbias_kernel(
 ):
     """dbias from the sums per row tile: those of 2 ** STEPS neighbours as in sum_tile, then these in order; 0 without
     rows. Grid (column blocks, groups)."""
-    COLUMNS: tl.constexpr = SIZES.columns
     group = tl.program_id(1)
     start = tl.load(row_range + group)
     num_tiles = (
         tl.load(row_range + SIZES.num_groups + group) - start + (SIZES.tile_rows - 1)
     ) // SIZES.tile_rows
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * SIZES.columns + tl.arange(0, SIZES.columns)
     sums = bias_sums + (start // SIZES.tile_rows + group).to(tl.int64) * SIZES.width + column
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    total = tl.full((SIZES.columns,), 0.0, dtype=tl.float32)
     for tile in tl.range(0, num_tiles, 2**SIZES.steps, loop_unroll_factor=SUM_LOADS):
         total += sum_slots(sums, num_tiles - tile, column < SIZES.width, SIZES.width, SIZES.steps)
         sums += SIZES.width * 2**SIZES.steps
@@ -158,21 +156,29 @@ def grouped_bias_dot_kernel(
     SIZES: tl.constexpr,
 ):
     """Dot products of DOT_ROWS rows of one group. One program for every tile of rows that there can be."""
-    BLOCK: tl.constexpr = SIZES.block
-    BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     tile = tl.program_id(0)
-    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, BLOCK_ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.block_rows)
     if tile < num_tiles:
-        group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, BLOCK_ROWS)
-        row = first_row + tl.arange(0, BLOCK_ROWS)
-        source = source_rows(dout_index, first_row, end, BLOCK_ROWS)
+        group, first_row, end = locate_rows(
+            tile, prefix, row_range, SIZES.num_groups, SIZES.block_rows
+        )
+        row = first_row + tl.arange(0, SIZES.block_rows)
+        source = source_rows(dout_index, first_row, end, SIZES.block_rows)
         bias_row = bias + group.to(tl.int64) * SIZES.width
-        total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-        for first_column in tl.range(0, SIZES.width, BLOCK, num_stages=NUM_STAGES):
+        total = tl.full((SIZES.block_rows, SIZES.block), 0.0, dtype=tl.float32)
+        for first_column in tl.range(0, SIZES.width, SIZES.block, num_stages=NUM_STAGES):
             x = load_k_rows(
-                None, dout, source, first_row, first_row, end, first_column, SIZES.width, BLOCK
+                None,
+                dout,
+                source,
+                first_row,
+                first_row,
+                end,
+                first_column,
+                SIZES.width,
+                SIZES.block,
             )
-            column = first_column + tl.arange(0, BLOCK)
+            column = first_column + tl.arange(0, SIZES.block)
             features = tl.load(bias_row + column, mask=column < SIZES.width, other=0.0)
             total += x.to(tl.float32) * features.to(tl.float32)[None, :]
         dot = tl.sum(total, axis=1)

@@ -189,12 +189,11 @@ def product(operands, place, GEMM: tl.constexpr):
     product instead of two narrow ones reads rows only once."""
     rows_desc, rows, row_index, weight_desc, weight_table = operands
     group, first_row, end, first_column = place
-    BLOCK_M: tl.constexpr = GEMM.config.block_m
     COLUMNS: tl.constexpr = GEMM.sides * GEMM.config.block_n
     pointers = None
     if row_index is not None:
         # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
-        row = first_row + tl.arange(0, BLOCK_M)
+        row = first_row + tl.arange(0, GEMM.config.block_m)
         source = tl.load(row_index + row, mask=row < end, other=0)
         pointers = (
             rows
@@ -205,7 +204,7 @@ def product(operands, place, GEMM: tl.constexpr):
     weight = (
         None if weight_table is None else matrix_pointer(weight_table, group, rows.dtype.element_ty)
     )
-    acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
+    acc = tl.full((GEMM.config.block_m, COLUMNS), 0.0, dtype=tl.float32)
     for k in tl.range(0, GEMM.in_width, GEMM.config.block_k):
         if row_index is None:
             a = rows_desc.load([first_row, k])

@@ -34,14 +34,12 @@ def rail_rows_kernel(
     SIZES: tl.constexpr,
 ):
     TOP_K: tl.constexpr = SIZES.top_k
-    TOKENS: tl.constexpr = SIZES.tokens
-    LANES: tl.constexpr = SIZES.lanes
-    node = tl.arange(0, LANES)
+    node = tl.arange(0, SIZES.lanes)
     is_other = (node < SIZES.num_nodes) & (node != SIZES.here)
-    total = tl.zeros((LANES,), tl.int32)
-    for first in range(0, num_tokens, TOKENS):
-        token = first + tl.arange(0, TOKENS)
-        goes = tl.zeros((TOKENS, LANES), tl.int32)
+    total = tl.full((SIZES.lanes,), 0, tl.int32)
+    for first in range(0, num_tokens, SIZES.tokens):
+        token = first + tl.arange(0, SIZES.tokens)
+        goes = tl.full((SIZES.tokens, SIZES.lanes), 0, tl.int32)
         for k in tl.static_range(TOP_K):
             expert = load_experts(
                 topk_idx, token * TOP_K + k, token < num_tokens, SIZES.num_experts

@@ -102,17 +102,15 @@ def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.c
 @triton.jit
 def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
     """count_slots of contract/plan.py, for one block."""
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
     WIDTH: tl.constexpr = SIZES.num_experts + SIZES.num_ranks + 2
     row = block_counts + block * WIDTH
     first_slot = block * (CONTROL.TOKENS_PER_BLOCK * SIZES.top_k)
     num_slots = tl.minimum(
         CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot
     )
-    for first in range(0, SIZES.num_experts, BLOCK_EXPERTS):
-        expert = first + tl.arange(0, BLOCK_EXPERTS)
-        count = tl.zeros((BLOCK_EXPERTS,), tl.int32)
+    for first in range(0, SIZES.num_experts, SIZES.block_experts):
+        expert = first + tl.arange(0, SIZES.block_experts)
+        count = tl.full((SIZES.block_experts,), 0, tl.int32)
         for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
             index = part + tl.arange(0, SIZES.block_slots)
             chosen = load_experts(
@@ -122,8 +120,8 @@ def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
         tl.store(row + expert, count, mask=expert < SIZES.num_experts)
 
     token = tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
-    rank = tl.arange(0, RANK_LANES)
-    goes = tl.zeros((CONTROL.TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
+    rank = tl.arange(0, SIZES.rank_lanes)
+    goes = tl.full((CONTROL.TOKENS_PER_BLOCK, SIZES.rank_lanes), 0, tl.int32)
     num_bad = tl.zeros((CONTROL.TOKENS_PER_BLOCK,), tl.int32)
     first_bad = tl.full((CONTROL.TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
     for k in range(SIZES.top_k):
@@ -186,21 +184,19 @@ def send_counts_kernel(
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    BLOCK_COLUMNS: tl.constexpr = SIZES.block_columns
-    BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     NUM_COLUMNS: tl.constexpr = SIZES.num_experts + SIZES.num_ranks
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
     LAYOUT: tl.constexpr = SIZES.layout
     half = (
         barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1
     ) & 1  # the half of the next barrier
-    first_column = tl.program_id(0) * BLOCK_COLUMNS
+    first_column = tl.program_id(0) * SIZES.block_columns
     if first_column < NUM_COLUMNS:
-        column = first_column + tl.arange(0, BLOCK_COLUMNS)
+        column = first_column + tl.arange(0, SIZES.block_columns)
         is_column = column < NUM_COLUMNS
-        total = tl.zeros((BLOCK_COLUMNS,), tl.int32)
-        for first in range(0, num_blocks, BLOCK_ROWS):
-            block = first + tl.arange(0, BLOCK_ROWS)
+        total = tl.full((SIZES.block_columns,), 0, tl.int32)
+        for first in range(0, num_blocks, SIZES.block_rows):
+            block = first + tl.arange(0, SIZES.block_rows)
             mask = (block < num_blocks)[:, None] & is_column[None, :]
             place = block_counts + block[:, None] * WIDTH + column[None, :]
             count = tl.load(place, mask=mask, other=0)
@@ -219,10 +215,10 @@ def send_counts_kernel(
         words = tl.where(lane == CONTROL.HEAD_MAX_TOKENS, max_tokens, words)
         words = tl.where(lane == CONTROL.HEAD_PACKED_CAPACITY, packed_capacity, words)
         if num_blocks > 0:
-            num_bad = tl.zeros((BLOCK_ROWS,), tl.int32)
-            first_bad = tl.full((BLOCK_ROWS,), NO_SLOT, tl.int32)
-            for first in range(0, num_blocks, BLOCK_ROWS):
-                block = first + tl.arange(0, BLOCK_ROWS)
+            num_bad = tl.full((SIZES.block_rows,), 0, tl.int32)
+            first_bad = tl.full((SIZES.block_rows,), NO_SLOT, tl.int32)
+            for first in range(0, num_blocks, SIZES.block_rows):
+                block = first + tl.arange(0, SIZES.block_rows)
                 end = block_counts + block * WIDTH + NUM_COLUMNS
                 num_bad += tl.load(end, mask=block < num_blocks, other=0)
                 first_bad = tl.minimum(
@@ -283,12 +279,11 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
 
     headers: [RANK_LANES, CONTROL.HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
     """
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, CONTROL.HEADER_WORDS)
 
     most_packed = tl.max(num_packed, axis=0)
-    fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
+    fullest = tl.min(tl.where(num_packed == most_packed, rank, SIZES.rank_lanes), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
     error = CONTROL.PLAN_OK, -1, 0, 0, 0
     error = later(
@@ -296,30 +291,34 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     )
 
     most_rows = tl.max(num_rows, axis=0)
-    fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
+    fullest = tl.min(tl.where(num_rows == most_rows, rank, SIZES.rank_lanes), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_CAPACITY)[None, :], 1), is_rank)
     overflow = (most_rows > capacity) & (not SIZES.drop)
     error = later(error, overflow, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_rows, 0))
 
     if not SIZES.drop:
         too_many = pick(headers, (word == CONTROL.HEAD_RAIL_DROPPED)[None, :], 1)
-        culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, RANK_LANES), axis=0)
+        culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, SIZES.rank_lanes), axis=0)
         head = pick(headers, (rank == culprit)[:, None], 0)
         limit = pick(head, word == CONTROL.HEAD_RAIL_CAPACITY, 0)
         value = pick(head, word == CONTROL.HEAD_RAIL_DROPPED, 0)
         error = later(
-            error, culprit < RANK_LANES, (CONTROL.PLAN_RAIL_OVERFLOW, culprit, limit, value, 0)
+            error,
+            culprit < SIZES.rank_lanes,
+            (CONTROL.PLAN_RAIL_OVERFLOW, culprit, limit, value, 0),
         )
 
     bad_slots = pick(headers, (word == CONTROL.HEAD_BAD_SLOTS)[None, :], 1)
-    culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
+    culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, SIZES.rank_lanes), axis=0)
     head = pick(headers, (rank == culprit)[:, None], 0)
     value, where = (
         pick(head, word == CONTROL.HEAD_BAD_ID, 0),
         pick(head, word == CONTROL.HEAD_BAD_SLOT, 0),
     )
     limit = pick(head, word == CONTROL.HEAD_NUM_EXPERTS, 0)
-    error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_BAD_ID, culprit, limit, value, where))
+    error = later(
+        error, culprit < SIZES.rank_lanes, (CONTROL.PLAN_BAD_ID, culprit, limit, value, where)
+    )
 
     first = pick(headers, (rank == 0)[:, None], 0)
     agreed = ((AGREED_WORDS >> word) & 1) != 0
@@ -333,7 +332,9 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
         & is_rank[:, None]
         & (is_own.to(tl.int32) == 0)
     )
-    culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
+    culprit = tl.min(
+        tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, SIZES.rank_lanes), axis=0
+    )
     head = pick(headers, (rank == culprit)[:, None], 0)
     field = tl.min(
         tl.where(
@@ -345,10 +346,10 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     )
     limit, value = pick(first, word == field, 0), pick(head, word == field, 0)
     error = later(
-        error, culprit < RANK_LANES, (CONTROL.PLAN_MISMATCH, culprit, limit, value, field)
+        error, culprit < SIZES.rank_lanes, (CONTROL.PLAN_MISMATCH, culprit, limit, value, field)
     )
 
-    lowest = tl.zeros((RANK_LANES,), tl.int64)
+    lowest = tl.full((SIZES.rank_lanes,), 0, tl.int64)
     for column in tl.static_range(CONTROL.NUM_PUBLISHED):
         lowest = tl.minimum(
             lowest, tl.load(received + rank * CONTROL.NUM_PUBLISHED + column, mask=is_rank, other=0)
@@ -359,11 +360,10 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
 @triton.jit
 def later(error, found, other):
     """The other error where it is found."""
-    code, rank, limit, value, where = error
-    other_code, other_rank, other_limit, other_value, other_where = other
-    code, rank = tl.where(found, other_code, code), tl.where(found, other_rank, rank)
-    limit, value = tl.where(found, other_limit, limit), tl.where(found, other_value, value)
-    return code, rank, limit, value, tl.where(found, other_where, where)
+    result = ()
+    for i in tl.static_range(5):
+        result += (tl.where(found, other[i], error[i]),)
+    return result
 
 
 @triton.jit
@@ -464,13 +464,11 @@ def lay_out_kernel(
     replica_ranges,
     SIZES: tl.constexpr,
 ):
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     LAYOUT: tl.constexpr = SIZES.layout
     half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
     table = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT)
 
-    rank = tl.arange(0, RANK_LANES)
+    rank = tl.arange(0, SIZES.rank_lanes)
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, CONTROL.HEADER_WORDS)
     headers = tl.load(
@@ -480,15 +478,15 @@ def lay_out_kernel(
     )
 
     # Tiles [destination rank, its experts]; sources are looped over.
-    local = tl.arange(0, EXPERT_LANES)
+    local = tl.arange(0, SIZES.expert_lanes)
     is_local = local < SIZES.experts_per_rank
     expert = rank[:, None] * SIZES.experts_per_rank + local[None, :]
     is_expert = is_rank[:, None] & is_local[None, :]
     is_mine = is_expert & (rank == SIZES.rank)[:, None]
     counts = table + CONTROL.HEADER_WORDS + expert
-    load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
+    load = tl.full((SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32)
     tokens_to_rank = table + CONTROL.HEADER_WORDS + SIZES.num_ranks * SIZES.experts_per_rank + rank
-    num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
+    num_packed = tl.full((SIZES.rank_lanes,), 0, tl.int32)  # if nothing is dropped
     for source in range(SIZES.num_ranks):
         load += tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
         num_packed += tl.load(
@@ -507,11 +505,11 @@ def lay_out_kernel(
     start = tl.cumsum(kept, axis=1) - kept
     num_kept = tl.sum(kept, axis=1)
     own_row = expert - SIZES.rank * SIZES.experts_per_rank
-    before = tl.zeros(
-        (RANK_LANES, EXPERT_LANES), tl.int32
+    before = tl.full(
+        (SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32
     )  # slots of the expert on earlier sources
     own_before = before
-    packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
+    packed = tl.full((SIZES.rank_lanes,), 0, tl.int32)  # packed rows of earlier sources
     for source in range(SIZES.num_ranks):
         count = tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
         tokens = tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
@@ -578,17 +576,18 @@ def lay_out_kernel(
 
 
 @fast_jit([])
-def post_report_kernel(report, posted: tl.int64, plan: tl.int64):
+def post_report_kernel(report, posted: tl.int64, plan: tl.int64, BITS: tl.constexpr):
     word = tl.arange(0, CONTROL.SUMMARY_WORDS)
     value = tl.load(report + word).to(tl.int64) & 0xFFFFFFFF
-    tag = (plan & ((1 << CONTROL.GENERATION_BITS) - 1)).to(tl.int64)
+    tag = (plan & ((1 << BITS) - 1)).to(tl.int64)
     rows = posted.to(tl.pointer_type(tl.int64))  # pinned host memory
     place = rows + plan % CONTROL.REPORT_SLOTS * CONTROL.SUMMARY_WORDS + word
     tl.store(place, (tag << 32) | value)
 
 
 def post_report(report, posted, *, plan):
-    launch(post_report_kernel, (1,), kept_constants(num_warps=1), report, posted.data_ptr(), plan)
+    constants = kept_constants(BITS=control.GENERATION_BITS, num_warps=1)
+    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
@@ -624,19 +623,17 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
 def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.constexpr):
     """Slots of a block from its `part` on, their mask, and of each its expert (-1: none) and its place among this
     rank's slots of it. starts: of the experts in this block."""
-    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
-    OTHER_SLOTS: tl.constexpr = SIZES.other_slots
     first_slot = block * CONTROL.TOKENS_PER_BLOCK * SIZES.top_k
     num_slots = (
         tl.minimum(CONTROL.TOKENS_PER_BLOCK, num_tokens - block * CONTROL.TOKENS_PER_BLOCK)
         * SIZES.top_k
     )
-    index = part + tl.arange(0, BLOCK_SLOTS)
+    index = part + tl.arange(0, SIZES.block_slots)
     is_slot = index < num_slots
     expert = load_experts(topk_idx, first_slot + index, is_slot, SIZES.num_experts)
-    earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
-    for first in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, OTHER_SLOTS):
-        other_index = first + tl.arange(0, OTHER_SLOTS)
+    earlier = tl.full((SIZES.block_slots, SIZES.other_slots), 0, tl.int32)
+    for first in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.other_slots):
+        other_index = first + tl.arange(0, SIZES.other_slots)
         other = load_experts(
             topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts
         )
@@ -719,14 +716,12 @@ def assign_packed_rows_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    BLOCK_ROWS: tl.constexpr = SIZES.block_rows
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
     block = tl.program_id(0)
     _, rank, entry, is_entry = tokens_and_ranks(block, num_tokens, SIZES)
     is_rank = rank < SIZES.num_ranks
-    earlier = tl.zeros((BLOCK_ROWS, RANK_LANES), tl.int32)
-    for first in range(0, block, BLOCK_ROWS):
-        other = first + tl.arange(0, BLOCK_ROWS)
+    earlier = tl.full((SIZES.block_rows, SIZES.rank_lanes), 0, tl.int32)
+    for first in range(0, block, SIZES.block_rows):
+        other = first + tl.arange(0, SIZES.block_rows)
         mask = (other < block)[:, None] & is_rank[None, :]
         earlier += tl.load(
             block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0

@@ -38,17 +38,15 @@ def place_replicas_kernel(
     slack: tl.int32,
     SIZES: tl.constexpr,
 ):
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     LAYOUT: tl.constexpr = SIZES.layout
     half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
     counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + CONTROL.HEADER_WORDS
-    rank, local = tl.arange(0, RANK_LANES), tl.arange(0, EXPERT_LANES)
+    rank, local = tl.arange(0, SIZES.rank_lanes), tl.arange(0, SIZES.expert_lanes)
     first = tl.program_id(0) * SIZES.num_near
     is_rank, is_source = (rank >= first) & (rank < first + SIZES.num_near), rank < SIZES.num_ranks
     expert = rank[:, None] * SIZES.experts_per_rank + local[None, :]
     is_expert = is_rank[:, None] & (local < SIZES.experts_per_rank)[None, :]
-    left = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
+    left = tl.full((SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32)
     for source in range(SIZES.num_ranks):
         left += tl.load(counts + source * LAYOUT.row_words + expert, mask=is_expert, other=0)
     own = tl.load(counts + SIZES.rank * LAYOUT.row_words + expert, mask=is_expert, other=0)

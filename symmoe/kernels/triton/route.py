@@ -76,11 +76,10 @@ def index_of(key, LANES: tl.constexpr):
 @triton.jit
 def keep_top_groups(value, expert, SIZES: tl.constexpr):
     """[tokens, lanes] values, -inf outside of a token's best groups."""
-    GROUP_LANES: tl.constexpr = SIZES.group_lanes
     SIZE: tl.constexpr = SIZES.num_experts // SIZES.rule.num_groups
     key = keys_of(value, expert, SIZES.expert_lanes)
-    group = tl.arange(0, GROUP_LANES)
-    worth = tl.zeros((value.shape[0], GROUP_LANES), tl.float32)
+    group = tl.arange(0, SIZES.group_lanes)
+    worth = tl.full((value.shape[0], SIZES.group_lanes), 0.0, tl.float32)
     for g in range(SIZES.rule.num_groups):
         own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
         for _ in range(SIZES.best_of_group):
@@ -89,12 +88,14 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
     group_key = tl.where(
-        (group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, GROUP_LANES), LEAST
+        (group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, SIZES.group_lanes), LEAST
     )
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
     for _ in range(SIZES.rule.top_groups):
         best = tl.max(group_key, axis=1)
-        is_kept = is_kept | ((expert // SIZE)[None, :] == index_of(best, GROUP_LANES)[:, None])
+        is_kept = is_kept | (
+            (expert // SIZE)[None, :] == index_of(best, SIZES.group_lanes)[:, None]
+        )
         group_key = tl.where(group_key == best[:, None], LEAST, group_key)
     return tl.where(is_kept, value, -float("inf"))
 
@@ -112,11 +113,8 @@ def choose_experts_kernel(
     route_scale: tl.float32,
     SIZES: tl.constexpr,
 ):
-    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
-    CHOICE_LANES: tl.constexpr = SIZES.choice_lanes
-    TOKENS: tl.constexpr = SIZES.tokens
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
+    token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
+    expert, place = tl.arange(0, SIZES.expert_lanes), tl.arange(0, SIZES.choice_lanes)
     is_token, is_expert = token < num_tokens, (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
@@ -127,20 +125,20 @@ def choose_experts_kernel(
         score = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
     tl.store(scores + at, score, mask=is_token[:, None] & is_expert)
 
-    key = tl.zeros((TOKENS, EXPERT_LANES), tl.int64)
+    key = tl.full((SIZES.tokens, SIZES.expert_lanes), 0, tl.int64)
     if given_idx is None:
         value = score
         if bias is not None:
             value += tl.load(bias + expert, mask=expert < SIZES.num_experts, other=0.0)[None, :]
         if SIZES.rule.num_groups > 1:
             value = keep_top_groups(value, expert, SIZES)
-        key = tl.where(is_expert, keys_of(value, expert, EXPERT_LANES), LEAST)
-    prob = tl.zeros((TOKENS, CHOICE_LANES), tl.float32)
-    ranks = tl.zeros((TOKENS,), tl.int64)  # bit r: the token goes to rank r
+        key = tl.where(is_expert, keys_of(value, expert, SIZES.expert_lanes), LEAST)
+    prob = tl.full((SIZES.tokens, SIZES.choice_lanes), 0.0, tl.float32)
+    ranks = tl.full((SIZES.tokens,), 0, tl.int64)  # bit r: the token goes to rank r
     for k in range(SIZES.top_k):
         if given_idx is None:
             best = tl.max(key, axis=1)
-            chosen = index_of(best, EXPERT_LANES)
+            chosen = index_of(best, SIZES.expert_lanes)
             key = tl.where(key == best[:, None], LEAST, key)
         else:
             chosen = tl.load(given_idx + token * SIZES.top_k + k, mask=is_token, other=-1)
@@ -150,7 +148,7 @@ def choose_experts_kernel(
         )
         prob = tl.where((place == k)[None, :], number[:, None], prob)
         if block_counts is not None:
-            ranks |= tl.full((TOKENS,), 1, tl.int64) << (chosen // SIZES.experts_per_rank).to(
+            ranks |= tl.full((SIZES.tokens,), 1, tl.int64) << (chosen // SIZES.experts_per_rank).to(
                 tl.int64
             )
     if SIZES.rule.renormalize:
@@ -183,16 +181,14 @@ def choose_experts_grad_kernel(
     route_scale: tl.float32,
     SIZES: tl.constexpr,
 ):
-    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
-    TOKENS: tl.constexpr = SIZES.tokens
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, SIZES.choice_lanes)
+    token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
+    expert, place = tl.arange(0, SIZES.expert_lanes), tl.arange(0, SIZES.choice_lanes)
     is_token = token < num_tokens
     mask = is_token[:, None] & (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     score = tl.load(scores + at, mask=mask, other=0.0)
     d_score = (
-        tl.zeros((TOKENS, EXPERT_LANES), tl.float32)
+        tl.full((SIZES.tokens, SIZES.expert_lanes), 0.0, tl.float32)
         if d_scores is None
         else tl.load(d_scores + at, mask=mask, other=0.0)
     )
@@ -308,15 +304,13 @@ def sum_of(score):
 def router_loss_sums_kernel(
     logits, scores, token_mask, sums, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
-    LANES: tl.constexpr = SIZES.expert_lanes
-    TOKENS: tl.constexpr = SIZES.tokens
-    expert = tl.arange(0, LANES)
-    share_sum = tl.zeros((LANES,), tl.float32)
-    square_sum = tl.zeros((TOKENS, 1), tl.float32)
-    count = tl.zeros((TOKENS,), tl.int32)
+    expert = tl.arange(0, SIZES.expert_lanes)
+    share_sum = tl.full((SIZES.expert_lanes,), 0.0, tl.float32)
+    square_sum = tl.full((SIZES.tokens, 1), 0.0, tl.float32)
+    count = tl.full((SIZES.tokens,), 0, tl.int32)
     block = tl.program_id(0).to(tl.int64)
     for first in range(0, SIZES.block, SIZES.tokens):
-        token = block * SIZES.block + first + tl.arange(0, TOKENS)
+        token = block * SIZES.block + first + tl.arange(0, SIZES.tokens)
         is_counted = token < num_tokens
         if token_mask is not None:
             is_counted &= tl.load(token_mask + token, mask=is_counted, other=0) != 0
@@ -347,10 +341,9 @@ def router_loss_kernel(
     z_coef: tl.float32,
     SIZES: tl.constexpr,
 ):
-    LANES: tl.constexpr = SIZES.expert_lanes
-    expert, more = tl.arange(0, LANES), tl.arange(0, 2)
+    expert, more = tl.arange(0, SIZES.expert_lanes), tl.arange(0, 2)
     is_expert = expert < SIZES.num_experts
-    total = tl.zeros((LANES,), tl.float32)
+    total = tl.full((SIZES.expert_lanes,), 0.0, tl.float32)
     others = tl.zeros((2,), tl.float32)  # squares, tokens
     for first in range(0, num_lines, SIZES.lines):
         number = first + tl.arange(0, SIZES.lines)
@@ -383,10 +376,8 @@ def router_losses_grad_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    LANES: tl.constexpr = SIZES.expert_lanes
-    TOKENS: tl.constexpr = SIZES.tokens
-    expert = tl.arange(0, LANES)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, SIZES.expert_lanes)
+    token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
     is_counted = token < num_tokens
     mask = is_counted[:, None] & (expert < SIZES.num_experts)[None, :]
     if token_mask is not None:
@@ -405,7 +396,7 @@ def router_losses_grad_kernel(
             mean = tl.sum(slope * score, axis=1)[:, None] / total
             is_normal = tl.sum(score, axis=1)[:, None] >= SMALLEST_NORMAL
             slope = (slope - tl.where(is_normal, mean, 0.0)) / total
-        slope += tl.zeros((TOKENS, LANES), tl.float32)
+        slope += tl.full((SIZES.tokens, SIZES.expert_lanes), 0.0, tl.float32)
         tl.store(d_scores + at, tl.where(is_counted[:, None], factor * slope, 0.0), mask=mask)
 
 

@@ -65,11 +65,9 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
 
 @fast_jit()
 def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
-    BLOCK_M: tl.constexpr = SIZES.block_m
-    BLOCK_N: tl.constexpr = SIZES.block_n
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    token = tl.program_id(0) * SIZES.block_m + tl.arange(0, SIZES.block_m)
+    expert = tl.program_id(1) * SIZES.block_n + tl.arange(0, SIZES.block_n)
+    total = tl.full((SIZES.block_m, SIZES.block_n), 0.0, tl.float32)
     for k in tl.range(0, SIZES.width, SIZES.block_k):
         column = k + tl.arange(0, SIZES.block_k)
         rows = matrix_tile(x, token, column, num_tokens, SIZES.width)
@@ -96,12 +94,10 @@ def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constex
 
 @fast_jit()
 def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
-    BLOCK_M: tl.constexpr = SIZES.block_m
-    BLOCK_N: tl.constexpr = SIZES.block_n
     # Programs of the same tokens run side by side, and read their parts from L2.
-    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    token = tl.program_id(1) * SIZES.block_m + tl.arange(0, SIZES.block_m)
+    column = tl.program_id(0) * SIZES.block_n + tl.arange(0, SIZES.block_n)
+    total = tl.full((SIZES.block_m, SIZES.block_n), 0.0, tl.float32)
     for k in tl.range(0, SIZES.num_experts, SIZES.block_k):
         expert = k + tl.arange(0, SIZES.block_k)
         d_high = matrix_tile(d_parts, token, expert, num_tokens, SIZES.num_experts)
@@ -133,14 +129,12 @@ def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.cons
 def router_wgrad_kernel(
     d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr
 ):
-    BLOCK_M: tl.constexpr = SIZES.block_m
-    BLOCK_N: tl.constexpr = SIZES.block_n
-    expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = tl.program_id(1) * SIZES.block_m + tl.arange(0, SIZES.block_m)
+    column = tl.program_id(0) * SIZES.block_n + tl.arange(0, SIZES.block_n)
     first = tl.program_id(2) * split_tokens
     end = tl.minimum(first + split_tokens, num_tokens)
     part_numel = num_tokens.to(tl.int64) * SIZES.num_experts
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.full((SIZES.block_m, SIZES.block_n), 0.0, tl.float32)
     for k in tl.range(first, end, SIZES.block_k):
         token = k + tl.arange(0, SIZES.block_k)
         high = matrix_tile(d_parts, token, expert, end, SIZES.num_experts)

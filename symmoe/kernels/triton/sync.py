@@ -110,12 +110,9 @@ def write_record(status, kind, phase, peer, expected, seen, epoch, where):
     pending = tl.load(record + CONTROL.STATUS_KIND, volatile=True)
     tl.debug_barrier()  # all threads have read before one writes
     if pending == CONTROL.STATUS_OK:
-        tl.store(record + CONTROL.STATUS_PHASE, phase)
-        tl.store(record + CONTROL.STATUS_PEER, peer)
-        tl.store(record + CONTROL.STATUS_EXPECTED, expected)
-        tl.store(record + CONTROL.STATUS_SEEN, seen)
-        tl.store(record + CONTROL.STATUS_EPOCH, epoch)
-        tl.store(record + CONTROL.STATUS_WHERE, where)
+        words = (phase, peer, expected, seen, epoch, where)  # from STATUS_PHASE to STATUS_WHERE
+        for i in tl.static_range(CONTROL.STATUS_WHERE - CONTROL.STATUS_PHASE + 1):
+            tl.store(record + (CONTROL.STATUS_PHASE + i), words[i])
         system_fence()  # the kind is written last: a host that sees it sees the whole record
         tl.store(record + CONTROL.STATUS_KIND, kind)
 
@@ -144,8 +141,7 @@ def barrier_kernel(
     SIZES: tl.constexpr,
 ):
     # `status` is the address of pinned host memory, the same for the device; `spoiled` anything if there are no words.
-    LANES: tl.constexpr = SIZES.lanes
-    peer = tl.arange(0, LANES)
+    peer = tl.arange(0, SIZES.lanes)
     is_peer = peer < SIZES.num_ranks
     own = tl.load(bases + SIZES.rank)
     counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
@@ -156,7 +152,7 @@ def barrier_kernel(
     answer = received + peer * CONTROL.NUM_PUBLISHED
     if stopped != 0:
         for word in tl.static_range(CONTROL.NUM_PUBLISHED):
-            tl.store(answer + word, tl.full((LANES,), -1, tl.int64), mask=is_peer)
+            tl.store(answer + word, tl.full((SIZES.lanes,), -1, tl.int64), mask=is_peer)
         spoil(spoiled, num_spoiled_words)
     else:
         tl.store(counters + CONTROL.BARRIER_EPOCH, epoch)
@@ -167,10 +163,9 @@ def barrier_kernel(
             + SIZES.rank * CONTROL.MAIL_WORDS * 8
         )
         slot = theirs.to(tl.pointer_type(tl.int64))
-        tl.store(slot + 1, word_0, mask=is_peer)
-        tl.store(slot + 2, word_1, mask=is_peer)
-        tl.store(slot + 3, word_2, mask=is_peer)
-        tl.store(slot + 4, word_3, mask=is_peer)
+        words = (word_0, word_1, word_2, word_3)
+        for i in tl.static_range(CONTROL.NUM_PUBLISHED):
+            tl.store(slot + (1 + i), words[i], mask=is_peer)
         tl.store(slot + CONTROL.MAIL_CALL, call, mask=is_peer)
         tl.debug_barrier()
         # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
@@ -185,15 +180,15 @@ def barrier_kernel(
         reached = epoch_words(seen)
         faulted = is_peer & (reached == 2 * epoch + 1)
         given_up = is_peer & (seen >= CONTROL.ABORT) & (reached < 2 * epoch)
-        first_given_up = tl.min(tl.where(given_up, peer, LANES), axis=0)
-        first_late = tl.min(tl.where(late, peer, LANES), axis=0)
-        first_faulted = tl.min(tl.where(faulted, peer, LANES), axis=0)
+        first_given_up = tl.min(tl.where(given_up, peer, SIZES.lanes), axis=0)
+        first_late = tl.min(tl.where(late, peer, SIZES.lanes), axis=0)
+        first_faulted = tl.min(tl.where(faulted, peer, SIZES.lanes), axis=0)
         mail = mine.to(tl.pointer_type(tl.int64))
         calls = tl.load(mail + CONTROL.MAIL_CALL, mask=is_peer, other=0, volatile=True)
         first_call = tl.sum(tl.where(peer == 0, calls, 0), axis=0)
-        first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, LANES), axis=0)
-        came = (first_given_up == LANES) & (first_late == LANES)
-        good = came & (first_faulted == LANES) & (first_other == LANES)
+        first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, SIZES.lanes), axis=0)
+        came = (first_given_up == SIZES.lanes) & (first_late == SIZES.lanes)
+        good = came & (first_faulted == SIZES.lanes) & (first_other == SIZES.lanes)
         for word in tl.static_range(CONTROL.NUM_PUBLISHED):
             # volatile: read from memory, after the wait
             value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
@@ -201,13 +196,13 @@ def barrier_kernel(
         if not good:
             spoil(spoiled, num_spoiled_words)
         phase = call & 0xFF
-        if first_given_up < LANES:
+        if first_given_up < SIZES.lanes:
             tl.store(counters + CONTROL.ABORTED, 1)
             written = tl.sum(tl.where(peer == first_given_up, seen, 0), axis=0)
             write_record(
                 status, CONTROL.STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0
             )
-        elif first_late < LANES:
+        elif first_late < SIZES.lanes:
             tl.store(counters + CONTROL.ABORTED, 1)
             # The peer's last epoch may stand in the other half.
             other = mine + (1 - 2 * (epoch & 1)) * (SIZES.num_ranks * CONTROL.MAIL_WORDS * 8)
@@ -222,10 +217,10 @@ def barrier_kernel(
                 >> 1
             )
             write_record(status, CONTROL.STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
-        elif first_faulted < LANES:
+        elif first_faulted < SIZES.lanes:
             tl.store(counters + CONTROL.FAULTED, 1)
             write_record(status, CONTROL.STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
-        elif first_other < LANES:
+        elif first_other < SIZES.lanes:
             tl.store(counters + CONTROL.FAULTED, 1)
             theirs_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
             write_record(

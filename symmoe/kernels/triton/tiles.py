@@ -205,7 +205,11 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
-    return None if WIDTH % BLOCK == 0 else first + tl.arange(0, BLOCK) < WIDTH
+    if WIDTH % BLOCK == 0:  # Triton 3.6 takes no None of a conditional expression for a result
+        mask = None
+    else:
+        mask = first + tl.arange(0, BLOCK) < WIDTH
+    return mask
 
 
 @triton.jit

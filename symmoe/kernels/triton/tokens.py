@@ -214,11 +214,10 @@ def push_slots_kernel(
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    BLOCK: tl.constexpr = SIZES.block
     program = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, SIZES.block)
     if program >= SIZES.num_ranks:  # slots of tokens
-        slot = (program - SIZES.num_ranks) * BLOCK + lane
+        slot = (program - SIZES.num_ranks) * SIZES.block + lane
         token = slot // SIZES.top_k
         k = slot - token * SIZES.top_k
         is_slot = token < num_tokens
@@ -246,8 +245,8 @@ def push_slots_kernel(
                 tl.store(values + entry, tl.where(here, prob, 0.0), mask=goes)
     else:  # the rest of this rank's region on rank `program`
         offset = tl.load(received + program * CONTROL.NUM_PUBLISHED + SIZES.column)
-        used = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, num_blocks, BLOCK):
+        used = tl.full((SIZES.block,), 0, tl.int32)
+        for first in range(0, num_blocks, SIZES.block):
             block = first + lane
             used += tl.load(
                 block_tokens + block * SIZES.num_ranks + program, mask=block < num_blocks, other=0
@@ -256,10 +255,12 @@ def push_slots_kernel(
         first_unused = (start + tl.sum(used, axis=0)) * SIZES.top_k
         end = (start + tl.load(packed_limit + program)) * SIZES.top_k
         rows = (tl.load(bases + program) + offset).to(tl.pointer_type(tl.int32))
-        for first in range(first_unused, end, BLOCK):
+        for first in range(first_unused, end, SIZES.block):
             entry = first + lane
             tl.store(
-                rows + entry, tl.full((BLOCK,), -1, tl.int32), mask=(entry < end) & (offset >= 0)
+                rows + entry,
+                tl.full((SIZES.block,), -1, tl.int32),
+                mask=(entry < end) & (offset >= 0),
             )
 
 
@@ -294,16 +295,15 @@ def index_rows_kernel(
     row_capacity: tl.int32,
     SIZES: tl.constexpr,
 ):
-    BLOCK: tl.constexpr = SIZES.block
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    zero = tl.zeros((BLOCK,), tl.int32)
+    entry = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
+    zero = tl.full((SIZES.block,), 0, tl.int32)
     if tl.minimum(tl.load(ready), tl.load(arrived)) < 0:
         tl.store(packed_to_row + entry, zero - 1, mask=entry < num_slots)
         tl.store(row_to_packed_row + entry, zero, mask=entry < row_capacity)
         if row_probs is not None:
             tl.store(
                 row_probs + entry,
-                tl.full((BLOCK,), float("nan"), tl.float32),
+                tl.full((SIZES.block,), float("nan"), tl.float32),
                 mask=entry < row_capacity,
             )
     else:
@@ -555,7 +555,7 @@ def pull_rows_kernel(
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(SIZES.tile, tl.float32)
+        total = tl.full(SIZES.tile, 0.0, tl.float32)
         for first in range(0, SIZES.top_k, UNROLL):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
@@ -614,7 +614,7 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
     """Sums of the tokens' rows on rank `rank`, which is this rank: fp32, in k order, rounded, as peers' sums are."""
     UNROLL: tl.constexpr = SIZES.unroll
     slot_to_rank, slot_to_row = slots
-    total = tl.zeros(SIZES.tile, tl.float32)
+    total = tl.full(SIZES.tile, 0.0, tl.float32)
     # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
     for first in range(0, top_k, UNROLL):
         places, values = (), ()
@@ -655,8 +655,8 @@ def sum_home_kernel(
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
-        total = tl.zeros(SIZES.tile, tl.float32)
-        own = tl.zeros(SIZES.tile, ELEMENT)
+        total = tl.full(SIZES.tile, 0.0, tl.float32)
+        own = tl.full(SIZES.tile, 0.0, ELEMENT)
         for first in range(0, SIZES.num_ranks, UNROLL):
             packed, values = (), ()
             for step in tl.static_range(UNROLL):
