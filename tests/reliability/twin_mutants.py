@@ -109,9 +109,18 @@ def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> A
     return result
 
 
-def _one_mailbox_half(original: Callable, *args: Any) -> np.ndarray:
-    both = original(*args)
-    return np.lib.stride_tricks.as_strided(both, both.shape, (0, *both.strides[1:]))
+def _one_mailbox_half(stack: ExitStack) -> None:
+    original = Peers.host_words.func
+
+    def words(peers: Peers) -> control.HostWords:
+        found = original(peers)
+        halves = [
+            np.lib.stride_tricks.as_strided(both, both.shape, (0, *both.strides[1:]))
+            for both in found.mailboxes
+        ]
+        return found._replace(mailboxes=tuple(halves))
+
+    stack.enter_context(patch.object(Peers, "host_words", property(words)))
 
 
 def _one_table_half(stack: ExitStack) -> None:
@@ -199,7 +208,7 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "wait without end": _hooks(barrier=_endless, wait_for_signal=_endless),
     "timeout not reported": _in_place_of(sync, "record", lambda original, *args: None),
     "epoch stays": _hooks(barrier=_epoch_stays),
-    "one half of the mailbox": _in_place_of(sync, "_mailbox", _one_mailbox_half),
+    "one half of the mailbox": _one_mailbox_half,
     "one half of the count table": _one_table_half,
     "payload after the flag": partial(_payload_after, "barrier"),
     "payload after the signal": partial(_payload_after, "send_signal"),

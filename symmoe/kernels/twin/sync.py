@@ -8,7 +8,6 @@ import numpy.typing as npt
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 
 _SPINS_BEFORE_SLEEP = 200
 _SLEEP_S = 50e-6
@@ -25,19 +24,19 @@ def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_f
 
 def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     """Whether the call goes on."""
-    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    counters, mailboxes, _ = peers.host_words
     if counters[control.ABORTED] or counters[control.FAULTED]:
         return False
     fault = fault or bool(counters[control.RAIL_FAULT])
     epoch = int(counters[control.BARRIER_EPOCH]) + 1
     counters[control.BARRIER_EPOCH] = epoch
     half = epoch & 1
-    for rank in range(peers.num_ranks):
-        slot = _mailbox(peers, rank)[half, peers.rank]
+    for its in mailboxes:
+        slot = its[half, peers.rank]
         slot[1 : 1 + control.NUM_PUBLISHED] = words
         slot[control.MAIL_CALL] = call
         slot[0] = 2 * epoch + int(fault)  # last: a rank that sees it sees the words and all payload
-    mailbox = _mailbox(peers, peers.rank)
+    mailbox = mailboxes[peers.rank]
     mail = mailbox[half]
     deadline_ns = time.monotonic_ns() + timeout_ns
     phase = call & 0xFF
@@ -70,17 +69,17 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
 
 
 def send_signal(peers, rank):
-    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    counters, _, signals = peers.host_words
     if not (counters[control.ABORTED] or counters[control.FAULTED]):
-        _signals(peers, rank)[peers.rank, 0] = counters[control.BARRIER_EPOCH]
+        signals[rank][peers.rank, 0] = counters[control.BARRIER_EPOCH]
 
 
 def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
-    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    counters, _, all_signals = peers.host_words
     arrived.fill_(-1)
     if not (counters[control.ABORTED] or counters[control.FAULTED]):
         epoch = int(counters[control.BARRIER_EPOCH])
-        signals = _signals(peers, peers.rank)
+        signals = all_signals[peers.rank]
         came = _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns)
         seen = int(signals[rank, 0])
         gave_up = seen >= control.ABORT
@@ -142,18 +141,3 @@ def record(
         words = status.new_tensor([phase, peer, expected, seen, epoch, where])
         status[control.STATUS_PHASE : control.STATUS_WHERE + 1] = words
         status[control.STATUS_KIND] = kind
-
-
-def _mailbox(peers: Peers, rank: int) -> npt.NDArray[np.int64]:
-    return _int64s(peers, rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS))
-
-
-def _signals(peers: Peers, rank: int) -> npt.NDArray[np.int64]:
-    return _int64s(peers, rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS))
-
-
-def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    words: npt.NDArray[np.int64] = np.ndarray(
-        shape, np.int64, buffer=peers.arrays[rank], offset=offset
-    )
-    return words
