@@ -11,7 +11,9 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 
-_WINDOW = 96  # calls; what is larger than all of them have needed is given up
+# Calls of a window, and windows: what is larger than all calls of these have needed is given up. A call looks at windows
+# only, because it must be quick.
+_WINDOW, _NUM_WINDOWS = 32, 4
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
 _DEVIATIONS = 4  # and so many square roots more by chance, if tokens choose independently
 _BITS = 5  # room is rounded up to so many significant bits, so that sizes repeat
@@ -42,14 +44,21 @@ class RowHistory:
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
-        # By the bits of the number of tokens, because a small call holds little: what recent calls have noted.
-        self._calls: dict[int, deque[tuple[int, ...]]] = defaultdict(partial(deque, maxlen=_WINDOW))
+        # By the bits of the number of tokens, because a small call holds little: windows, each the number of its calls
+        # and the largest numbers that they have noted.
+        self._windows: dict[int, deque[tuple[int, ...]]] = defaultdict(
+            partial(deque, maxlen=_NUM_WINDOWS)
+        )
 
     def note(self, num_tokens: int, rows: int, packed_rows: int, rail_rows: int = 0) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
         rank sent to another node."""
         self._last_rows = rows
-        self._calls[num_tokens.bit_length()].append((rows, packed_rows, rail_rows))
+        windows = self._windows[num_tokens.bit_length()]
+        if not windows or windows[-1][0] == _WINDOW:
+            windows.append((0, 0, 0, 0))
+        num_calls, *largest = windows[-1]
+        windows[-1] = num_calls + 1, *map(max, largest, (rows, packed_rows, rail_rows))
 
     def room(
         self, num_tokens: int, most_rows: int | None, factor: float | None = None
@@ -58,14 +67,14 @@ class RowHistory:
         many times what the largest recent one needed, if that is no more than `most_rows`."""
         if self._last_rows is None:
             return None
-        calls = self._calls.get(num_tokens.bit_length())
-        if calls is None:
+        windows = self._windows.get(num_tokens.bit_length())
+        if windows is None:
             return RowBudget(
                 self._last_rows,
                 num_tokens,
                 why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
             )
-        needed = [*map(max, zip(*calls, strict=True))]
+        _, *needed = map(max, zip(*windows, strict=True))
         limit = sys.maxsize if most_rows is None else most_rows
         if factor is not None and with_margin(needed[0], factor) > limit:
             factor = None
