@@ -5,7 +5,6 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -87,10 +86,6 @@ class Plan(PlanIntegers):
     nodes: NodesPlan[Plan] | None = None
 
     phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
-
-    def begin(self, generation: int) -> tuple[Plan, Sequence[torch.Tensor]]:
-        """As in PlanRequest: a copy, which one run of a call's kernels may change."""
-        return copy.copy(self), ()
 
     def settle(self) -> None:
         """Finds out what the routing of a plan with room needs, and whether there is room for it. Waits until the
@@ -227,11 +222,6 @@ class PlanRequest:
         route = self.route and self.route.key
         return "plan", self.header, self.config, self.is_read, self.rails, route
 
-    @property
-    def is_sized(self) -> bool:
-        """Whether buffers have sizes before the plan is made, so that a program of the whole call can make it."""
-        return self.row_capacity >= 0
-
     def made(self) -> MadePlan:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
         with torch.no_grad(), (heap := self.heap).one_call:
@@ -245,8 +235,8 @@ class PlanRequest:
         return MadePlan(plan, found)
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
-        """The plan whose kernels have been launched, in the same turn on the heap. Notes that."""
-        heap, plan = self.heap, self._plan(storage, generation)
+        """Same as plan_of, in the turn on the heap in which its kernels have been launched. Notes that."""
+        heap, plan = self.heap, self.plan_of(storage, generation)
         if self.reports is not None:
             self.reports.append(plan.report)
         heap.waits.flight.note(generation, num_tokens=self.num_tokens, top_k=self.top_k)
@@ -254,12 +244,8 @@ class PlanRequest:
             heap.check()  # before another thread gets its turn and raises the error instead
         return plan
 
-    def begin(self, generation: int) -> tuple[Plan, Sequence[torch.Tensor]]:
-        """For one run of a call's kernels: launches the plan's. The plan, and what else :meth:`launch` has found."""
-        storage, *found = self.launch(generation)
-        return self._plan(storage, generation), found
-
-    def _plan(self, storage: torch.Tensor, generation: int) -> Plan:
+    def plan_of(self, storage: torch.Tensor, generation: int) -> Plan:
+        """The plan that :meth:`launch` has filled in this storage."""
         return Plan(
             storage,
             self.layout,
@@ -278,42 +264,37 @@ class PlanRequest:
     def launch(self, generation: int) -> tuple[Any, ...]:
         """A new storage of the plan of this generation, filled; logits, probs and scores, if there is a route; the
         integers and num_received of RailRows, if the group spans nodes. Collective."""
-        heap, topk_idx, header, config = self.heap, self.topk_idx, self.header, self.config
-        is_read, its_rails, route = self.is_read, self.rails, self.route
+        heap, topk_idx, header, route = self.heap, self.topk_idx, self.header, self.route
         num_experts, num_ranks, rails = self.num_experts, heap.num_ranks, None
-        num_places, blocks = self.num_places, num_blocks(len(topk_idx))
+        blocks = num_blocks(len(topk_idx))
         counts = torch.empty(
             (blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device
         )
-        routed, has_counts = (
-            (() if route is None else route.choose(heap, counts)),
-            route is not None,
-        )
-        if its_rails is not None:
-            rails = RailRows(topk_idx, heap, num_experts, *its_rails)
-            has_counts, topk_idx = has_counts and rails.topk_idx is topk_idx, rails.topk_idx
-        ops, sizes = kernels.for_device(heap.device), (num_experts, num_ranks, num_places)
-        numel, layout = plan_layout(*topk_idx.shape, *sizes)
+        routed = () if route is None else route.choose(heap, counts)
+        if self.rails is not None:
+            rails = RailRows(topk_idx, heap, num_experts, *self.rails)
+        ops = kernels.for_device(heap.device)
+        numel, layout = plan_layout(*topk_idx.shape, num_experts, num_ranks, self.num_places)
         integers = in_storage(
             PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout
         )
-        overflow = header[control.HEAD_OVERFLOW]
-        drop = overflow == control.OVERFLOW_DROP
+        has_counts = route is not None  # of all slots, as the route has chosen them
+        if rails is not None and rails.topk_idx is not topk_idx:
+            topk_idx, has_counts = rails.topk_idx, False
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-        ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
-        received = _plan_barrier(heap, config, rails)
-        if num_places:  # the rest is the plan of a call whose experts are the copies
-            num_experts += num_ranks * num_places
+        received = self._exchange(counts, topk_idx, num_experts, rails)
+        if self.num_places:  # the rest is the plan of a call whose experts are the copies
+            num_experts += num_ranks * self.num_places
             near = num_ranks if rails is None else len(heap.topology.ranks)
             ops.place_replicas(
                 heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near
             )
             starts, counts = counts, counts.new_empty((blocks, num_experts + num_ranks + 2))
             ops.choose_copies(topk_idx, starts, integers, counts)
-            ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
-            received = _plan_barrier(heap, config, rails)
+            received = self._exchange(counts, topk_idx, num_experts, rails)
             topk_idx = integers.slot_to_copy
+        overflow = header[control.HEAD_OVERFLOW]
         limits = {"capacity": header[control.HEAD_CAPACITY], "overflow": overflow}
         ranks = (
             range(num_ranks)
@@ -321,11 +302,28 @@ class PlanRequest:
             else heap.topology.ranks
         )
         ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, ranks=ranks)
-        ops.assign_rows(topk_idx, counts, integers, drop=drop)
+        ops.assign_rows(topk_idx, counts, integers, drop=overflow == control.OVERFLOW_DROP)
         found = () if rails is None else rails.complete(integers.report)
-        if is_read:
+        if self.is_read:
             ops.post_report(integers.report, heap.waits.reports, plan=generation)
         return integers.storage, *routed, *found
+
+    def _exchange(
+        self,
+        counts: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        rails: RailRows | None,
+    ) -> torch.Tensor:
+        """Sends this rank's counts, and waits in the barrier after which those of all ranks are there. What they have
+        published, a line for each rank of the group; a negative number if the call has failed."""
+        heap, header = self.heap, self.header
+        send_counts = kernels.for_device(heap.device).send_counts
+        send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
+        if rails is not None:
+            rails.tell()
+        received = heap.barrier(control.PHASE_PLAN, config=self.config)
+        return received if rails is None else rails.share(self.config)
 
 
 def reads_rows_in_place(order: str, nodes: object) -> bool:
@@ -479,16 +477,6 @@ def begin_plan(
     return _plan_between_nodes(topk_idx, heap, options, room, route)
 
 
-class _Sizes(NamedTuple):
-    """What the host knows of a plan before it is made."""
-
-    header: tuple[int, ...]  # words for the peers, see control.HEAD_*
-    layout: control.PlanLayout
-    row_capacity: int
-    packed_row_capacity: int
-    expected_rows: int
-
-
 @functools.lru_cache(maxsize=1024)
 def _sizes_of(
     options: PlanOptions,
@@ -497,8 +485,9 @@ def _sizes_of(
     num_ranks: int,
     room: RowBudget | None,
     rail_capacity: int,
-) -> _Sizes:
-    """Those of a plan with these options, which have been checked, on a heap of so many ranks."""
+) -> tuple[tuple[int, ...], control.PlanLayout, int, int, int]:
+    """What the host knows of a plan with these options, which have been checked, on a heap of so many ranks, before it
+    is made: header, layout, row_capacity, packed_row_capacity and expected_rows of PlanRequest."""
     capacity, max_tokens, num_places = options.capacity, options.max_tokens, options.replica_places
     most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
     limit = capacity if room is None else room.rows
@@ -530,7 +519,7 @@ def _sizes_of(
         expected_rows = room.expected_rows
     else:
         expected_rows = 0 if rows < 0 else max(1, min(rows, most_tokens * top_k))
-    return _Sizes(header, layout, rows, packed_rows, expected_rows)
+    return header, layout, rows, packed_rows, expected_rows
 
 
 def _plan_between_nodes(
@@ -573,7 +562,9 @@ def _request(
     rail_capacity: int = 0,
 ) -> PlanRequest:
     num_tokens, top_k = topk_idx.shape
-    sizes = _sizes_of(options, num_tokens, top_k, heap.num_ranks, room, rail_capacity)
+    header, layout, row_capacity, packed_row_capacity, expected_rows = _sizes_of(
+        options, num_tokens, top_k, heap.num_ranks, room, rail_capacity
+    )
     reports = heap.captured_reports if options.capacity is None else None
     is_read = options.capacity is None and reports is None
     return PlanRequest(
@@ -583,26 +574,17 @@ def _request(
         top_k,
         num_experts=options.num_experts,
         num_places=options.replica_places,
-        header=sizes.header,
-        layout=sizes.layout,
-        row_capacity=sizes.row_capacity,
-        packed_row_capacity=sizes.packed_row_capacity,
-        expected_rows=sizes.expected_rows,
+        header=header,
+        layout=layout,
+        row_capacity=row_capacity,
+        packed_row_capacity=packed_row_capacity,
+        expected_rows=expected_rows,
         config=options.config,
         is_read=is_read,
         reports=reports,
         rails=rails,
         route=route,
     )
-
-
-def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> torch.Tensor:
-    """The barrier after which the counts of all ranks are there. What they have published, a line for each rank of the
-    group; a negative number if the call has failed."""
-    if rails is not None:
-        rails.tell()
-    received = heap.barrier(control.PHASE_PLAN, config=config)
-    return received if rails is None else rails.share(config)
 
 
 def _find_problem(

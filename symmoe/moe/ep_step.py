@@ -7,6 +7,7 @@ GEMMs run, where that pays (moe/overlap.py), with the same bits.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -423,7 +424,12 @@ class _Forward:
     def _begin(self) -> tuple[_Found, Plan, ReplicaTrip]:
         """The first half, which makes the plan if that is not made; and what the second half takes."""
         step = self.step
-        plan, routed = step.plan.begin(self.generation)
+        routed: Sequence[torch.Tensor] = ()
+        if isinstance(step.plan, PlanRequest):
+            storage, *routed = step.plan.launch(self.generation)
+            plan = step.plan.plan_of(storage, self.generation)
+        else:
+            plan = copy.copy(step.plan)
         sent = _on_wire(self.x, step.options.wire.rows)
         probs = given("probs", routed[1] if self.probs is None else self.probs)
         replicas = ReplicaTrip(plan, self.weights)
@@ -504,7 +510,7 @@ class _ExpertParallelMLP(Function):
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, weights.key
         with (heap := call.heap).one_call:
             routed: Sequence[torch.Tensor] = ()
-            if isinstance(begun, PlanRequest) and begun.is_sized:
+            if isinstance(begun, PlanRequest) and begun.row_capacity >= 0:
                 storage, generation = begun.topk_idx, heap.epoch + 1
                 step = _EPStep.of(call, begun, x)
                 key = *key, begun.key

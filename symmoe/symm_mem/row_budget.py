@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 
-# Calls of a window, and windows: what is larger than all calls of these have needed is given up. A call looks at windows
-# only, because it must be quick.
+# Calls of a window, and windows: what is larger than all calls of these have needed is given up. A call looks at
+# windows only, because it must be quick.
 _WINDOW, _NUM_WINDOWS = 32, 4
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
 _DEVIATIONS = 4  # and so many square roots more by chance, if tokens choose independently
