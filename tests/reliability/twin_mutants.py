@@ -217,7 +217,7 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "unused packed rows not marked": _hooks(push_slots=_unused_packed_rows_not_marked),
     "rows of a failed call kept": _in_place_of(sync, "_spoil", lambda original, tensor: None),
     "rows of a failed call zeroed": _in_place_of(
-        sync, "_spoil", lambda original, tensor: tensor.zero_()
+        sync, "_spoil", lambda original, tensor: tensor is not None and tensor.zero_()
     ),
     "what came counts after a timeout": _in_place_of(
         faults, "end_waits", partial(_with, options={"kept_bits": control.EPOCH_MASK})

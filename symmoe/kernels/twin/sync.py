@@ -14,19 +14,11 @@ _SLEEP_S = 50e-6
 
 
 def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
-    received.numpy().fill(-1)
-    if (
-        not _meet(peers, words, received, status, call, fault, timeout_ns)
-        and nan_on_failure is not None
-    ):
-        _spoil(nan_on_failure)
-
-
-def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
-    """Whether the call goes on."""
     counters, mailboxes, _ = peers.host_words
+    received.numpy().fill(-1)
     if counters[control.ABORTED] or counters[control.FAULTED]:
-        return False
+        _spoil(nan_on_failure)
+        return
     fault = fault or bool(counters[control.RAIL_FAULT])
     epoch = int(counters[control.BARRIER_EPOCH]) + 1
     counters[control.BARRIER_EPOCH] = epoch
@@ -40,8 +32,10 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     mail = mailbox[half]
     deadline_ns = time.monotonic_ns() + timeout_ns
     phase = call & 0xFF
-    others = [rank for rank in range(peers.num_ranks) if rank != peers.rank]
-    late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline_ns)]
+    late = []
+    for rank in range(peers.num_ranks):
+        if rank != peers.rank and not _wait(mail, rank, 2 * epoch, deadline_ns):
+            late.append(rank)
     sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
     calls = mail[:, control.MAIL_CALL]
     reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
@@ -61,11 +55,11 @@ def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
         failure = control.STATUS_MISMATCH, other, int(calls[0]), int(calls[other])
     else:
         received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
-        return True
+        return
     counters[counter] = 1
     kind, peer, expected, seen = failure
     record(status, kind, phase, peer, expected, seen, epoch)
-    return False
+    _spoil(nan_on_failure)
 
 
 def send_signal(peers, rank):
@@ -91,8 +85,7 @@ def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_f
             record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
         else:
             record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
-    if nan_on_failure is not None:
-        _spoil(nan_on_failure)
+    _spoil(nan_on_failure)
 
 
 def count_exchange(counts, progress, *, which):
@@ -108,8 +101,8 @@ def _who_gave_up(word: int) -> int:
     return (word - control.ABORT) >> control.ABORT_RANK_SHIFT
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    if tensor.numel():
+def _spoil(tensor: torch.Tensor | None) -> None:
+    if tensor is not None and tensor.numel():
         tensor.view(torch.uint8).fill_(0xFF)
 
 
