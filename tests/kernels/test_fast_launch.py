@@ -206,13 +206,15 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
 
 
 def test_nothing_is_launched_in_an_empty_grid(example):
-    """Neither by the driver nor by the JIT, in a first call or a later one."""
+    """Neither by the driver nor by the JIT, in a first call or a later one. Nothing is compiled either."""
+    args, kwargs = arguments()
+    constants = Constants(kwargs)
     for grid in ((0,), (3, 0), (1, 2, 0)):
-        example.call(grid)
-        assert example.counts == (1, 0, 0)
-    example.call((1,))
-    example.call((0,))
-    assert example.counts == (1, 0, 1)
+        launches.launch(example.kernel, grid, constants, *args)
+        assert example.counts == (0, 0, 0)
+    for grid in ((1,), (0,)):
+        launches.launch(example.kernel, grid, constants, *args)
+        assert example.counts == (1, 0, 1)
 
 
 def test_an_error_of_the_driver_is_raised(example, monkeypatch):

@@ -109,7 +109,7 @@ def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):
     p, q = (
         kind((0, 0), (64, 96), Numbers(name, exact=True), 0) for kind in (Problem, WgradProblem)
     )
-    p.run(products, p.blank(BF16))
+    p.run(products, p.blank(BF16), num_sms=8)
     for accumulate in (True, False):
         out = torch.ones(q.shape)
         q.run(products, out, accumulate=accumulate)

@@ -115,10 +115,13 @@ def fast_jit(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
-    """kernel[grid](*args, **constants.named) on the device of the first tensor, in the least time.
+    """kernel[grid](*args, **constants.named) on the device of the first tensor, in the least time. With a 0 in the grid
+    nothing is launched or compiled, nor any argument read: no descriptor can describe an empty tensor.
 
     args: one argument for each parameter that is not a constant.
     """
+    if 0 in grid:
+        return
     if type(kernel) is FastLaunch:
         kernel.launch(grid, constants, args)
     else:

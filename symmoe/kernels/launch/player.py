@@ -136,8 +136,6 @@ class Kernel:
         args: tuple[Any, ...],
     ) -> None:
         """Launches it. tensors, addresses: those among the arguments."""
-        if 0 in grid:
-            return
         words = [stream, 0, *addresses, *self._pick(args)]
         for n, kind in self._floats:
             words[n] = _bits(words[n], kind)
@@ -585,7 +583,7 @@ class Section(Entry):
         for entry in entries:
             if isinstance(entry, Event):
                 order.note(entry)
-            elif 0 not in entry.grid:
+            else:
                 order.add(self._node(entry), entry.stream)
         order.end()
         self._entered, self._left = order.entered, order.left

@@ -146,8 +146,6 @@ def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorT
 def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, num_sms=None):
     """quantize_weight_pairs for weights that takes_weight_pairs accepts."""
     num_tiles = out[1].numel()
-    if num_tiles == 0:
-        return
     _, num_lines, width = weight.shape
     constants = kept_sizes(
         num_lines=num_lines,

@@ -30,8 +30,6 @@ def grouped_gemm_quantized(
 ):
     block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
     (num_rows, out_width), num_groups = out.shape, weight.data.shape[0]
-    if num_rows == 0:
-        return
     operands = (
         rows.data,
         rows.scale,

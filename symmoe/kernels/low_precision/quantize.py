@@ -336,8 +336,6 @@ def quantize_rows(
 ):
     (data, scale), num_groups = out, row_range.shape[1]
     num_rows, width = data.shape[0], rows.shape[1]
-    if num_rows == 0:
-        return
     tile = _ROWS if sums is None else _SUMMED_ROWS
     constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
     num_columns = ceil_div(width, tile["columns"])
@@ -363,8 +361,6 @@ def quantize_columns(
     (data, scale), width, num_groups = out, rows.shape[1], row_range.shape[1]
     check_column_scale("scale", scale)
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
-    if num_tiles == 0:
-        return
     if signs is None and hopper_choice.launched(
         "quantize_columns",
         (rows.device, rows.dtype, width),
@@ -427,8 +423,6 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     num_rows, width = rows.shape if row_index is None else (row_index.shape[0], rows.shape[1])
     num_groups = amax.shape[0]
     amax.zero_()
-    if num_rows == 0:
-        return
     launch(
         group_amax_kernel,
         (max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])),

@@ -163,8 +163,6 @@ def requantize_columns_kernel(
 
 def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
-    if num_rows == 0:
-        return
     launch(
         encode_rows_kernel,
         _grid(rows),
@@ -178,8 +176,6 @@ def encode_rows(rows, wire, block_format):
 
 def unpack_rows(wire, row_range, out, *, row_index=None):
     (data, scale), (num_rows, width) = out, out[0].shape
-    if num_rows == 0:
-        return
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
     grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
@@ -198,8 +194,6 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
 
 def decode_rows(wire, out, block_format):
     num_rows, width = out.shape
-    if num_rows == 0:
-        return
     launch(
         decode_rows_kernel,
         _grid(out),
@@ -215,8 +209,6 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
     data, scale = out
     check_column_scale("scale", scale)
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
-    if num_tiles == 0:
-        return
     if hopper_choice.launched(
         "requantize_columns",
         (wire.device, dtype, width),

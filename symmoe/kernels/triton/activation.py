@@ -320,8 +320,6 @@ def scaled_activation_grad_kernel(
 def scaled_activation(h, scale, out, activation):
     num_rows, ffn = out.shape
     constants = _constants(activation, ffn)
-    if num_rows == 0:
-        return
     launch(
         scaled_activation_kernel,
         (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
@@ -336,8 +334,6 @@ def scaled_activation(h, scale, out, activation):
 def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     num_rows, ffn = dout.shape
     constants = _constants(activation, ffn)
-    if num_rows == 0:
-        return
     launch(
         scaled_activation_grad_kernel,
         (ceil_div(num_rows, ROWS),),

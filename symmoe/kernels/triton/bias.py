@@ -234,8 +234,6 @@ def sum_row_tiles(
 
 def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
     (dout, dout_index), num_rows, (num_groups, width) = as_pair(dout), dscale.shape[0], bias.shape
-    if num_rows == 0:
-        return
     grid = (max_row_tiles(num_rows, num_groups, DOT_ROWS),)
     constants = kept_sizes(
         accumulate=accumulate,

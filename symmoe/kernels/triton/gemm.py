@@ -418,8 +418,6 @@ def grouped_gemm_dgrad(
 def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms, weight_k_first):
     (rows, row_index), (bias, bias_scale), weight = as_pair(operands[0]), as_pair(bias), operands[1]
     num_rows, out_width = out.shape
-    if num_rows == 0:
-        return
     is_indirect = row_index is not None or isinstance(weight, TensorTable)
     if not (is_indirect or bias is not None or accumulate) and hopper_choice.launched(
         "grouped_gemm",

@@ -323,8 +323,6 @@ def grouped_gemm_act(
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
     gemm, constants = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
-    if num_rows == 0:
-        return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
     if is_plain and hopper_choice.launched(
         "grouped_gemm_act",
@@ -417,8 +415,6 @@ def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradien
 
 def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = dscale.shape[0]
-    if num_rows == 0:
-        return
     launch(
         sum_dscale_kernel,
         (ceil_div(num_rows, SCALE_ROWS),),

@@ -141,8 +141,6 @@ def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
 
 def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     (num_tokens, top_k), num_blocks = topk_idx.shape, block_counts.shape[0]
-    if num_blocks == 0:
-        return
     launch(
         count_slots_kernel,
         (num_blocks,),
@@ -733,8 +731,6 @@ def assign_packed_rows_kernel(
 
 def assign_rows(topk_idx, block_starts, plan, *, drop):
     (num_tokens, top_k), (num_blocks, num_ranks) = topk_idx.shape, plan.block_tokens.shape
-    if num_blocks == 0:
-        return
     slots = block_slots(top_k)
     constants = plan_constants(
         8,

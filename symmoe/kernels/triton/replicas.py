@@ -187,8 +187,6 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
         plan.block_tokens.shape[0],
         plan.copy_slots.shape[1],
     )
-    if num_blocks == 0:
-        return
     slots = block_slots(top_k)
     choice = plan_constants(
         8,

@@ -221,8 +221,6 @@ def choose_experts_grad_kernel(
 
 def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, block_counts=None):
     num_tokens, num_experts = logits.shape
-    if num_tokens == 0:
-        return
     num_ranks = 0 if block_counts is None else block_counts.shape[1] - num_experts - 2
     counts = (
         num_ranks > 0
@@ -251,8 +249,6 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, bl
 
 def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     num_tokens, num_experts = scores.shape
-    if num_tokens == 0:
-        return
     tokens, constants = _choice(num_experts, topk_idx.shape[1], rule)
     launch(
         choose_experts_grad_kernel,

@@ -69,14 +69,14 @@ def device_num_sms(device: torch.device) -> int:
 def launch_grid(
     num_tiles: int, num_sms: int | None, device: torch.device, programs_per_sm: int = 1
 ) -> tuple[int]:
-    """Programs of a kernel that loops over tiles: no more than there can be tiles."""
+    """Programs of a kernel that loops over tiles: no more than there can be tiles, none without tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
-    return (max(1, min(num_tiles, programs_per_sm * num_sms)),)
+    return (min(num_tiles, max(1, programs_per_sm * num_sms)),)
 
 
 def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
-    """Most tiles of block_m rows that num_rows rows in num_groups groups can need."""
-    return (num_rows + num_groups * (block_m - 1)) // block_m
+    """Most tiles of block_m rows that num_rows rows in num_groups groups can need. Each has a row."""
+    return min(num_rows, (num_rows + num_groups * (block_m - 1)) // block_m)
 
 
 @triton.jit

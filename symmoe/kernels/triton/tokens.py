@@ -34,15 +34,13 @@ SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
 
 def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
-    """Launches a kernel that moves num_rows such rows, if any, `accesses` 16-byte accesses per thread and tile."""
-    if num_rows == 0:
-        return
+    """Launches a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and tile."""
     constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     found = constants.named["SIZES"]
     num_tiles = ceil_div(num_rows, found.tokens) * found.column_tiles
     launch(
         kernel,
-        (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),),
+        (min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas),),
         constants,
         *args,
     )
@@ -75,10 +73,10 @@ def _cut(
 
 
 def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
-    """Launches a kernel that moves so many slots or values, if any."""
-    if num_programs := more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM):
-        constants = _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
-        launch(kernel, (num_programs,), constants, *args)
+    """Launches a kernel that moves so many slots or values."""
+    num_programs = more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM)
+    constants = _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
+    launch(kernel, (num_programs,), constants, *args)
 
 
 def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
@@ -96,9 +94,10 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
 
 
 def _moved(name, rows, num_ctas, *args, **options) -> bool:
-    """Launches the kernel for few programs, if num_ctas is given and there is one for these rows."""
+    """Launches the kernel for few programs, if num_ctas is given and there is one for these rows, at least one."""
     output = rows.device, rows.dtype, rows.shape[1]
-    return num_ctas is not None and hopper_choice.launched(
+    is_given = num_ctas is not None and rows.shape[0] > 0
+    return is_given and hopper_choice.launched(
         name, output, (rows,), *args, num_ctas=num_ctas, **options
     )
 
@@ -168,7 +167,7 @@ def push_rows_kernel(
 def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
     num_tokens, num_ranks = x.shape[0], peers.num_ranks
     ranks = range(num_ranks) if ranks is None else ranks
-    if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
+    if len(ranks) == 1 and ranks.start == but:
         return
     if len(ranks) == 1 and _moved(
         *("push_rows", x, num_ctas, x, token_to_row, peers, received),
@@ -699,8 +698,6 @@ def sum_home_kernel(
 
 def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
     num_tokens = out.shape[0]
-    if num_tokens == 0:
-        return
     _, packed_start, _, slot_to_row = index
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
     if num_ranks > 1 and _moved("sum_home", out, num_ctas, rows, index, trip, out, rank=rank):
