@@ -214,7 +214,7 @@ class _RowsFunction(Function):
         kept = run_program(
             ("rows", products.key, weights.key, out is None, scale is None),
             lambda: products.forward(weights, rows, y.view(-1, width), zero_tail=out is None),
-            given_of(x, row_range, scale, *weights.operands, y),
+            given_of(rows.rows, row_range, scale, *weights.operands, y),
         )
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
         ctx.products, ctx.overwrites, ctx.num_kept = products, given.overwrite_main_grad, len(kept)
@@ -253,7 +253,8 @@ class _RowsFunction(Function):
         options = [target.option for target in targets]
         has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
         key = "rows backward", products.key, weights.key, *options, has, needs
-        read = given_of(d_y, x, row_range, scale, *kept, *weights.operands)
+        # The rows, not x: what the program returns of them is the tensor that it is given, with its version.
+        read = given_of(d_y, rows.rows, row_range, scale, *kept, *weights.operands)
         written = [tensor for target in targets for tensor in target.operands]
         found = run_program(key, compute, [*read, *written, *given_of(d_x)])
         d_scale, d_biases, d_weights, d_adapters = found

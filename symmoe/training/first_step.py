@@ -46,7 +46,8 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if they were equal before), and equal experts. Where DDP or FSDP reduces gradients, it compares experts only.
 
     Call it once, before the loop, on all ranks. That step is then collective over the heap's group, and synchronises
-    the host; this call and later steps are neither. `symmoe check` compares whole runs.
+    the host; this call and later steps are neither. All ranks must make that step: where a loss scaler skips it on one
+    rank only, the others wait as long as the process group does. `symmoe check` compares whole runs.
 
     Args:
         model: what the loop trains, with layers of one heap.
@@ -70,19 +71,25 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if heap.num_ranks == 1:
         return
     before: list[int] = []
+    is_over = False
 
     def note(*_: Any) -> None:
-        before.extend((_experts_checksum(layers), *_checksums(model, layers, given)))
+        if not is_over:  # again where a step calls another one, or has failed
+            before[:] = _experts_checksum(layers), *_checksums(model, layers, given)
 
     def compare(*_: Any) -> None:
-        for hook in hooks:
-            hook.remove()
+        nonlocal is_over
+        if is_over:
+            return
+        is_over = True
         sums = [*before, *_checksums(model, layers, given)]
         are_reduced = any(layer.replicas.are_reduced for layer in layers)
         for text in _mistakes(heap.bootstrap.gather(sums), are_reduced=are_reduced):
             warn(text)
 
-    hooks = optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(compare)
+    # They stay: torch goes through hooks while it runs them, and does not allow that one is removed.
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(compare)
 
 
 def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:

@@ -583,16 +583,18 @@ def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
     assert layer.weight.grad is None
 
 
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
 @pytest.mark.parametrize("what", ["x", "d_y"])
-def test_delayed_gradients_of_rows_that_were_overwritten(what):
-    """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong."""
+def test_delayed_gradients_of_rows_that_were_overwritten(what, shape):
+    """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong. Later calls run programs."""
     layer, inputs = layer_and_inputs(cases.Case(delayed=True, buffers=()))
-    x, d_y = inputs.x.clone(), inputs.d_y.clone()
-    layer(x, inputs.splits).backward(d_y)
-    {"x": x, "d_y": d_y}[what].fill_(1e6)
-    with pytest.raises(StaleRows, match=rf"^{what} \[12"):
-        layer.backward_dw()
-    assert layer.weight.grad is None
+    for _ in range(4):
+        x, d_y = (each.clone().view(*shape, -1) for each in (inputs.x, inputs.d_y))
+        layer(x, inputs.splits).backward(d_y)
+        {"x": x, "d_y": d_y}[what].fill_(1e6)
+        with pytest.raises(StaleRows, match=rf"^{what} \[12"):
+            layer.backward_dw()
+        assert layer.weight.grad is None
 
 
 # -- autocast, second backward ----------------------------------------------------------------------------------------

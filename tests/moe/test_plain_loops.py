@@ -294,6 +294,38 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
             symmoe.broadcast_parameters(model)
 
 
+class Repeats(torch.optim.SGD):
+    """Its step calls another one, with hooks of its own where torch has met its class; and it may raise."""
+
+    fails = False
+
+    def step(self, closure: object = None) -> None:
+        if self.fails:
+            raise RuntimeError("no step")
+        super().step(closure)
+
+
+@run_on(2)
+def test_a_first_step_that_fails_and_one_with_other_hooks(rank: int, num_ranks: int) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with open_heap("cpu") as heap:
+        model = right(heap)
+        optimizer, seen = Repeats(model.parameters(), lr=0.1), []
+        symmoe.check_first_step(model, optimizer)
+        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        loss_of(model, rank).backward()
+        optimizer.fails = rank == 0
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="no step"):
+                optimizer.step()
+            optimizer.fails = False
+        texts = texts_of(optimizer.step)
+        assert seen
+        assert len(texts) == 1
+        assert "call symmoe.reduce_gradients" in texts[0]
+        assert texts_of(optimizer.step) == []
+
+
 @run_on(2)
 def test_only_the_first_step_is_compared(rank: int, num_ranks: int) -> None:
     """Ranks that go apart later are their owner's wish, and no step after the first waits for a peer."""
