@@ -69,7 +69,7 @@ class Constants:
         return tuple(result)
 
 
-class Named(tl.constexpr):
+class Named(tl.constexpr):  # type: ignore[misc]
     """A constant with its value's attributes, in compiled and interpreted kernels. Kernels hand on what they read of a
     constant, and read global ones, only as constexpr.
     """
@@ -91,9 +91,7 @@ def kept_sizes(**named: Hashable) -> Constants:
     """Same as kept_constants, of a kernel with one constant, SIZES, whose attributes these are, Named. A call has those
     that the kernel reads."""
     options = {name: named.pop(name) for name in LAUNCH_OPTIONS if name in named}
-    if isinstance(
-        tl.cdiv, JITFunction
-    ):  # the kernels of the interpreter are Python, and read values
+    if isinstance(tl.cdiv, JITFunction):  # not in the interpreter, whose kernels are Python
         named = {name: value if value is None else Named(value) for name, value in named.items()}
     return Constants({"SIZES": make_dataclass("Sizes", named, frozen=True)(**named), **options})
 
