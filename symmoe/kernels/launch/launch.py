@@ -69,6 +69,17 @@ class Constants:
         return tuple(result)
 
 
+class Named(tl.constexpr):  # type: ignore[misc]
+    """A constant with its value's attributes, in compiled and interpreted kernels. Kernels hand on what they read of a
+    constant, and read global ones, only as constexpr.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "value":  # copied without __init__
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+
 @functools.cache
 def kept_constants(**named: Hashable) -> Constants:
     """Those of all calls with equal ones."""
@@ -77,9 +88,11 @@ def kept_constants(**named: Hashable) -> Constants:
 
 @functools.cache
 def kept_sizes(**named: Hashable) -> Constants:
-    """Same as kept_constants, of a kernel with one constant, SIZES, whose attributes these are. A call has those that
-    the kernel reads."""
+    """Same as kept_constants, of a kernel with one constant, SIZES, whose attributes these are, Named. A call has those
+    that the kernel reads."""
     options = {name: named.pop(name) for name in LAUNCH_OPTIONS if name in named}
+    if isinstance(tl.cdiv, JITFunction):  # not in the interpreter, whose kernels are Python
+        named = {name: value if value is None else Named(value) for name, value in named.items()}
     return Constants({"SIZES": make_dataclass("Sizes", named, frozen=True)(**named), **options})
 
 

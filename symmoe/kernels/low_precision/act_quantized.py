@@ -149,8 +149,7 @@ def dact_quantize_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features)."""
-    ACTIVATION: tl.constexpr = SIZES.activation
-    WIDTH: tl.constexpr = ACTIVATION.hidden_width(SIZES.columns)
+    WIDTH: tl.constexpr = SIZES.activation.hidden_width(SIZES.columns)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
@@ -172,14 +171,14 @@ def dact_quantize_kernel(
                 factor = tl.load(row_scale + token, mask=token < end, other=0.0)
                 a, dgate, dup, _ = dact_part(da, h, factor, token, end, first, SIZES.strip, SIZES)
                 store_columns(a, first, SIZES.columns, tile, a_out, None, SIZES.columns, SIZES)
-                if ACTIVATION.interleave is None:
+                if SIZES.activation.interleave is None:
                     store_columns(dgate, first, SIZES.columns, tile, out, slot, WIDTH, SIZES)
-                    if ACTIVATION.is_gated:
+                    if SIZES.activation.is_gated:
                         store_columns(
                             dup, SIZES.columns + first, WIDTH, tile, out, slot, WIDTH, SIZES
                         )
                 else:
-                    dh = join_blocks(dgate, dup, TILE, SIZES.strip, ACTIVATION.interleave)
+                    dh = join_blocks(dgate, dup, TILE, SIZES.strip, SIZES.activation.interleave)
                     store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SIZES)
         for i in tl.range(0, TILE, SIZES.rows):
             row = first_row + i + tl.arange(0, SIZES.rows)
@@ -189,9 +188,9 @@ def dact_quantize_kernel(
             )
             sums = add_neighbours(terms, SUM_STEPS)
             store_block_sums(sums, workspace, row, end, first_feature, num_rows, SIZES)
-            if ACTIVATION.interleave is None:
+            if SIZES.activation.interleave is None:
                 store_rows(dgate, row, end, first_feature, SIZES.columns, data, scale, WIDTH, SIZES)
-                if ACTIVATION.is_gated:
+                if SIZES.activation.is_gated:
                     store_rows(
                         dup,
                         row,
@@ -204,7 +203,9 @@ def dact_quantize_kernel(
                         SIZES,
                     )
             else:
-                dh = join_blocks(dgate, dup, SIZES.rows, SIZES.features, ACTIVATION.interleave)
+                dh = join_blocks(
+                    dgate, dup, SIZES.rows, SIZES.features, SIZES.activation.interleave
+                )
                 store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SIZES)
 
 

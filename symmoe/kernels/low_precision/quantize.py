@@ -155,7 +155,6 @@ def quantize_rows_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns)."""
-    FORMAT: tl.constexpr = SIZES.format
     tile_column = tl.program_id(1)
     column = tile_column * SIZES.columns + tl.arange(0, SIZES.columns)
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.lines)
@@ -177,9 +176,9 @@ def quantize_rows_kernel(
             SIZES.lines,
             SIZES.columns,
         )
-        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
-        store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(SIZES.width))
-        store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(SIZES.width))
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, SIZES.format)
+        store_tile(data, codes, row, row < end, tile_column, SIZES.format.data_width(SIZES.width))
+        store_tile(scale, scales, row, row < end, tile_column, SIZES.format.num_blocks(SIZES.width))
         if bias_sums is not None:
             if bias_scale is not None:
                 x = scale_terms(x, tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None])
@@ -205,7 +204,6 @@ def quantize_columns_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
-    FORMAT: tl.constexpr = SIZES.format
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
@@ -215,9 +213,14 @@ def quantize_columns_kernel(
         words = random_words(
             seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE
         )
-        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, SIZES.format)
         store_tile(
-            data, codes, feature, feature < SIZES.width, tile, num_tiles * FORMAT.data_width(TILE)
+            data,
+            codes,
+            feature,
+            feature < SIZES.width,
+            tile,
+            num_tiles * SIZES.format.data_width(TILE),
         )
         store_column_scales(scale, scales, feature, SIZES.width, tile, num_tiles, SIZES.width)
 
@@ -247,11 +250,15 @@ def quantize_weights_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (tiles of lines, tiles of columns, groups)."""
-    FORMAT: tl.constexpr = SIZES.format
     tile_column, group, tile_line = tl.program_id(1), tl.program_id(2), tl.program_id(0)
     x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
     codes, scales = tile_codes(
-        x, global_scale_of(amax, group), None, FORMAT, FORMAT.block, FORMAT.block_lines
+        x,
+        global_scale_of(amax, group),
+        None,
+        SIZES.format,
+        SIZES.format.block,
+        SIZES.format.block_lines,
     )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
 
@@ -268,16 +275,19 @@ def quantize_weight_pairs_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (tiles of columns, tiles of lines, groups): neighbours read neighbouring columns of the same lines."""
-    FORMAT: tl.constexpr = SIZES.format
     tile_column, tile_line, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
     global_scale = global_scale_of(amax, group)
-    codes, scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block, FORMAT.block_lines)
+    codes, scales = tile_codes(
+        x, global_scale, None, SIZES.format, SIZES.format.block, SIZES.format.block_lines
+    )
     # Square blocks have the same numbers either way.
     column_codes, column_scales = (
         (codes, scales)
-        if FORMAT.block == FORMAT.block_lines
-        else tile_codes(x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block)
+        if SIZES.format.block == SIZES.format.block_lines
+        else tile_codes(
+            x, global_scale, None, SIZES.format, SIZES.format.block_lines, SIZES.format.block
+        )
     )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.

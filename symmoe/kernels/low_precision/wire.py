@@ -60,7 +60,6 @@ def encode_rows_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns)."""
-    FORMAT: tl.constexpr = SIZES.format
     row, tile_column = tl.program_id(0) * SIZES.lines + tl.arange(0, SIZES.lines), tl.program_id(1)
     first_column = tile_column * SIZES.columns
     column = first_column + tl.arange(0, SIZES.columns)
@@ -69,10 +68,10 @@ def encode_rows_kernel(
     x = tl.load(pointers, mask=is_row[:, None] & (column < SIZES.width)[None, :], other=0.0).to(
         tl.float32
     )
-    codes, stored = quantize_tile(x, 1.0, None, FORMAT)
+    codes, stored = quantize_tile(x, 1.0, None, SIZES.format)
     store_part(wire, codes, row, is_row, first_column, SIZES.width, SIZES.row_bytes)
-    first_block = SIZES.first_scale + tile_column * (SIZES.columns // FORMAT.block)
-    end: tl.constexpr = SIZES.first_scale + FORMAT.num_blocks(SIZES.width)
+    first_block = SIZES.first_scale + tile_column * (SIZES.columns // SIZES.format.block)
+    end: tl.constexpr = SIZES.first_scale + SIZES.format.num_blocks(SIZES.width)
     store_part(scales, stored, row, is_row, first_block, end, SIZES.scale_items)
     if tile_column == 0 and end < SIZES.scale_items:
         padding = tl.zeros((row.shape[0], 16), scales.dtype.element_ty)  # fewer than 16
@@ -141,7 +140,6 @@ def requantize_columns_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
-    FORMAT: tl.constexpr = SIZES.format
     tile = tl.program_id(0)
     prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
@@ -156,7 +154,7 @@ def requantize_columns_kernel(
             .to(SIZES.dtype)
             .to(tl.float32)
         )
-        codes, stored = quantize_tile(x, 1.0, None, FORMAT)
+        codes, stored = quantize_tile(x, 1.0, None, SIZES.format)
         store_tile(data, codes, feature, feature < SIZES.width, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, SIZES.width, tile, num_tiles, SIZES.width)
 

@@ -201,12 +201,13 @@ def hidden_place(
 ):
     """Pointers to COLUMNS gate features of a tile (not gated: features; is_scattered: gates and ups), and the mask of
     those before row `end` and in the matrix."""
-    ACTIVATION: tl.constexpr = SIZES.activation
-    SIDES: tl.constexpr = 2 if is_scattered(ACTIVATION, h.dtype.element_ty) else 1
+    SIDES: tl.constexpr = 2 if is_scattered(SIZES.activation, h.dtype.element_ty) else 1
     column = SIDES * first_column + tl.arange(0, SIDES * COLUMNS)
-    place = column if SIDES == 2 else gate_column(column, ACTIVATION)
+    place = column if SIDES == 2 else gate_column(column, SIZES.activation)
     pointers = (
-        h + row.to(tl.int64)[:, None] * ACTIVATION.hidden_width(SIZES.columns) + place[None, :]
+        h
+        + row.to(tl.int64)[:, None] * SIZES.activation.hidden_width(SIZES.columns)
+        + place[None, :]
     )
     return pointers, tile_mask(row, end, column, SIDES * SIZES.columns, SIDES * TILE)
 
@@ -219,13 +220,12 @@ def load_hidden(
 
     Zeros at and past row `end` and past the matrix.
     """
-    ACTIVATION: tl.constexpr = SIZES.activation
     pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
     gate = tl.load(pointers, mask=mask, other=0.0)
-    if is_scattered(ACTIVATION, h.dtype.element_ty):
-        gate, up = split_blocks(gate, row.shape[0], COLUMNS, ACTIVATION.interleave)
-    elif ACTIVATION.is_gated:
-        up = tl.load(pointers + up_distance(ACTIVATION, SIZES.columns), mask=mask, other=0.0)
+    if is_scattered(SIZES.activation, h.dtype.element_ty):
+        gate, up = split_blocks(gate, row.shape[0], COLUMNS, SIZES.activation.interleave)
+    elif SIZES.activation.is_gated:
+        up = tl.load(pointers + up_distance(SIZES.activation, SIZES.columns), mask=mask, other=0.0)
     else:
         up = gate
     return gate, up
@@ -234,26 +234,22 @@ def load_hidden(
 @triton.jit
 def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES: tl.constexpr):
     """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
-    ACTIVATION: tl.constexpr = SIZES.activation
     COLUMNS: tl.constexpr = gate.shape[1]
     pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
-    if is_scattered(ACTIVATION, h.dtype.element_ty):
-        both = join_blocks(gate, up, row.shape[0], COLUMNS, ACTIVATION.interleave)
+    if is_scattered(SIZES.activation, h.dtype.element_ty):
+        both = join_blocks(gate, up, row.shape[0], COLUMNS, SIZES.activation.interleave)
         tl.store(pointers, both, mask=mask)
     else:
         tl.store(pointers, gate, mask=mask)
-        if ACTIVATION.is_gated:
-            tl.store(pointers + up_distance(ACTIVATION, SIZES.columns), up, mask=mask)
+        if SIZES.activation.is_gated:
+            tl.store(pointers + up_distance(SIZES.activation, SIZES.columns), up, mask=mask)
 
 
 @triton.jit
 def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
     """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    ACTIVATION: tl.constexpr = (
-        SIZES.activation
-    )  # Triton 3.6 takes no attribute for an argument but a number or a dtype
     gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), SIZES.activation)
     return (value * tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]).to(
         h.dtype.element_ty
     )
@@ -262,7 +258,6 @@ def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.con
 @triton.jit
 def dact_part(da, h, scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
     """a, dgate, dup [rows, COLUMNS], rounded, from feature `first` on, and the terms of dscale. scale: of the rows."""
-    ACTIVATION: tl.constexpr = SIZES.activation
     DTYPE: tl.constexpr = h.dtype.element_ty
     gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
     column = first + tl.arange(0, COLUMNS)
@@ -271,7 +266,7 @@ def dact_part(da, h, scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.co
         pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0
     ).to(tl.float32)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
-    a, dgate, dup, terms = act_gradients(gate, up, dout, scale[:, None], ACTIVATION)
+    a, dgate, dup, terms = act_gradients(gate, up, dout, scale[:, None], SIZES.activation)
     return a.to(DTYPE), dgate.to(DTYPE), dup.to(DTYPE), terms
 
 

@@ -24,10 +24,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    Describe,
+    Named,
+    fast_jit,
+    kept_constants,
+    launch,
+)
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
@@ -103,7 +109,7 @@ class Gemm:
     in_width: int
     weight_k_first: bool = False
     accumulate: bool = False
-    activation: Activation | None = None
+    activation: Named | None = None
 
     @property
     def num_n_tiles(self) -> int:

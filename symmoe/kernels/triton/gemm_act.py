@@ -22,7 +22,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Named, fast_jit, kept_sizes, launch
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
@@ -124,20 +124,19 @@ def dact_workspace_numel(num_rows, num_groups, ffn, activation):
 def add_hidden_bias(gate, up, bias, group, first_column, COLUMNS: tl.constexpr, GEMM: tl.constexpr):
     """Adds bias [G, W] to features in fp32, same as add_bias; without a bias: the features."""
     if bias is not None:
-        ACTIVATION: tl.constexpr = GEMM.activation
         column = first_column + tl.arange(0, COLUMNS)
         pointers = (
             bias
-            + group.to(tl.int64) * ACTIVATION.hidden_width(GEMM.columns)
-            + gate_column(column, ACTIVATION)
+            + group.to(tl.int64) * GEMM.activation.hidden_width(GEMM.columns)
+            + gate_column(column, GEMM.activation)
         )
         gate = plus(
             gate,
             tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :],
             1.0,
         )
-        if ACTIVATION.is_gated:
-            pointers = pointers + up_distance(ACTIVATION, GEMM.columns)
+        if GEMM.activation.is_gated:
+            pointers = pointers + up_distance(GEMM.activation, GEMM.columns)
             up = plus(
                 up,
                 tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :],
@@ -160,7 +159,6 @@ def grouped_gemm_act_kernel(
     bias,  # [G, W] or None
     GEMM: tl.constexpr,
 ):
-    ACTIVATION: tl.constexpr = GEMM.activation
     BLOCK_M: tl.constexpr = GEMM.config.block_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PARTS: tl.constexpr = GEMM.config.parts
@@ -174,13 +172,13 @@ def grouped_gemm_act_kernel(
         acc = product(operands, place, GEMM)
         group, first_row, end, first_column = place
         row = first_row + tl.arange(0, BLOCK_M)
-        if not ACTIVATION.is_gated:
+        if not GEMM.activation.is_gated:
             gate = acc
             up = acc
-        elif ACTIVATION.interleave is None:
+        elif GEMM.activation.interleave is None:
             gate, up = halves(acc, BLOCK_M, BLOCK_N)
         else:
-            gate, up = split_blocks(acc, BLOCK_M, BLOCK_N, ACTIVATION.interleave)
+            gate, up = split_blocks(acc, BLOCK_M, BLOCK_N, GEMM.activation.interleave)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
         gates = column_parts(gate, BLOCK_M, BLOCK_N, PARTS)
         ups = column_parts(up, BLOCK_M, BLOCK_N, PARTS)
@@ -190,7 +188,7 @@ def grouped_gemm_act_kernel(
             gate_i = gate_i.to(h.dtype.element_ty)
             up_i = up_i.to(h.dtype.element_ty)
             store_hidden(h, gate_i, up_i, row, end, column, BLOCK_N, GEMM)
-            value = act_value(gate_i.to(tl.float32), up_i.to(tl.float32), ACTIVATION)
+            value = act_value(gate_i.to(tl.float32), up_i.to(tl.float32), GEMM.activation)
             store_rounded(
                 value * scale[:, None],
                 a,
@@ -205,19 +203,18 @@ def grouped_gemm_act_kernel(
 @triton.jit
 def store_column_sums(sums, gate, up, row, end, first_column, GEMM: tl.constexpr):
     """Sums of rounded dh over the rows before `end`, into `sums` [W], a row tile's slot."""
-    ACTIVATION: tl.constexpr = GEMM.activation
     inside = (row < end)[:, None]
     column = first_column + tl.arange(0, gate.shape[1])
-    pointers = sums + gate_column(column, ACTIVATION)
+    pointers = sums + gate_column(column, GEMM.activation)
     tl.store(
         pointers,
         tl.sum(tl.where(inside, gate.to(tl.float32), 0.0), axis=0),
         mask=column < GEMM.columns,
     )
-    if ACTIVATION.is_gated:
+    if GEMM.activation.is_gated:
         total = tl.sum(tl.where(inside, up.to(tl.float32), 0.0), axis=0)
         tl.store(
-            pointers + up_distance(ACTIVATION, GEMM.columns), total, mask=column < GEMM.columns
+            pointers + up_distance(GEMM.activation, GEMM.columns), total, mask=column < GEMM.columns
         )
 
 
@@ -238,7 +235,6 @@ def grouped_gemm_dact_kernel(
     num_rows: tl.int32,
     GEMM: tl.constexpr,
 ):
-    ACTIVATION: tl.constexpr = GEMM.activation
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PART: tl.constexpr = BLOCK_N // GEMM.config.parts
     HALVED: tl.constexpr = (
@@ -269,7 +265,7 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                value = act_value(gate, up, ACTIVATION)
+                value = act_value(gate, up, GEMM.activation)
                 store_rounded(
                     value * scale[:, None],
                     a,
@@ -294,14 +290,14 @@ def grouped_gemm_dact_kernel(
                         mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < GEMM.columns),
                     )
                 ds = da * scale[:, None]  # after the sums: before them it would cost registers
-                by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+                by_gate, by_up = act_slopes(gate, up, GEMM.activation)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
                 dup = (ds * by_up).to(dh.dtype.element_ty)
                 store_hidden(dh, dgate, dup, row, end, column, BLOCK_N, GEMM)
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // GEMM.config.block_m + group).to(
                         tl.int64
-                    ) * ACTIVATION.hidden_width(GEMM.columns)
+                    ) * GEMM.activation.hidden_width(GEMM.columns)
                     store_column_sums(slot, dgate, dup, row, end, column, GEMM)
 
 
@@ -407,7 +403,7 @@ def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradien
         num_groups=num_groups,
         columns=ffn,
         in_width=in_width,
-        activation=addressable(activation, ffn),
+        activation=Named(addressable(activation, ffn)),
         weight_k_first=is_gradient,
     )
     return gemm, gemm.constants()

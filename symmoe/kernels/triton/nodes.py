@@ -33,16 +33,15 @@ def rail_rows_kernel(
     most: tl.int32,
     SIZES: tl.constexpr,
 ):
-    TOP_K: tl.constexpr = SIZES.top_k
     node = tl.arange(0, SIZES.lanes)
     is_other = (node < SIZES.num_nodes) & (node != SIZES.here)
     total = tl.full((SIZES.lanes,), 0, tl.int32)
     for first in range(0, num_tokens, SIZES.tokens):
         token = first + tl.arange(0, SIZES.tokens)
         goes = tl.full((SIZES.tokens, SIZES.lanes), 0, tl.int32)
-        for k in tl.static_range(TOP_K):
+        for k in tl.static_range(SIZES.top_k):
             expert = load_experts(
-                topk_idx, token * TOP_K + k, token < num_tokens, SIZES.num_experts
+                topk_idx, token * SIZES.top_k + k, token < num_tokens, SIZES.num_experts
             )
             its = tl.load(
                 rank_to_node + expert // SIZES.experts_per_rank, mask=expert >= 0, other=-1
@@ -89,10 +88,11 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
 
 @fast_jit([])
 def tell_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: tl.constexpr):
-    LAYOUT: tl.constexpr = SIZES.layout
-    epoch = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1
+    epoch = barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) + 1
     for peer in range(SIZES.num_ranks):
-        tl.store(count_row(tl.load(bases + peer), epoch, source, LAYOUT) + word, tl.load(number))
+        tl.store(
+            count_row(tl.load(bases + peer), epoch, source, SIZES.layout) + word, tl.load(number)
+        )
 
 
 def tell_header(number, peers, source, *, word):
@@ -104,12 +104,11 @@ def tell_header(number, peers, source, *, word):
 
 @fast_jit([])
 def own_counts_kernel(ranks, bases, rows, cleared, num_cleared: tl.int32, SIZES: tl.constexpr):
-    LAYOUT: tl.constexpr = SIZES.layout
     line, word = tl.program_id(0), tl.arange(0, SIZES.block)
-    epoch = barrier_epoch(bases, SIZES.rank, LAYOUT.counters)
-    row = count_row(tl.load(bases + SIZES.rank), epoch, tl.load(ranks + line), LAYOUT)
-    words = tl.load(row + word, mask=word < LAYOUT.row_words)
-    tl.store(rows + line * LAYOUT.row_words + word, words, mask=word < LAYOUT.row_words)
+    epoch = barrier_epoch(bases, SIZES.rank, SIZES.layout.counters)
+    row = count_row(tl.load(bases + SIZES.rank), epoch, tl.load(ranks + line), SIZES.layout)
+    words = tl.load(row + word, mask=word < SIZES.layout.row_words)
+    tl.store(rows + line * SIZES.layout.row_words + word, words, mask=word < SIZES.layout.row_words)
     for first in range(line * SIZES.block, num_cleared, tl.num_programs(0) * SIZES.block):
         tl.store(cleared + first + word, word * 0, mask=first + word < num_cleared)
 
@@ -129,17 +128,21 @@ def own_counts(ranks, peers, rows, cleared):
 
 @fast_jit([])
 def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SIZES: tl.constexpr):
-    LAYOUT: tl.constexpr = SIZES.layout
     line, word = tl.program_id(0), tl.arange(0, SIZES.block)
     own = tl.load(bases + SIZES.rank)
     if line < tl.num_programs(0) - 1:
         row = count_row(
-            own, barrier_epoch(bases, SIZES.rank, LAYOUT.counters), tl.load(ranks + line), LAYOUT
+            own,
+            barrier_epoch(bases, SIZES.rank, SIZES.layout.counters),
+            tl.load(ranks + line),
+            SIZES.layout,
         )
-        words = tl.load(rows + line * LAYOUT.row_words + word, mask=word < LAYOUT.row_words)
-        tl.store(row + word, words, mask=word < LAYOUT.row_words)
+        words = tl.load(
+            rows + line * SIZES.layout.row_words + word, mask=word < SIZES.layout.row_words
+        )
+        tl.store(row + word, words, mask=word < SIZES.layout.row_words)
     else:
-        counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
+        counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
         failed = tl.load(counters + CONTROL.ABORTED)
         for counter in tl.static_range(CONTROL.ABORTED + 1, CONTROL.RAIL_FAULT + 1):
             failed = tl.maximum(failed, tl.load(counters + counter))

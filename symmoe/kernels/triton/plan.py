@@ -184,9 +184,8 @@ def send_counts_kernel(
 ):
     NUM_COLUMNS: tl.constexpr = SIZES.num_experts + SIZES.num_ranks
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
-    LAYOUT: tl.constexpr = SIZES.layout
     half = (
-        barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1
+        barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) + 1
     ) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * SIZES.block_columns
     if first_column < NUM_COLUMNS:
@@ -201,7 +200,7 @@ def send_counts_kernel(
             tl.store(place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=mask)
             total += tl.sum(count, axis=0)
         for peer in range(SIZES.num_ranks):
-            row = count_row(tl.load(bases + peer), half, SIZES.rank, LAYOUT)
+            row = count_row(tl.load(bases + peer), half, SIZES.rank, SIZES.layout)
             tl.store(row + CONTROL.HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
         lane = tl.arange(0, CONTROL.HEADER_WORDS)
@@ -231,7 +230,7 @@ def send_counts_kernel(
                 bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
                 words = tl.where(lane == CONTROL.HEAD_BAD_ID, bad_id, words)
         for peer in range(SIZES.num_ranks):
-            row = count_row(tl.load(bases + peer), half, SIZES.rank, LAYOUT)
+            row = count_row(tl.load(bases + peer), half, SIZES.rank, SIZES.layout)
             tl.store(row + lane, words)
 
 
@@ -388,8 +387,6 @@ def clip_to_capacity(load, capacity):
 @triton.jit
 def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.constexpr):
     """source_to_rows and replica_ranges of contract/plan.py."""
-    FIRST_RANK: tl.constexpr = SIZES.first_rank
-    END_RANK: tl.constexpr = SIZES.end_rank
     expert = tl.arange(0, SIZES.expert_lanes)
     mask, is_local = expert < SIZES.num_own, expert < SIZES.experts_per_rank
     starts = source_to_row_start + expert
@@ -398,21 +395,21 @@ def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.co
     end = tl.load(starts + SIZES.num_ranks * SIZES.experts_per_rank, mask=is_local, other=0)
     high = (
         whole_tiles(
-            first, tl.load(starts + END_RANK * SIZES.experts_per_rank, mask=is_local, other=0)
+            first, tl.load(starts + SIZES.end_rank * SIZES.experts_per_rank, mask=is_local, other=0)
         )
-        if END_RANK < SIZES.num_ranks
+        if SIZES.end_rank < SIZES.num_ranks
         else end
     )
-    before = tl.load(starts + FIRST_RANK * SIZES.experts_per_rank, mask=is_local, other=0)
+    before = tl.load(starts + SIZES.first_rank * SIZES.experts_per_rank, mask=is_local, other=0)
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
     store_part(parts, first, low, mask, SIZES.num_own)
     store_part(parts + 2 * (SIZES.num_ranks - 1) * SIZES.num_own, high, end, mask, SIZES.num_own)
     known = high
-    if SIZES.rank + 1 < END_RANK:
+    if SIZES.rank + 1 < SIZES.end_rank:
         later = tl.load(starts + (SIZES.rank + 1) * SIZES.experts_per_rank, mask=is_local, other=0)
         known = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
     begin = low
-    for source in tl.static_range(FIRST_RANK, END_RANK):
+    for source in tl.static_range(SIZES.first_rank, SIZES.end_rank):
         start = tl.load(starts + (source + 1) * SIZES.experts_per_rank, mask=is_local, other=0)
         bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
         bound = tl.minimum(bound, known if source <= SIZES.rank else high)
@@ -462,9 +459,8 @@ def lay_out_kernel(
     replica_ranges,
     SIZES: tl.constexpr,
 ):
-    LAYOUT: tl.constexpr = SIZES.layout
-    half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
-    table = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT)
+    half = barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) & 1
+    table = count_row(tl.load(bases + SIZES.rank), half, 0, SIZES.layout)
 
     rank = tl.arange(0, SIZES.rank_lanes)
     is_rank = rank < SIZES.num_ranks

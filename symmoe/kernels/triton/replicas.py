@@ -38,9 +38,8 @@ def place_replicas_kernel(
     slack: tl.int32,
     SIZES: tl.constexpr,
 ):
-    LAYOUT: tl.constexpr = SIZES.layout
-    half = barrier_epoch(bases, SIZES.rank, LAYOUT.counters) & 1
-    counts = count_row(tl.load(bases + SIZES.rank), half, 0, LAYOUT) + CONTROL.HEADER_WORDS
+    half = barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) & 1
+    counts = count_row(tl.load(bases + SIZES.rank), half, 0, SIZES.layout) + CONTROL.HEADER_WORDS
     rank, local = tl.arange(0, SIZES.rank_lanes), tl.arange(0, SIZES.expert_lanes)
     first = tl.program_id(0) * SIZES.num_near
     is_rank, is_source = (rank >= first) & (rank < first + SIZES.num_near), rank < SIZES.num_ranks
@@ -48,8 +47,8 @@ def place_replicas_kernel(
     is_expert = is_rank[:, None] & (local < SIZES.experts_per_rank)[None, :]
     left = tl.full((SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32)
     for source in range(SIZES.num_ranks):
-        left += tl.load(counts + source * LAYOUT.row_words + expert, mask=is_expert, other=0)
-    own = tl.load(counts + SIZES.rank * LAYOUT.row_words + expert, mask=is_expert, other=0)
+        left += tl.load(counts + source * SIZES.layout.row_words + expert, mask=is_expert, other=0)
+    own = tl.load(counts + SIZES.rank * SIZES.layout.row_words + expert, mask=is_expert, other=0)
     tl.store(expert_load + expert, left, mask=is_expert)
     for other in range(SIZES.num_ranks):
         here = tl.where((rank == other)[:, None], own, 0)
@@ -95,7 +94,7 @@ def place_replicas_kernel(
     for n in range(SIZES.num_near * SIZES.num_places):
         given = tl.load(place_to_expert + first * SIZES.num_places + n)
         if given >= 0:
-            count = tl.load(counts + rank * LAYOUT.row_words + given, mask=is_source, other=0)
+            count = tl.load(counts + rank * SIZES.layout.row_words + given, mask=is_source, other=0)
             places = tl.load(
                 expert_to_place + given * SIZES.num_ranks + rank, mask=is_rank, other=-1
             )
@@ -301,12 +300,10 @@ def push_matrices(
 def push_replicas_kernel(
     w0, table0, w1, table1, place_to_expert, bases, received, SIZES: tl.constexpr
 ):
-    FIRST: tl.constexpr = SIZES.first
-    SECOND: tl.constexpr = SIZES.second
-    if FIRST.width > 0:
-        push_matrices(w0, table0, place_to_expert, bases, received, FIRST, SIZES)
-    if SECOND.width > 0:
-        push_matrices(w1, table1, place_to_expert, bases, received, SECOND, SIZES)
+    if SIZES.first.width > 0:
+        push_matrices(w0, table0, place_to_expert, bases, received, SIZES.first, SIZES)
+    if SIZES.second.width > 0:
+        push_matrices(w1, table1, place_to_expert, bases, received, SIZES.second, SIZES)
 
 
 def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
@@ -356,12 +353,10 @@ def add_from_replicas_kernel(
     dw0, table0, dw1, table1, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr
 ):
     tables = (place_to_expert, expert_to_place)
-    FIRST: tl.constexpr = SIZES.first
-    SECOND: tl.constexpr = SIZES.second
-    if FIRST.width > 0:
-        add_matrices(dw0, table0, tables, bases, received, FIRST, SIZES)
-    if SECOND.width > 0:
-        add_matrices(dw1, table1, tables, bases, received, SECOND, SIZES)
+    if SIZES.first.width > 0:
+        add_matrices(dw0, table0, tables, bases, received, SIZES.first, SIZES)
+    if SIZES.second.width > 0:
+        add_matrices(dw1, table1, tables, bases, received, SIZES.second, SIZES)
 
 
 def add_from_replicas(gradients, places, peers, received, *, column, starts):

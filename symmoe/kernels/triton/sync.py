@@ -4,7 +4,6 @@ The only inline assembly of the protocol is in three helpers: `now_ns`, `system_
 """
 
 from dataclasses import make_dataclass
-from typing import Any
 
 import torch
 import triton
@@ -14,24 +13,21 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
-
-
-class _Numbers(tl.constexpr):
-    """Numbers by name. Triton kernels may read global numbers only as constexpr, and are compiled again for others."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "value":  # copied without __init__
-            raise AttributeError(name)
-        return getattr(self.value, name)
-
+from symmoe.kernels.launch.launch import (
+    Constants,
+    Named,
+    fast_jit,
+    kept_constants,
+    kept_sizes,
+    launch,
+)
 
 _NAMED = {
     name: tl.constexpr(each)
     for name, each in vars(control).items()
     if name.isupper() and type(each) is int
 }
-CONTROL = _Numbers(
+CONTROL = Named(
     make_dataclass("Control", _NAMED, frozen=True)(**_NAMED)
 )  # those of kernels/control.py
 SPOIL_WORDS = tl.constexpr(

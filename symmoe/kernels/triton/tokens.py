@@ -37,7 +37,7 @@ def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
     """Launches a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and tile."""
     constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     found = constants.named["SIZES"]
-    num_tiles = ceil_div(num_rows, found.tokens) * found.column_tiles
+    num_tiles = ceil_div(num_rows, int(found.tokens)) * int(found.column_tiles)
     launch(
         kernel,
         (min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas),),
@@ -328,11 +328,10 @@ def index_rows(wire, packed, num_rows, trip, index):
 @triton.jit
 def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
     """Per packed row: the token's first row (-1 for none), and how many rows it has."""
-    UNROLL: tl.constexpr = SIZES.unroll
     primary = tl.full(packed.shape, -1, tl.int32)
     num_rows = tl.full(packed.shape, 0, tl.int32)
-    for first in range(0, SIZES.top_k, UNROLL):
-        for step in tl.static_range(UNROLL):
+    for first in range(0, SIZES.top_k, SIZES.unroll):
+        for step in tl.static_range(SIZES.unroll):
             k = first + step
             row = tl.load(
                 packed_to_row + packed * SIZES.top_k + k,
@@ -442,7 +441,6 @@ def push_sums_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = rows.dtype.element_ty
-    UNROLL: tl.constexpr = SIZES.unroll
     for step in range(first_step, end_step):  # every rank begins with another one
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
@@ -461,9 +459,9 @@ def push_sums_kernel(
             total = tl.load(row_places(rows, primary, column, SIZES), mask=mask, other=0.0).to(
                 tl.float32
             )
-            for first in range(0, SIZES.top_k, UNROLL):
+            for first in range(0, SIZES.top_k, SIZES.unroll):
                 masks, values = (), ()
-                for more in tl.static_range(UNROLL):
+                for more in tl.static_range(SIZES.unroll):
                     k = first + more
                     is_slot = (num_rows > 1) & (k < SIZES.top_k)
                     row = tl.load(
@@ -472,7 +470,7 @@ def push_sums_kernel(
                     source = row_places(rows, row, column, SIZES)
                     masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                     values += (tl.load(source, mask=masks[more], other=0.0),)
-                for more in tl.static_range(UNROLL):
+                for more in tl.static_range(SIZES.unroll):
                     # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
                     total = tl.where(masks[more], total + values[more].to(tl.float32), total)
             target = row_pointers(region + index.to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
@@ -549,20 +547,19 @@ def pull_rows_kernel(
     source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    UNROLL: tl.constexpr = SIZES.unroll
     failed = call_failed(received, SIZES)
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
-        for first in range(0, SIZES.top_k, UNROLL):
+        for first in range(0, SIZES.top_k, SIZES.unroll):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.unroll):
                 s = first + step
                 mask = is_token & (s < SIZES.top_k) & (not failed)
                 rows += (tl.load(source_row + token * SIZES.top_k + s, mask=mask, other=-1),)
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.unroll):
                 s = first + step
                 rank = tl.load(
                     source_rank + token * SIZES.top_k + s, mask=rows[step] >= 0, other=-1
@@ -576,14 +573,14 @@ def pull_rows_kernel(
                         other=0,
                     ),
                 )
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.unroll):
                 has = (rows[step] >= 0) & (places[step] != 0)
                 source = (
                     row_pointers(places[step] + rows[step].to(tl.int64) * SIZES.row_bytes, ELEMENT)
                     + column
                 )
                 values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.unroll):
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
@@ -611,22 +608,21 @@ def pull_rows(source_rank, source_row, peers, received, out, *, column):
 @triton.jit
 def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, SIZES: tl.constexpr):
     """Sums of the tokens' rows on rank `rank`, which is this rank: fp32, in k order, rounded, as peers' sums are."""
-    UNROLL: tl.constexpr = SIZES.unroll
     slot_to_rank, slot_to_row = slots
     total = tl.full(SIZES.tile, 0.0, tl.float32)
     # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
-    for first in range(0, top_k, UNROLL):
+    for first in range(0, top_k, SIZES.unroll):
         places, values = (), ()
-        for step in tl.static_range(UNROLL):
+        for step in tl.static_range(SIZES.unroll):
             slot = token * top_k + first + step
             mask = is_token & (first + step < top_k)
             is_own = tl.load(slot_to_rank + slot, mask=mask, other=-1) == rank
             places += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
-        for step in tl.static_range(UNROLL):
+        for step in tl.static_range(SIZES.unroll):
             has = tl.expand_dims(places[step] >= 0, 1)
             source = row_places(rows, places[step], column, SIZES)
             values += (tl.load(source, mask=has & is_column, other=0.0),)
-        for step in tl.static_range(UNROLL):
+        for step in tl.static_range(SIZES.unroll):
             # Where all rows are -0.0, a peer's sum is -0.0 and this is 0.0. The sum over ranks is the same.
             total += values[step].to(tl.float32)
     return total.to(rows.dtype.element_ty)
@@ -649,16 +645,15 @@ def sum_home_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    UNROLL: tl.constexpr = SIZES.peers_unroll
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
         own = tl.full(SIZES.tile, 0.0, ELEMENT)
-        for first in range(0, SIZES.num_ranks, UNROLL):
+        for first in range(0, SIZES.num_ranks, SIZES.peers_unroll):
             packed, values = (), ()
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.peers_unroll):
                 rank = first + step
                 mask = is_token & (rank < SIZES.num_ranks) & (rank != own_rank) & (not failed)
                 packed += (
@@ -666,7 +661,7 @@ def sum_home_kernel(
                         token_to_packed_row + token * SIZES.num_ranks + rank, mask=mask, other=-1
                     ),
                 )
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.peers_unroll):
                 rank = first + step
                 region = rank - (own_rank < rank).to(tl.int32)
                 start = tl.load(packed_start + rank, mask=rank < SIZES.num_ranks, other=0)
@@ -685,7 +680,7 @@ def sum_home_kernel(
                 own = sum_own_rows(
                     slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES
                 )
-            for step in tl.static_range(UNROLL):
+            for step in tl.static_range(SIZES.peers_unroll):
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
         total = tl.where(failed, float("nan"), total)
