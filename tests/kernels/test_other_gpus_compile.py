@@ -60,6 +60,7 @@ def launch_routers():
         layer.launch_router(shape)
     layer.launch_choice(128, 8, RoutingRule(), 64)
     layer.launch_choice(20, 3, RoutingRule(score="sigmoid"))
+    layer.launch_losses(128, "softmax")
 
 
 def launch_trips():

@@ -95,6 +95,7 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps, maxnreg=None, **constants):
             (MACHINE.num_programs,) = grid
+            constants = {name: plain(value) for name, value in constants.items()}
             for program in range(MACHINE.num_programs):
                 MACHINE.program = program
                 self.function(*map(argument, args), **constants)
@@ -117,6 +118,14 @@ def argument(value):
     if isinstance(value, torch.Tensor):
         return Pointer.over(value)
     return scalar(value) if isinstance(value, int) else value
+
+
+def plain(constant):
+    """A constant without the marks that the compiler needs on the attributes of SIZES."""
+    if type(constant).__name__ != "Sizes":
+        return constant
+    values = {name: getattr(value, "value", value) for name, value in vars(constant).items()}
+    return types.SimpleNamespace(**values)
 
 
 def jit(function=None, **options):
