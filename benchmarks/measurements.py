@@ -89,11 +89,10 @@ def source(*names: str, note: str = "") -> str:
 
 
 def command(called: str) -> str:
-    """How what was called is called now."""
+    """What was called, without the files of this machine. Scripts are those of the record's commit."""
     without = re.sub(r" --(json|peers) \S+", "", called)
     named = re.sub(r"-m symmoe bench\b", "bench.py", without)
-    suites = re.sub(r"(?<!\w)(?:benchmarks/)?(deepep|balance|router)\.py", r"bench.py \1", named)
-    return re.sub(r"(?<![/\w])bench\.py", "benchmarks/bench.py", suites)
+    return re.sub(r"(?<![/\w])(bench|deepep|balance)\.py", r"benchmarks/\1.py", named)
 
 
 def fill(text: str) -> str:
