@@ -57,7 +57,7 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         ArgumentError: the model has no MoELayer; or the optimizer is a ZeroRedundancyOptimizer that has experts.
     """
     check_kind("optimizer", optimizer, torch.optim.Optimizer)
-    layers = modules_of(model, ExpertParallelModule, needs="MoELayer")
+    layers = _layers(model)
     given = {id(each) for group in optimizer.param_groups for each in group["params"]}
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     experts = [parameter for _, parameter, is_expert in named_parameters(model) if is_expert]
@@ -67,29 +67,30 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "them with those of the rank to which it gives their update: give it the dense parameters only, "
             "and the experts an optimizer of their own"
         )
-    heap = layers[0].heap
-    if heap.num_ranks == 1:
+    if layers[0].heap.num_ranks == 1:
         return
     before: list[int] = []
-    is_over = False
+    watched = [model]  # until its first step is over
 
     def note(*_: Any) -> None:
-        if not is_over:  # again where a step calls another one, or has failed
-            before[:] = _experts_checksum(layers), *_checksums(model, layers, given)
+        for each in watched:  # again where a step calls another one, or has failed
+            before[:] = _experts_checksum(_layers(each)), *_checksums(each, given)
 
     def compare(*_: Any) -> None:
-        nonlocal is_over
-        if is_over:
-            return
-        is_over = True
-        sums = [*before, *_checksums(model, layers, given)]
-        are_reduced = any(layer.replicas.are_reduced for layer in layers)
-        for text in _mistakes(heap.bootstrap.gather(sums), are_reduced=are_reduced):
-            warn(text)
+        while watched:
+            its = watched.pop()
+            layers, sums = _layers(its), [*before, *_checksums(its, given)]
+            are_reduced = any(layer.replicas.are_reduced for layer in layers)
+            for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
+                warn(text)
 
-    # They stay: torch goes through hooks while it runs them, and does not allow that one is removed.
+    # They stay, and hold no model then: torch goes through hooks while it runs them, so none can be removed there.
     optimizer.register_step_pre_hook(note)
     optimizer.register_step_post_hook(compare)
+
+
+def _layers(model: nn.Module) -> list[ExpertParallelModule]:
+    return modules_of(model, ExpertParallelModule, needs="MoELayer")
 
 
 def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
@@ -108,14 +109,12 @@ def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
     return [*texts, _EQUAL_EXPERTS] if experts == 1 else texts
 
 
-def _checksums(
-    model: nn.Module, layers: list[ExpertParallelModule], given: set[int]
-) -> tuple[int, int]:
+def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
     """Of the dense parameters of layers, which must be equal on all ranks, and of those elsewhere that the optimizer
     has, which may be a rank's own. If it trains none of the layers', all are one."""
-    parameters = [*model.parameters()]
+    layers = _layers(model)
     in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
-    if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in parameters):
+    if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return 0, 0
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     named = [
