@@ -708,7 +708,7 @@ class _Backward:
             )
         weights1, weights2, adapters = step.form.split(self.tensors)
         dw2 = fc2.add(weights2, experts_backward.w2_product, experts_backward.w2_gradient)
-        is_read_later = fc2.option == "delayed" and step.form.precision is None
+        is_read_later = fc2.delay is not None and dw2[0].read is not None
         if not is_read_later and not adapters:
             experts_backward.forget_w2()
             d_out.release()
