@@ -63,7 +63,8 @@ class Programs:
         fills: bool = False,
     ) -> None:
         # A build asks torch for shapes, and torch imports this then: 0.3 s to seconds, while peers wait.
-        import torch.fx.experimental.symbolic_shapes  # noqa: F401
+        with suppress(ImportError):  # of a torch that has no such module
+            import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
         self._programs, self._numbers = dict[Hashable, Program](), dict[Hashable, int]()
         self._device, self._give_up, self._fills = device, give_up, fills

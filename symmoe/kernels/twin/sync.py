@@ -31,7 +31,6 @@ def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_f
     mailbox = mailboxes[peers.rank]
     mail = mailbox[half]
     deadline_ns = time.monotonic_ns() + timeout_ns
-    phase = call & 0xFF
     late = []
     for rank in range(peers.num_ranks):
         if rank != peers.rank and not _wait(mail, rank, 2 * epoch, deadline_ns):
@@ -58,7 +57,7 @@ def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_f
         return
     counters[counter] = 1
     kind, peer, expected, seen = failure
-    record(status, kind, phase, peer, expected, seen, epoch)
+    record(status, kind, call & 0xFF, peer, expected, seen, epoch)
     _spoil(nan_on_failure)
 
 
