@@ -72,7 +72,7 @@ class Model(nn.Module):
 def opened(
     num_ranks: int, make: Callable[..., tuple[Any, Any]], *given: Any, **options: Any
 ) -> Iterator[tuple[dist.ProcessGroup, Any, Any]]:
-    """The group of all ranks, or of this process alone; and of a heap over it the model and the optimizer that `make`
+    """The group of all ranks, or of this process only; and of a heap over it the model and the optimizer that `make`
     makes."""
     alone = num_ranks == 1
     group = (

@@ -114,11 +114,12 @@ def _one_mailbox_half(stack: ExitStack) -> None:
 
     def words(peers: Peers) -> control.HostWords:
         found = original(peers)
-        halves = [
-            np.lib.stride_tricks.as_strided(both, both.shape, (0, *both.strides[1:]))
-            for both in found.mailboxes
-        ]
-        return found._replace(mailboxes=tuple(halves))
+        return found._replace(
+            mailboxes=tuple(
+                np.lib.stride_tricks.as_strided(both, both.shape, (0, *both.strides[1:]))
+                for both in found.mailboxes
+            )
+        )
 
     stack.enter_context(patch.object(Peers, "host_words", property(words)))
 

@@ -124,8 +124,9 @@ def plain(constant):
     """A constant without the marks that the compiler needs on the attributes of SIZES."""
     if type(constant).__name__ != "Sizes":
         return constant
-    values = {name: getattr(value, "value", value) for name, value in vars(constant).items()}
-    return types.SimpleNamespace(**values)
+    return types.SimpleNamespace(
+        **{name: getattr(value, "value", value) for name, value in vars(constant).items()}
+    )
 
 
 def jit(function=None, **options):

@@ -86,8 +86,7 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> lis
         outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
         outputs = [output for output in outputs if output.requires_grad]
         gradients = [dy.to(y.dtype), *(torch.ones_like(output) for output in outputs[1:])]
-        inputs = x, *layer.parameters()
-        found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients, allow_unused=True)
     layer.experts.backward_dw()
     delayed = [p.grad for p in layer.parameters() if p.grad is not None]
     layer.zero_grad()

@@ -188,7 +188,7 @@ def on_layout(
 
 
 def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> symmoe.SymmetricHeap:
-    """A heap over the EP group of a mesh, or of this process alone."""
+    """A heap over the EP group of a mesh, or of this process only."""
     group = (
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if mesh is None

@@ -175,7 +175,7 @@ class Findings:
 def assert_refused(
     *cases: tuple[Callable[[], object], str], error: type[Exception] = ArgumentError
 ) -> list[str]:
-    """Each of these calls raises, with a text like that beside it. Returns the whole texts."""
+    """Each of these calls raises, with a text that fits its pattern. Returns the whole texts."""
     texts = []
     for call, text in cases:
         with pytest.raises(error, match=text) as caught:
