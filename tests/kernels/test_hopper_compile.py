@@ -1,125 +1,137 @@
 """Compiles the GEMMs for Hopper without a GPU, with the arguments of their launchers; and which calls take them."""
 
-import itertools
 import re
+from itertools import product
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-import kernel_launches as layer  # noqa: E402
-from combinations import every_combination  # noqa: E402
-from compiled_launches import meta  # noqa: E402
-from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, SHAPES  # noqa: E402
+from compiled_launches import Case, code_cases  # noqa: E402
+from launch_table import ACTIVATIONS, BF16, FP16, FP32, SWIGLU, Launch, index  # noqa: E402
 
 from symmoe.kernels import architectures, hopper_choice  # noqa: E402
 from symmoe.kernels import hopper_launchers as launchers  # noqa: E402
-from symmoe.kernels.activation import SWIGLU, Activation  # noqa: E402
-from symmoe.kernels.hopper import act, gemm, wgrad  # noqa: E402
-from symmoe.kernels.triton import gemm as gpu_gemm  # noqa: E402
-from symmoe.kernels.triton import gemm_act as gpu_gemm_act  # noqa: E402
+from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.hopper import act  # noqa: E402
 
 USUAL = ["qwen3-30b", "mixtral-8x7b", "deepseek-like"]
 WITH_ODD = [*USUAL, "odd"]
-DTYPES = {"bf16": BF16, "fp16": FP16}
-NUMBERS = {
-    "bf16": (SWIGLU, BF16),
-    "fp16": (SWIGLU, FP16),
-    "limits": (ACTIVATIONS["gpt-oss"], BF16),
-    "geglu": (ACTIVATIONS["geglu"], BF16),
-    "tanh gelu": (Activation(function="gelu_tanh", is_gated=False), BF16),
-}
-VARIANTS = {
-    "separate": act.SEPARATE,
-    "two": act.TWO_WARPS,
-    "alternate": act.ALTERNATE,
-    "gathered": act.GATHERED,
-}
+NUMBERS = [
+    ("swiglu", BF16),
+    ("swiglu", FP16),
+    ("gpt-oss", BF16),
+    ("geglu", BF16),
+    ("tanh gelu", BF16),
+]
+VARIANTS = [act.SEPARATE, act.TWO_WARPS, act.ALTERNATE, act.GATHERED]
 MAX_SPILLED = 64  # bytes, of a separate epilogue with limits or with masks of columns
-MODULES = act, gemm, wgrad, gpu_gemm, gpu_gemm_act
+OF_ROLES = {"setmaxnreg": True, "wgmma.mma_async": True}
 
 
-@every_combination(k_first={"forward": False, "dgrad": True}, dtype=DTYPES, shape=WITH_ODD)
-def test_products_do_not_spill(launches, k_first, dtype, shape):
-    layer.launch_hopper_gemm(shape, dtype, k_first)
-    assert "wgmma.mma_async" in launches.compile_roles().ptx
-
-
-@every_combination(numbers=NUMBERS, variant=list(VARIANTS), shape=WITH_ODD)
-def test_dact_accesses_16_bytes_and_spills_little(launches, numbers, variant, shape):
-    activation, dtype = numbers
-    layer.launch_hopper_dact(
-        shape, activation, dtype, VARIANTS[variant], gather=variant == "gathered"
+def dact(numbers, variant, sizes):
+    name, dtype = numbers
+    is_gathered = variant is act.GATHERED
+    launch = Launch(
+        "launch_dact",
+        sizes,
+        dtype,
+        activation=ACTIVATIONS[name],
+        ways="gather" if is_gathered else "",
+        changes={"variant": variant},
     )
-    code = launches.compile_roles(0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
-    assert "wgmma.mma_async" in code.ptx
-    assert ("cp.async.cg" in code.ptx) == (variant == "gathered")
-    assert "ld.global.v4.b32" in code.ptx
-    assert "st.global.v4.b32" in code.ptx
+    of_16_bytes = {"ld.global.v4.b32": True, "st.global.v4.b32": True}
+    return Case(
+        launch,
+        ptx={**OF_ROLES, "cp.async.cg": is_gathered, **of_16_bytes},
+        bounds={"spilled": 0 if sizes != "odd" and name == "swiglu" else MAX_SPILLED},
+    )
 
 
-@every_combination(
-    dtype=DTYPES,
-    variant=["separate", "alternate"],
-    shape=USUAL,
-    activation={"swiglu": SWIGLU, "geglu": ACTIVATIONS["geglu"]},
-)
-def test_act_does_not_spill(launches, dtype, variant, shape, activation):
-    layer.launch_hopper_act(shape, activation, dtype, VARIANTS[variant])
-    assert "wgmma.mma_async" in launches.compile_roles().ptx
+def multiplies_tiles_of_256_features(dtype):
+    def check(code):
+        kind = "bf16.bf16" if dtype == BF16 else "f16.f16"
+        products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) [^;]*;", code.ptx)
+        assert products == [f"m64n256k16.f32.{kind}"] * 8  # 4 to a stage, of 2 warpgroups
+
+    return check
 
 
-@every_combination(fc=[1, 2], dtype=DTYPES, shape=WITH_ODD)
-def test_wgrad_multiplies_tiles_of_256_features_and_moves_boxes_of_tma(launches, fc, dtype, shape):
-    layer.launch_hopper_wgrad(shape, dtype, fc)
-    ptx = launches.compile_roles().ptx
-    kind = "bf16.bf16" if dtype == BF16 else "f16.f16"
-    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) [^;]*;", ptx)
-    assert products == [f"m64n256k16.f32.{kind}"] * 8  # 4 to a stage, of 2 warpgroups
-    assert ptx.count("cp.async.bulk.tensor.4d.shared") == 6  # 2 boxes of dout, 4 of rows
-    assert ptx.count("cp.async.bulk.tensor.3d.global") == 8
+def wgrad(ways, dtype, sizes):
+    # 2 boxes of dout, 4 of rows
+    boxes = {"cp.async.bulk.tensor.4d.shared": 6, "cp.async.bulk.tensor.3d.global": 8}
+    return Case(
+        Launch("launch_wgrad", sizes, dtype, ways=ways),
+        ptx=OF_ROLES | boxes,
+        also=(multiplies_tiles_of_256_features(dtype),),
+    )
+
+
+SECTIONS = {
+    "products": [
+        Case(Launch("launch_gemm", sizes, dtype, ways=ways), ptx=OF_ROLES)
+        for ways, dtype, sizes in product(("", "k-first"), (BF16, FP16), WITH_ODD)
+    ],
+    "dact": [dact(*each) for each in product(NUMBERS, VARIANTS, WITH_ODD)],
+    "act": [
+        Case(
+            Launch(
+                "launch_act",
+                sizes,
+                dtype,
+                activation=ACTIVATIONS[name],
+                changes={"variant": variant},
+            ),
+            ptx=OF_ROLES,
+        )
+        for dtype, variant, sizes, name in product(
+            (BF16, FP16), (act.SEPARATE, act.ALTERNATE), USUAL, ("swiglu", "geglu")
+        )
+    ],
+    "wgrad": [wgrad(*each) for each in product(("", "fc2"), (BF16, FP16), WITH_ODD)],
+}
+
+
+@code_cases(SECTIONS)
+def test_code(launches, kernel, case):
+    case.check(launches)
+
+
+def launched(launches, kernel, **changes):
+    """The first kernel that a call launches on 5 SMs of a Hopper GPU, and the names of the others."""
+    first, *rest = launches.made_by(Launch(kernel, changes={"num_sms": 5, **changes}))
+    assert first.grid == (5,)
+    return first, [launch.name for launch in rest]
 
 
 def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
     """From the public functions, as on a Hopper GPU."""
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda device, dtype, columns: launchers)
-    G, H, I, N = SHAPES["qwen3-30b"]
-    row_range, index = meta(2, G), meta(N)
-    scale, sums = meta(N, dtype=FP32), meta(12 * N, dtype=FP32)
-    h, a, rows = meta(N, 2 * I, dtype=BF16), meta(N, I, dtype=BF16), meta(N, H, dtype=BF16)
-    w1, w2 = meta(G, 2 * I, H, dtype=BF16), meta(G, H, I, dtype=BF16)
-
-    def launched_by(function, *args, **options):
-        function(*args, num_sms=5, **options)
-        first, *rest = launches
-        launches.clear()
-        assert first.grid == (5,)
-        return first.kwargs["PIPE"], [launch.name for launch in rest]
-
+    of_fc2 = {"weight": "G H I"}
     calls = [
-        launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows),
-        launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a),
+        launched(launches, "grouped_gemm", rows="N I", out="N H", **of_fc2),
+        launched(launches, "grouped_gemm_dgrad", dout="N H", out="N I", **of_fc2),
     ]
-    assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe, _ in calls] == [
-        (H // 256, False),
-        (I // 256, True),
-    ]
-    launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, (h, a), SWIGLU)
-    for i, dscale in itertools.product((None, index), (None, scale)):
-        arguments = (rows, i), w2, row_range, (h, scale), (h, a, dscale, None), sums, SWIGLU
-        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments)
+    pipes = [first.kwargs["PIPE"] for first, _ in calls]
+    assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe in pipes] == [(8, False), (3, True)]
+    launched(launches, "grouped_gemm_act")
+    for rows, dscale in product(("N H", ("N H", index("N", "N"))), (None, "f32 N")):
+        gradients = "N W", "N I", dscale, None
+        _, rest = launched(launches, "grouped_gemm_dact", dout=rows, gradients=gradients)
         assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
-    pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
-    assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
-    for left, right, accumulate in (
-        ((h, index), rows, False),
-        (h, (rows, index), False),
-        (h, rows, True),
+    first, rest = launched(launches, "grouped_gemm_wgrad")
+    pipe = first.kwargs["PIPE"]
+    assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (32, 1536, 2048, [])
+    of_index = index("N", "N")
+    for changes in (
+        {"dout": ("N W", of_index)},
+        {"rows": ("N H", of_index)},
+        {"accumulate": True},
+        {"out": "f32 G W H"},
     ):
-        gpu_gemm.grouped_gemm_wgrad(left, right, row_range, w1, accumulate=accumulate, num_sms=5)
-    gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1.float(), num_sms=5)
-    assert [launch.name for launch in launches] == ["grouped_gemm_wgrad_kernel"] * 4
+        first, rest = launched(launches, "grouped_gemm_wgrad", **changes)
+        assert (first.name, rest) == ("grouped_gemm_wgrad_kernel", [])
 
 
 def test_devices_and_calls_that_they_do_not_take():

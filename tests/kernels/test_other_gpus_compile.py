@@ -1,26 +1,30 @@
 """Compiles every general kernel for the GPUs that nothing was measured on, without one, in a usual and an odd case.
 What is checked is what a launch there needs: it compiles, it fits into shared memory, and registers spill little."""
 
-import itertools
-import sys
+from itertools import product
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-import kernel_launches as layer
-import low_precision_launches as quantize
 from ahead_of_time import VERSION, since
-from compiled_launches import kernels_of, meta
-from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
-from low_precision_launches import ELEMENTS, PRODUCT_SHAPES, gemm_operands, wgrad_operands
+from compiled_launches import GENERAL_MODULES, HOPPER_MODULES, kernels_of
+from launch_table import (
+    ACTIVATIONS,
+    BF16,
+    FP16,
+    FP32,
+    GEMMS,
+    LAYOUTS,
+    SIZES,
+    SWIGLU,
+    TABLE,
+    Launch,
+    scale_table,
+)
 
-from symmoe.kernels import architectures, gpu
+from symmoe.kernels import Kernels, architectures, control
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.low_precision import fp8 as gpu_fp8
-from symmoe.kernels.low_precision import products as gpu_products
-from symmoe.kernels.low_precision import scaled as gpu_scaled
 from symmoe.kernels.routing_rule import RoutingRule
 
 OTHERS = [
@@ -28,86 +32,190 @@ OTHERS = [
     for (major, minor), kind in architectures.ARCHITECTURES.items()
     if not kind.is_measured
 ]
-FOUND = {sys.modules[getattr(gpu, name).__module__] for name in gpu.__all__}
-MODULES = sorted({*FOUND, gpu_fp8, gpu_scaled}, key=lambda each: each.__name__)
-KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*MODULES)}
+KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*GENERAL_MODULES)}
+HOPPER_KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*HOPPER_MODULES)}
+QWEN = SIZES["qwen3-30b"]
+FUSED = "grouped_gemm_act", "grouped_gemm_dact"
+ELEMENTWISE = "scaled_activation", "scaled_activation_grad"
+FUSED_IN_ODD_CASES = [  # sizes, activation, dtype, layout
+    ("qwen3-30b", Activation(interleave=32), BF16, ""),
+    ("odd", Activation(interleave=4, limit=7.0), BF16, "gather biased"),
+    ("odd", ACTIVATIONS["srelu"], BF16, "gather table"),
+    ("narrow", ACTIVATIONS["gelu"], FP16, ""),
+    ("narrow", SWIGLU, FP32, "gather"),
+]
+USUAL_ROWS = {"G": 32, "H": 7168, "W": 4096, "N": 65536}
+SMALL = [{"G": 2, "H": 2048, "W": 2048, "N": 333}, {"G": 2, "H": 32, "W": 32, "N": 16}]
+ACTIVATIONS_THAT_QUANTISE = [
+    ("swiglu", 2048, "float8_block"),
+    ("swiglu", 2048, "mxfp8"),
+    ("gpt-oss", 2880, "mxfp8"),
+    ("interleave by one", 2880, "float8_block"),
+]
 
 
-def launch_products():
-    for function, options in GEMMS:
-        layer.launch_gemm(function, "qwen3-30b" if len(options) < 2 else "odd", BF16, **options)
-    for dtype, shape in ((FP16, "odd"), (FP32, "narrower")):
-        for function in ("gemm", "dgrad", "wgrad"):
-            layer.launch_gemm(function, shape, dtype)
-    for dtype in (BF16, FP32):
-        layer.launch_bias_gradients(dtype, dtype == FP32, "odd")
-        layer.launch_zeros(dtype)
-    layer.launch_splits(32, torch.int32)
+def of_small_rows(sizes):
+    """All that quantises, with what a format has besides and without."""
+    both = [
+        Launch(kernel, sizes, BF16, name, ways="plain" if kernel == "quantize_columns" else "")
+        for kernel, name in product(("quantize_rows", "quantize_columns"), ("mxfp8", "nvfp4"))
+    ]
+    one = [
+        Launch(kernel, sizes, dtype, "mxfp8", ways=ways)
+        for kernel, dtype, ways in (
+            ("quantize_rows", BF16, "sums"),
+            ("sum_dbias", FP32, ""),
+            ("quantize_weights", FP32, ""),
+            ("quantize_weights", FP32, "transposed"),
+            ("quantize_weight_pairs", FP32, ""),
+            ("encode_rows", BF16, ""),
+            ("group_amax", BF16, "signs"),
+            ("group_amax", BF16, ""),
+            ("weight_amax", FP32, ""),
+            ("swizzle_scales", BF16, ""),
+            ("unswizzle_scales", BF16, ""),
+            ("unpack_rows", BF16, ""),
+            ("decode_rows", FP32, ""),
+            ("requantize_columns", BF16, ""),
+        )
+    ]
+    of_table = {"scale": scale_table((sizes["N"], 1), (sizes["N"], 17)), "row_range": None}
+    no_seeds = Launch("quantize_rows", sizes, BF16, "nvfp4", changes={"seeds": None})
+    return [
+        *both,
+        *one,
+        no_seeds,
+        Launch("swizzle_scales", sizes, format="mxfp8", changes=of_table),
+    ]
 
 
-def launch_fused_products():
-    for layout in LAYOUTS:
-        layer.launch_activations("qwen3-30b", Activation(), layout=layout)
-    layer.launch_activations("qwen3-30b", Activation(interleave=32), layout="contiguous")
-    layer.launch_activations("odd", Activation(interleave=4, limit=7.0), layout="biased")
-    layer.launch_activations("odd", ACTIVATIONS["srelu"], layout="table")
-    layer.launch_activations("narrow", ACTIVATIONS["gelu"], FP16, layout="contiguous")
-    layer.launch_activations("narrow", Activation(), FP32)
+def of_experts(kernel, ways, sizes, dtype):
+    return [
+        Launch(f"grouped_gemm_{kernel}", sizes[name], dtype, name, ways=ways)
+        for name in ("float8_block", "mxfp8", "nvfp4")
+    ]
 
 
-def launch_routers():
-    for shape in ("qwen3-30b", "odd"):
-        layer.launch_router(shape)
-    layer.launch_choice(128, 8, RoutingRule(), 64)
-    layer.launch_choice(20, 3, RoutingRule(score="sigmoid"))
-    layer.launch_losses(128, "softmax")
+def of_trips(sizes, dtype):
+    ways = "table" if dtype == FP32 else ""
+    plans = "count_slots", "send_counts", "lay_out", "assign_rows"
+    rows = "push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home"
+    slots = "push_slots", "index_rows", "gather_values", "pull_values"
+    replicas = "push_replicas", "add_from_replicas"
+    return [
+        *(Launch(kernel, sizes, dtype) for kernel in (*plans, *rows, *slots)),
+        *(Launch(kernel, sizes, dtype, ways=ways) for kernel in replicas),
+    ]
 
 
-def launch_trips():
-    for shape, dtype in (("qwen3-30b", BF16), ("odd", FP32)):
-        layer.launch_plan(shape)
-        layer.launch_rows(shape, dtype)
-        layer.launch_slots(shape, with_probs=True)
-        layer.launch_replicas(dtype, table=dtype == FP32)
-    layer.launch_plan("qwen3-30b", drop=True, num_places=4)
-    layer.launch_between_nodes("qwen3-30b", 2)
-    layer.launch_barrier(4)
-    layer.launch_signals()
-
-
-def launch_quantised_products():
-    for name, (shape, dtype) in itertools.product(
-        ELEMENTS, (("deepseek-like FC1", BF16), ("odd", FP32))
-    ):
-        (G, O, _, N), arguments = PRODUCT_SHAPES[shape], gemm_operands(name, shape, dtype)
-        gpu_products.grouped_gemm_quantized(*arguments, num_sms=132)
-        options = {"bias": (meta(G, O, dtype=dtype), meta(N, dtype=FP32)), "zero_tail": True}
-        options |= {"group_range": meta(2, G)} if name != "fp8" and shape == "odd" else {}
-        gpu_products.grouped_gemm_quantized(*arguments, num_sms=132, **options)
-        arguments = wgrad_operands(name, shape, dtype)
-        for accumulate in (False, True):
-            gpu_products.grouped_gemm_wgrad_quantized(
-                *arguments, accumulate=accumulate, num_sms=132
-            )
-
-
-def launch_quantisers():
-    for name, launch in itertools.product(quantize.NAMES, quantize.LAUNCHES):
-        launch(name, BF16)
-    quantize.step(333, 0x9A5C, 2048)
-    quantize.step(16, 1)
-    for name, ffn, block_format in quantize.ACTIVATION_CASES[:4]:
-        quantize.launch_act(name, ffn, block_format)
-        quantize.launch_dact(name, ffn, block_format, with_dbias=block_format == "mxfp8")
-
-
+DROPS = {"lay_out": {"overflow": control.OVERFLOW_DROP}, "assign_rows": {"drop": True}}
+WITH_REPLICAS = (
+    "place_replicas",
+    "choose_copies",
+    "count_slots",
+    "send_counts",
+    "lay_out",
+    "assign_rows",
+)
+BETWEEN_NODES = (
+    "rail_rows tell_header own_counts other_counts plan_in_node take_rows post_report count_exchange "
+    "hear_of_faults barrier send_signal wait_for_signal"
+).split()
+USUAL_BLOCKS = dict.fromkeys(("float8_block", "mxfp8", "nvfp4"), "deepseek-like")
+ODD_BLOCKS = dict.fromkeys(USUAL_BLOCKS, "odd blocks")
 GROUPS = {
-    "products": launch_products,
-    "activations": launch_fused_products,
-    "router": launch_routers,
-    "rows": launch_trips,
-    "quantised products": launch_quantised_products,
-    "quantisers": launch_quantisers,
+    "products": [
+        *(
+            Launch(kernel, "odd" if {" ", "-"} & {*ways} else "qwen3-30b", ways=ways)
+            for kernel, ways in GEMMS
+        ),
+        *(
+            Launch(kernel, sizes, dtype)
+            for kernel, (dtype, sizes) in product(
+                ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"),
+                ((FP16, "odd"), (FP32, "narrower")),
+            )
+        ),
+        *(
+            Launch(kernel, "odd", dtype, ways=ways)
+            for kernel, (dtype, ways) in product(
+                ("grouped_bias_grad", "grouped_bias_dot"), ((BF16, ""), (FP32, "gather"))
+            )
+        ),
+        *(Launch("grouped_gemm_wgrad", "odd", dtype, ways="no-rows") for dtype in (BF16, FP32)),
+        Launch("splits_to_row_range"),
+    ],
+    "activations": [
+        *(Launch(kernel, ways=layout) for kernel, layout in product(FUSED, LAYOUTS)),
+        *(Launch(kernel) for kernel in (*ELEMENTWISE, "sum_dact_partials")),
+        *(
+            Launch(kernel, sizes, dtype, activation=act, ways=layout)
+            for kernel, (sizes, act, dtype, layout) in product(FUSED, FUSED_IN_ODD_CASES)
+        ),
+        *(
+            Launch(kernel, sizes, dtype, activation=act)
+            for kernel, (sizes, act, dtype, _) in product(ELEMENTWISE, FUSED_IN_ODD_CASES)
+        ),
+    ],
+    "router": [
+        *(
+            Launch(kernel, sizes)
+            for kernel, sizes in product(
+                ("router_gemm", "router_gemm_grads"), ("qwen3-30b", "odd router")
+            )
+        ),
+        Launch("choose_experts", QWEN | {"R": 64}, ways="counted"),
+        *(
+            Launch(kernel, "odd router", changes={"rule": RoutingRule(score="sigmoid")})
+            for kernel in ("choose_experts", "choose_experts_grad")
+        ),
+        Launch("choose_experts_grad", "qwen3-30b"),
+        *(Launch(kernel) for kernel in ("router_losses", "router_losses_grad")),
+    ],
+    "rows": [
+        *of_trips("qwen3-30b", BF16),
+        *of_trips("odd trip", FP32),
+        *(Launch(kernel, QWEN | {"S": 4}, changes=DROPS.get(kernel)) for kernel in WITH_REPLICAS),
+        *map(Launch, BETWEEN_NODES),
+    ],
+    "quantised products": [
+        launch
+        for sizes, dtype in ((USUAL_BLOCKS, BF16), (ODD_BLOCKS, FP32))
+        for kernel, ways in (
+            ("quantized", ""),
+            ("quantized", "zero-tail biased"),
+            ("wgrad_quantized", ""),
+            ("wgrad_quantized", "accumulate"),
+        )
+        for launch in of_experts(kernel, ways, sizes, dtype)
+    ]
+    + [
+        Launch("grouped_gemm_quantized", "odd blocks", FP32, name, ways="zero-tail biased parts")
+        for name in ("mxfp8", "nvfp4")
+    ],
+    "quantisers": [
+        *(
+            Launch(kernel, USUAL_ROWS, BF16, name)
+            for kernel, name in product(
+                ("quantize_rows", "quantize_columns", "quantize_weights", "quantize_weight_pairs"),
+                ("float8_block", "mxfp8", "nvfp4"),
+            )
+        ),
+        *(launch for sizes in SMALL for launch in of_small_rows(sizes)),
+        *(
+            Launch(
+                kernel,
+                {"G": 32, "I": ffn, "N": 65536},
+                BF16,
+                name,
+                ACTIVATIONS[act],
+                "dbias" if (kernel, name) == ("dact_quantize", "mxfp8") else "",
+            )
+            for kernel, (act, ffn, name) in product(
+                ("act_quantize", "dact_quantize"), ACTIVATIONS_THAT_QUANTISE
+            )
+        ),
+    ],
 }
 QUANTISED = {"quantised products", "quantisers"}
 
@@ -132,15 +240,6 @@ MAX_SPILLED = {
 OF_QUANTISERS = 256
 
 
-@pytest.fixture
-def on(monkeypatch):
-    """on(arch): the launchers choose as on a GPU of this architecture."""
-    monkeypatch.setattr(gpu_scaled, "scaled_products", gpu_scaled.scaled_products.__wrapped__)
-    return lambda arch: monkeypatch.setattr(
-        architectures, "capability", lambda device: divmod(arch, 10)
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "arch"),
@@ -152,18 +251,31 @@ def test_it_compiles_and_fits(launches, on, group, arch):
             "Triton 3.6 ends at an assertion of its own (10.0), or makes instructions that 8.9 does not have"
         )
     on(arch)
-    GROUPS[group]()
+    for launch in GROUPS[group]:
+        launch()
     for launch in {launch.key: launch for launch in launches}.values():
         code = launch.compile(arch)
         most = MAX_SPILLED.get(launch.name, OF_QUANTISERS if group == "quantisers" else 0)
         assert code.spilled <= most, (launch.name, code.spilled)
 
 
-@pytest.mark.slow
+ON_THE_HOST = {"copy_host_to_device", "read_addresses", "dact_workspace_numel"}
+
+
+def test_every_kernel_of_the_contract_has_a_row():
+    contract = {name for each in Kernels.__mro__ for name in vars(each) if name[0] != "_"}
+    assert contract - TABLE.keys() == ON_THE_HOST
+
+
 def test_no_kernel_is_left_out(launches):
-    for launch_all in GROUPS.values():
-        launch_all()
+    """Neither of those that are compiled for other GPUs, nor of those for Hopper."""
+    for launch in (launch for group in GROUPS.values() for launch in group):
+        launch()
     assert {launch.name for launch in launches} == KERNELS
+    launches.clear()
+    for kernel in TABLE:
+        Launch(kernel)()
+    assert HOPPER_KERNELS - {launch.name for launch in launches} == set()
 
 
 @pytest.mark.parametrize(
@@ -172,10 +284,16 @@ def test_no_kernel_is_left_out(launches):
 def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     """Those for Hopper are those that were measured."""
     on(arch)
-    layer.launch_gemm("gemm", "mixtral-8x7b", BF16)
-    layer.launch_gemm("wgrad", "mixtral-8x7b", BF16)
-    layer.launch_activations("mixtral-8x7b", Activation())
-    layer.launch_activations("mixtral-8x7b", ACTIVATIONS["srelu"])
+    sizes = "mixtral-8x7b"
+    for launch in (
+        Launch("grouped_gemm", sizes),
+        Launch("grouped_gemm_wgrad", sizes),
+        *(
+            Launch(kernel, sizes, activation=ACTIVATIONS[name], ways="gather")
+            for name, kernel in product(("swiglu", "srelu"), FUSED)
+        ),
+    ):
+        launch()
     wgrad = launches.of("grouped_gemm_wgrad_kernel").kwargs["WGRAD"].config
     assert (wgrad.block_m, wgrad.block_n) == (128, columns)
     chosen = [launch.kwargs["GEMM"].config for launch in launches if "GEMM" in launch.kwargs]

@@ -1,241 +1,310 @@
-"""Compiles the GEMMs, activations and gradients of biases for sm_90 without a GPU, with their launchers' arguments.
-What is checked is what the generated code must have to be fast: WGMMA, TMA or 16-byte cp.async, wide accesses, and
-registers that do not spill. The tensors are meta tensors, so the shapes can be real ones."""
+"""Compiles the GEMMs, activations, gradients of biases and the router for sm_90 without a GPU. What is checked is what
+the code must have to be fast: WGMMA, TMA or 16-byte cp.async, wide accesses, and registers that do not spill."""
 
 import math
 import re
+from itertools import product
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-import kernel_launches as layer
 import triton.language as tl
 from ahead_of_time import since
-from combinations import every_combination
-from compiled_launches import atomics
-from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS, NUM_SMS, ROUTERS, SHAPES
+from compiled_launches import Case, code_cases, no_atomics
+from launch_table import (
+    ACTIVATIONS,
+    BF16,
+    FP16,
+    FP32,
+    GEMMS,
+    LAYOUTS,
+    NUM_SMS,
+    ROUTERS,
+    SIZES,
+    Launch,
+)
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.kernels.triton import (
-    activation,
-    bias,
-    gemm,
-    gemm_act,
-    plan,
-    route,
-    router_products,
-    tiles,
-)
+from symmoe.kernels.triton import activation, gemm_act, tiles
 
-WGMMA, TMA, WIDE_LOAD, WIDE_STORE = (
-    "wgmma.mma_async",
-    "cp.async.bulk.tensor",
-    "ld.global.v4.b32",
-    "st.global.v4.b32",
-)
+WGMMA = "wgmma.mma_async"
+TMA = "cp.async.bulk.tensor"
+WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"
 COPY_16, NARROW_COPY = "cp.async.cg", "cp.async.ca"  # of 16 bytes, and of fewer
-# Bytes, of gathered rows with a bias that are added to what is there, all at once, which nothing in the package does.
-SPILLED = since(("3.6", 0), ("3.7", 4))
-OTHER_DTYPES = [case for case in GEMMS if "out_dtype" not in case[1]]
 USUAL = ["qwen3-30b", "mixtral-8x7b"]
-MODULES = activation, bias, gemm, gemm_act, route, router_products, plan
+# Bytes, of gathered rows with a bias that are added to what is there, all at once, which nothing in the package does.
+SPILLED = {"gather biased accumulate": since(("3.6", 0), ("3.7", 4))}
 
 
-def named(cases):
-    """Cases by what is in them."""
-    return {
-        "-".join("-".join(part) if isinstance(part, dict) else part for part in case): case
-        for case in cases
+def fast_product(kernel, ways, sizes):
+    by_pointers = "gather" in ways, "table" in ways and kernel != "grouped_gemm_wgrad"
+    ptx = {
+        WGMMA: True,
+        TMA: not all(by_pointers),
+        COPY_16: any(by_pointers),
+        NARROW_COPY: False,
+        WIDE_STORE: True,
     }
+    return Case(Launch(kernel, sizes, ways=ways), ptx=ptx, bounds={"spilled": SPILLED.get(ways, 0)})
 
 
-@every_combination(product=named(GEMMS), shape=USUAL)
-def test_bf16_is_fast_code(launches, product, shape):
-    function, options = product
-    layer.launch_gemm(function, shape, BF16, **options)
-    code = launches.compile()
-    by_pointers = "gather" in options, "table" in options and function != "wgrad"
-    assert WGMMA in code.ptx
-    assert (TMA in code.ptx, COPY_16 in code.ptx) == (not all(by_pointers), any(by_pointers))
-    assert NARROW_COPY not in code.ptx
-    assert WIDE_STORE in code.ptx
-    assert code.spilled <= (SPILLED if set(options) == {"gather", "biased", "accumulate"} else 0)
+def product_of_another_dtype(kernel, ways, dtype):
+    most_spilled = since(("3.6", 24), ("3.7", 0)) if dtype == FP16 else 0
+    return Case(
+        Launch(kernel, "qwen3-30b", dtype, ways=ways),
+        ptx={WGMMA: dtype == FP16, "tf32": False},
+        bounds={"spilled": most_spilled},
+    )
 
 
-@pytest.mark.slow
-@every_combination(product=named(OTHER_DTYPES), dtype=[FP16, FP32])
-def test_other_dtypes_are_not_rounded_to_tf32(launches, product, dtype):
-    function, options = product
-    layer.launch_gemm(function, "qwen3-30b", dtype, **options)
-    code = launches.compile()
-    assert (WGMMA in code.ptx) == (dtype == FP16)
-    assert "tf32" not in code.ptx
-    assert code.spilled <= (since(("3.6", 24), ("3.7", 0)) if dtype == FP16 else 0)
-
-
-@every_combination(
-    product=named(
-        case
-        for case in GEMMS
-        if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})
-    ),
-    shape=["odd", "narrower"],
-)
-def test_odd_widths(launches, product, shape):
-    function, options = product
-    layer.launch_gemm(function, shape, BF16, **options)
-    code = launches.compile()
-    assert WGMMA in code.ptx
-    assert NARROW_COPY not in code.ptx
-    assert code.spilled == 0
-
-
-# Adapters of a layer: as narrow as their rank, which every tile and every step of the contraction exceed.
+# Adapters of a layer, as narrow as their rank, which every tile and every step of the contraction exceed. Down: [r, H]
+# weights; up: [2I, r].
 LOW_RANK = [
-    ("gemm", {"gather": True}, "down"),
-    ("gemm", {}, "down"),
-    ("gemm", {"accumulate": True}, "up"),
-    ("dgrad", {}, "up"),
-    ("dgrad", {"gather": True}, "up"),
-    ("dgrad", {"accumulate": True}, "down"),
-    ("wgrad", {"gather": True}, "down"),
-    ("wgrad", {}, "up"),
+    ("grouped_gemm", "gather", "down"),
+    ("grouped_gemm", "", "down"),
+    ("grouped_gemm", "accumulate", "up"),
+    ("grouped_gemm_dgrad", "", "up"),
+    ("grouped_gemm_dgrad", "gather", "up"),
+    ("grouped_gemm_dgrad", "accumulate", "down"),
+    ("grouped_gemm_wgrad", "gather", "down"),
+    ("grouped_gemm_wgrad", "", "up"),
 ]
 
 
-@pytest.mark.slow
-@every_combination(product=named(LOW_RANK), rank=[8, 16, 64], dtype=[BF16, FP32])
-def test_low_ranks(launches, product, rank, dtype):
-    """Down: [r, H] weights; up: [2I, r]."""
-    function, options, adapter = product
-    G, H, I, N = SHAPES["qwen3-30b"]
-    layer.launch_gemm(
-        function, (G, H, rank // 2, N) if adapter == "down" else (G, rank, I, N), dtype, **options
+def product_of_low_rank(kernel, ways, adapter, rank, dtype):
+    narrow = {"I": rank // 2} if adapter == "down" else {"H": rank}
+
+    def is_fetched_whole(code):
+        """With one step of the contraction, what is fetched ahead is a whole tile, and the bounds of its group."""
+        text = code.asm["ttgir"].splitlines()
+        copies = [line for line in text if "async_copy_global_to_local" in line]
+        of_bounds = [line for line in copies if "tensor<1x!tt.ptr<i32>" in line]
+        assert (NARROW_COPY in code.ptx) == bool(of_bounds)
+        assert not of_bounds or "accumulate" in ways
+        assert WIDE_LOAD in code.ptx or "accumulate" not in ways
+
+    return Case(
+        Launch(kernel, SIZES["qwen3-30b"] | narrow, dtype, ways=ways),
+        ptx={WGMMA: dtype == BF16, WIDE_STORE: True},
+        also=(is_fetched_whole,),
     )
-    code = launches.compile()
-    assert (WGMMA in code.ptx) == (dtype == BF16)
-    copies = [
-        line for line in code.asm["ttgir"].splitlines() if "async_copy_global_to_local" in line
-    ]
-    of_bounds = [line for line in copies if "tensor<1x!tt.ptr<i32>" in line]
-    # With one step of the contraction, what is fetched ahead is a whole tile, and the bounds of its group.
-    assert (NARROW_COPY in code.ptx) == bool(of_bounds)
-    assert not of_bounds or "accumulate" in options
-    assert WIDE_STORE in code.ptx
-    assert WIDE_LOAD in code.ptx or "accumulate" not in options
-    assert code.spilled == 0
 
 
-@pytest.mark.parametrize("function", ["gemm", "dgrad", "wgrad"])
-def test_no_more_programs_than_sms_are_lent(launches, function):
-    layer.launch_gemm(function, "qwen3-30b", BF16)
-    assert launches.pop_one().grid == (NUM_SMS,)
-
-
-@every_combination(
-    kernel=["grouped_bias_grad_kernel", "grouped_bias_dot_kernel"],
-    gather=[False, True],
-    dtype=[BF16, FP32],
-)
-def test_gradients_of_biases_read_16_bytes_and_use_no_atomics(launches, kernel, gather, dtype):
-    layer.launch_bias_gradients(dtype, gather)
-    code = launches.compile(kernel)
+def reads_16_bytes(code):
     assert COPY_16 in code.ptx or WIDE_LOAD in code.ptx
-    assert not atomics(code.ptx)
-    assert code.spilled == 0
+    no_atomics(code)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_zeros_of_a_table(launches, dtype):
-    layer.launch_zeros(dtype)
-    assert launches[-1].name == "zero_matrices_kernel"
-    assert WIDE_STORE in launches.compile().ptx
-
-
-@every_combination(num_groups=[1, 65], dtype=[torch.int32, torch.int64])
-def test_splits(launches, num_groups, dtype):
-    layer.launch_splits(num_groups, dtype)
-    assert launches.compile().spilled == 0
-
-
-def test_types_of_outputs_are_known_to_triton():
-    assert tiles.TRITON_DTYPES[FP32] is tl.float32
-
-
-# -- activations, by themselves and fused with GEMMs ------------------------------------------------------------------
-FUSED = ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"]
-ELEMENTWISE = ["scaled_activation_kernel", "scaled_activation_grad_kernel"]
-HALVES_AND_BLOCKS = {"halves": ACTIVATIONS["swiglu"], "blocks": ACTIVATIONS["interleave"]}
 # Bytes, of dact with limits or sums of dbias, which need more registers than there are beside an epilogue in eight
 # parts; and with addresses of rows or weights for every thread.
 MAX_SPILLED, MAX_SPILLED_BY_ADDRESSES = 256, since(("3.6", 84), ("3.7", 64))
 # Of dact with contiguous rows: Triton 3.7 has no register left for interleaved features of mixtral-8x7b.
 CONTIGUOUS_SPILLED = since(("3.6", 0), ("3.7", 8))
+NAMES = ("swiglu", "gpt-oss", "interleave", "srelu", "gelu", "geglu", "tanh geglu")
 
 
-@every_combination(kernel=FUSED, activation=ACTIVATIONS, layout=LAYOUTS, shape=USUAL)
-def test_fused_activations_use_wgmma_and_wide_accesses_and_do_not_spill(
-    launches, kernel, activation, layout, shape
-):
-    layer.launch_activations(shape, activation, layout=layout)
-    code, is_dact = launches.compile(kernel), kernel == "grouped_gemm_dact_kernel"
-    assert WGMMA in code.ptx
-    assert (TMA in code.ptx, COPY_16 in code.ptx) == (layout != "table", layout != "contiguous")
-    assert WIDE_STORE in code.ptx
-    assert WIDE_LOAD in code.ptx or not is_dact
-    if is_dact and (layout == "biased" or activation.limit < math.inf):
-        assert code.spilled <= MAX_SPILLED
-    elif (
-        shape == "qwen3-30b"
-        and layout in ("gather", "contiguous")
-        and activation in HALVES_AND_BLOCKS.values()
-    ):
-        assert (launches.of(kernel).grid, code.spilled) == ((NUM_SMS,), 0)
-    elif is_dact:
-        assert code.spilled <= (
-            CONTIGUOUS_SPILLED if layout == "contiguous" else MAX_SPILLED_BY_ADDRESSES
+def fused(kernel, name, layout, sizes):
+    is_dact, act = kernel == "grouped_gemm_dact", ACTIVATIONS[name]
+    is_simple = layout in ("gather", "") and name in ("swiglu", "interleave")
+    most_spilled = 0
+    if is_dact and ("biased" in layout or act.limit < math.inf):
+        most_spilled = MAX_SPILLED
+    elif is_dact and not (sizes == "qwen3-30b" and is_simple):
+        most_spilled = MAX_SPILLED_BY_ADDRESSES if layout else CONTIGUOUS_SPILLED
+    ptx = {WGMMA: True, TMA: "table" not in layout, COPY_16: layout != "", WIDE_STORE: True}
+    return Case(
+        Launch(kernel, sizes, activation=act, ways=layout),
+        f"{kernel}_kernel",
+        ptx=ptx | ({WIDE_LOAD: True} if is_dact else {}),
+        bounds={"spilled": most_spilled},
+    )
+
+
+def fused_of_another_dtype(kernel, name, dtype):
+    launch = Launch(kernel, "qwen3-30b", dtype, activation=ACTIVATIONS[name], ways="gather")
+    return Case(launch, f"{kernel}_kernel", ptx={WGMMA: dtype == FP16, "tf32": False})
+
+
+def odd_activation(kernel, launched_by, sizes, interleave):
+    act = Activation(interleave=interleave, limit=7.0)
+    ways = "gather biased" if launched_by.startswith("grouped") else ""
+    launch = Launch(launched_by, sizes, activation=act, ways=ways)
+    return Case(launch, f"{kernel}_kernel", bounds={"spilled": 10**6}, also=(no_atomics,))
+
+
+OF_FUSED = {
+    "grouped_gemm_act": "grouped_gemm_act",
+    "grouped_gemm_dact": "grouped_gemm_dact",
+    "sum_dscale": "grouped_gemm_dact",
+    "sum_dbias": "grouped_gemm_dact",
+    "scaled_activation": "scaled_activation",
+    "scaled_activation_grad": "scaled_activation_grad",
+}
+
+
+def adds_up_a_step_only(code):
+    """What tensor cores cut off must not grow with the number of terms: a step begins at zero, and is added outside."""
+    (kind,) = set(re.findall(r"wgmma\.mma_async\S*", code.ptx))
+    assert re.search(r"\.f32\.bf16\.bf16$", kind)
+    begins = re.findall(
+        r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", code.ptx
+    )
+    assert (len(begins), begins.count("0")) == (code.ptx.count(WGMMA), 1)
+    assert all(begin == "0" or begin.startswith("%p") for begin in begins)
+    sizes = re.search(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k", code.ptx).groups()
+    sums_of_a_thread = math.prod(map(int, sizes)) // 128
+    assert len(re.findall(r"add(?:\.rn)?\.f32", code.ptx)) >= sums_of_a_thread
+
+
+def of_router(kernel, sizes):
+    launched_by = "router_gemm" if kernel == "router_gemm" else "router_gemm_grads"
+    return Case(
+        Launch(launched_by, sizes),
+        f"{kernel}_kernel",
+        ptx={"mma.sync": False},
+        bounds={"spilled": 10**6, "stack": 0},
+        also=(adds_up_a_step_only,),
+    )
+
+
+OF_8192 = {"T": 8192, "R": 64}
+CHOICES = {  # E, K, rule
+    "choose_experts": [
+        (128, 8, RoutingRule()),
+        (20, 3, RoutingRule()),
+        (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
+    ]
+}
+CHOICES["choose_experts_grad"] = CHOICES["choose_experts"]
+
+
+def choice(kernel, num_experts, top_k, rule, ways=""):
+    sizes = {**OF_8192, "E": num_experts, "K": top_k}
+    return Case(Launch(kernel, sizes, ways=ways, changes={"rule": rule}), bounds={"stack": 0})
+
+
+def losses(kernel, launched_by, num_experts, score):
+    changes = {"normalises": score != "softmax"}
+    launch = Launch(launched_by, {"T": 8192, "E": num_experts}, changes=changes)
+    return Case(launch, f"{kernel}_kernel", bounds={"stack": 0})
+
+
+SECTIONS = {
+    **{
+        f"{kernel} in bf16": [
+            fast_product(*each, sizes) for each, sizes in product(GEMMS, USUAL) if each[0] == kernel
+        ]
+        for kernel in ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
+    },
+    "products of other dtypes are not rounded to TF32": [
+        product_of_another_dtype(*each, dtype)
+        for each, dtype in product(GEMMS, (FP16, FP32))
+        if "fp32" not in each[1]
+    ],
+    "products of odd widths": [
+        Case(Launch(kernel, sizes, ways=ways), ptx={WGMMA: True, NARROW_COPY: False})
+        for (kernel, ways), sizes in product(GEMMS, ("odd", "narrower"))
+        if ways in ("", "gather", "table", "accumulate")
+    ],
+    "products of low ranks": [
+        product_of_low_rank(*each, rank, dtype)
+        for each, rank, dtype in product(LOW_RANK, (8, 16, 64), (BF16, FP32))
+    ],
+    "gradients of biases": [
+        Case(Launch(kernel, "qwen3-30b", dtype, ways=ways), also=(reads_16_bytes,))
+        for kernel, ways, dtype in product(
+            ("grouped_bias_grad", "grouped_bias_dot"), ("", "gather"), (BF16, FP32)
         )
-    else:
-        assert code.spilled == 0
+    ],
+    "zeros of a table": [
+        Case(
+            Launch("grouped_gemm_wgrad", "odd", dtype, ways="no-rows"),
+            "zero_matrices_kernel",
+            ptx={WIDE_STORE: True},
+        )
+        for dtype in (BF16, FP32)
+    ],
+    "splits": [
+        Case(Launch("splits_to_row_range", {"G": groups, "N": 999}, changes={"splits": kind}))
+        for groups, kind in product((1, 65), ("i32 G", "i64 G"))
+    ],
+    **{
+        f"{kernel} is fast": [fused(kernel, *each) for each in product(NAMES, LAYOUTS, USUAL)]
+        for kernel in ("grouped_gemm_act", "grouped_gemm_dact")
+    },
+    "fused activations of other dtypes are not rounded to TF32": [
+        fused_of_another_dtype(*each)
+        for each in product(
+            ("grouped_gemm_act", "grouped_gemm_dact"), ("swiglu", "srelu"), (FP16, FP32)
+        )
+    ],
+    **{
+        f"{kernel} accesses 16 bytes": [
+            Case(
+                Launch(kernel, activation=Activation(interleave=interleave)),
+                ptx={WIDE_LOAD: True, WIDE_STORE: True},
+            )
+            for interleave in (None, 32, 8, 4, 1)
+        ]
+        for kernel in ("scaled_activation", "scaled_activation_grad")
+    },
+    **{
+        f"{kernel} of odd widths uses no atomics": [
+            odd_activation(kernel, launched_by, *each)
+            for each in product(("odd", "narrow"), (None, 4, 8))
+        ]
+        for kernel, launched_by in OF_FUSED.items()
+    },
+    **{
+        f"{kernel} multiplies bf16": [of_router(kernel, sizes) for sizes in ROUTERS]
+        for kernel in ("router_gemm", "router_dgrad", "router_wgrad")
+    },
+    "parts of bf16 are rounded to nearest": [
+        Case(Launch("router_gemm", "odd router"), "bf16_parts_kernel", ptx={"cvt.rn.bf16": True})
+    ],
+    **{
+        f"{kernel} spills nothing": [choice(kernel, *each) for each in choices]
+        for kernel, choices in CHOICES.items()
+    },
+    "choose_experts counts": [choice("choose_experts", *CHOICES["choose_experts"][0], "counted")],
+    "losses of a router spill nothing": [
+        losses(*each, *kind)
+        for kind in product((20, 256), ("softmax", "sigmoid"))
+        for each in (
+            ("router_loss_sums", "router_losses"),
+            ("router_loss", "router_losses"),
+            ("router_losses_grad", "router_losses_grad"),
+        )
+    ],
+}
+OF_TEST_ALL = [name for name in SECTIONS if "TF32" in name or "low ranks" in name]
 
 
-@pytest.mark.slow
-@every_combination(
-    kernel=FUSED, activation={n: ACTIVATIONS[n] for n in ("swiglu", "srelu")}, dtype=[FP16, FP32]
+@code_cases(SECTIONS, slow=OF_TEST_ALL)
+def test_code(launches, kernel, case):
+    case.check(launches)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "grouped_gemm",
+        "grouped_gemm_dgrad",
+        "grouped_gemm_wgrad",
+        "grouped_gemm_act",
+        "grouped_gemm_dact",
+    ],
 )
-def test_fused_activations_of_other_dtypes_are_not_rounded_to_tf32(
-    launches, kernel, activation, dtype
-):
-    layer.launch_activations("qwen3-30b", activation, dtype)
-    code = launches.compile(kernel)
-    assert (WGMMA in code.ptx) == (dtype == FP16)
-    assert "tf32" not in code.ptx
-    assert code.spilled == 0
+def test_no_more_programs_than_sms_are_lent(launches, kernel):
+    first, *_ = launches.made_by(Launch(kernel, "qwen3-30b"))
+    assert first.grid == (NUM_SMS,)
 
 
-@every_combination(kernel=ELEMENTWISE, interleave=[None, 32, 8, 4, 1])
-def test_elementwise_kernels_access_16_bytes(launches, kernel, interleave):
-    layer.launch_activations("qwen3-30b", Activation(interleave=interleave))
-    code = launches.compile(kernel)
-    assert WIDE_LOAD in code.ptx
-    assert WIDE_STORE in code.ptx
-    assert code.spilled == 0
-
-
-@every_combination(
-    kernel=[*FUSED, "sum_dscale_kernel", "sum_dbias_kernel", *ELEMENTWISE],
-    shape=["odd", "narrow"],
-    interleave=[None, 4, 8],
-)
-def test_activations_of_widths_that_no_tile_divides_use_no_atomics(
-    launches, kernel, shape, interleave
-):
-    layer.launch_activations(shape, Activation(interleave=interleave, limit=7.0), layout="biased")
-    assert not atomics(launches.compile(kernel).ptx)
+def test_types_of_outputs_are_known_to_triton():
+    assert tiles.TRITON_DTYPES[FP32] is tl.float32
 
 
 @pytest.mark.parametrize(("interleave", "text"), [
@@ -249,61 +318,7 @@ def test_interleave_that_kernels_cannot_address_is_refused(interleave, text):
 
 
 def test_the_workspace_is_enough_for_every_choice_of_tiles():
-    for dtype in (BF16, FP16, FP32):
-        for ffn in (16, 128, 256, 14336):
-            config = gemm_act.dact_config(ffn, dtype)
-            assert config.block_m >= gemm_act.MIN_BLOCK_M
-            assert config.block_n % SUM_COLUMNS == 0
-
-
-# -- the router -------------------------------------------------------------------------------------------------------
-@every_combination(
-    kernel=["router_gemm_kernel", "router_dgrad_kernel", "router_wgrad_kernel"],
-    shape=ROUTERS.keys(),
-)
-def test_products_of_the_router_are_of_bf16_and_tensor_cores_add_up_a_step_only(
-    launches, kernel, shape
-):
-    """What they cut off must not grow with the number of terms: a step begins at zero, and is added outside."""
-    layer.launch_router(shape)
-    code = launches.compile(kernel)
-    (kind,) = set(re.findall(r"wgmma\.mma_async\S*", code.ptx))
-    assert re.search(r"\.f32\.bf16\.bf16$", kind)
-    assert "mma.sync" not in code.ptx
-    assert code.stack == 0
-    begins = re.findall(
-        r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", code.ptx
-    )
-    assert (len(begins), begins.count("0")) == (code.ptx.count(WGMMA), 1)
-    assert all(begin == "0" or begin.startswith("%p") for begin in begins)
-    rows, columns = (
-        int(size) for size in re.search(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k", code.ptx).groups()
-    )
-    sums_of_a_thread = rows * columns // 128
-    assert len(re.findall(r"add(?:\.rn)?\.f32", code.ptx)) >= sums_of_a_thread
-
-
-def test_bf16_parts_round_to_nearest(launches):
-    layer.launch_router("odd")
-    assert "cvt.rn.bf16" in launches.compile("bf16_parts_kernel").ptx
-
-
-@every_combination(
-    kernel=["choose_experts_kernel", "choose_experts_grad_kernel"],
-    choice={
-        "8 of 128": (128, 8, RoutingRule()),
-        "8 of 128, counted": (128, 8, RoutingRule(), 64),
-        "3 of 20": (20, 3, RoutingRule()),
-        "in groups": (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
-    },
-)
-def test_a_choice_of_experts_spills_nothing(launches, kernel, choice):
-    layer.launch_choice(*choice)
-    assert launches.compile(kernel).stack == 0
-
-
-@every_combination(num_experts=[20, 256], score=["softmax", "sigmoid"])
-def test_losses_of_a_router_spill_nothing(launches, num_experts, score):
-    layer.launch_losses(num_experts, score)
-    for name in ("router_loss_sums", "router_loss", "router_losses_grad"):
-        assert launches.compile(f"{name}_kernel").stack == 0
+    for dtype, ffn in product((BF16, FP16, FP32), (16, 128, 256, 14336)):
+        config = gemm_act.dact_config(ffn, dtype)
+        assert config.block_m >= gemm_act.MIN_BLOCK_M
+        assert config.block_n % SUM_COLUMNS == 0

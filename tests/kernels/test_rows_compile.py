@@ -1,201 +1,255 @@
-"""Compiles the barrier, plan and row kernels for sm_90 without a GPU, with the arguments their launchers would pass.
-What is checked is what the generated code must have: 16-byte accesses or TMA where rows move, the barrier's release,
-acquire and clock, no other atomics, no spills."""
+"""Compiles the barrier, plan and row kernels for sm_90 without a GPU. What is checked is what the generated code must
+have: 16-byte accesses or TMA where rows move, the barrier's release, acquire and clock, no other atomics, no spills."""
 
 import re
+from itertools import product
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-import kernel_launches as layer
 from ahead_of_time import since
-from combinations import every_combination
-from compiled_launches import atomics, meta
-from kernel_launches import BF16, FP16, FP32, INT64, TRIPS
+from compiled_launches import Case, atomics, code_cases
+from launch_table import BF16, FP16, FP32, SIZES, TRIPS, Launch
 
+from symmoe.kernels import control
 from symmoe.kernels.hopper import rows as hopper_rows
-from symmoe.kernels.triton import nodes, plan, replicas, sync, tokens
+from symmoe.kernels.triton import tokens
 
-MOST_REGISTERS = {"assign_rows_kernel": 160, "choose_copies_kernel": 168, "lay_out_kernel": 255}
-LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
-MODULES = sync, nodes, plan, replicas, tokens, hopper_rows
+MOST_REGISTERS = {"assign_rows": 160, "choose_copies": 168, "lay_out": 255}
+FENCE, LOAD, STORE = (
+    "fence.acq_rel.sys",
+    "cp.async.bulk.tensor.3d.shared",
+    "cp.async.bulk.tensor.3d.global",
+)
+WIDE_LOAD, WIDE_STORE = "ld.global.v4", "st.global.v4"
+ANY_SPILLED = 10**6  # where the bound is that of the stack
 
 
-def check(launches, name, max_registers=128):
-    """The code of the latest launch, without atomics, and in registers."""
-    code = launches.compile(name)
-    assert code.stack <= 16  # ptxas may put a loop invariant there for the sake of occupancy
-    assert code.registers <= max_registers
+def has_no_atomics(code):
     assert not re.search(r"\b(atom|red)\.(global|shared)", code.ptx)
-    return code
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 64])
-def test_barrier(launches, num_ranks):
-    layer.launch_barrier(num_ranks)
-    code = launches.compile("barrier_kernel")
-    ptx, found = code.ptx, atomics(code.ptx)
-    assert code.stack == 0
+def in_registers(launch, most_registers=128, ptx=None, also=(), **options):
+    """The code of a launch, without atomics."""
+    # ptxas may put a loop invariant there for the sake of occupancy
+    bounds = {"stack": 16, "registers": most_registers, "spilled": ANY_SPILLED}
+    return Case(launch, ptx=ptx or {}, bounds=bounds, also=(has_no_atomics, *also), **options)
+
+
+def barrier(num_ranks):
     lanes_per_thread = max(1, num_ranks // 32)
-    assert len(found) == lanes_per_thread
-    assert all("sys" in line and "release" in line and "exch" in line for line in found)
-    assert ptx.count("ld.acquire.sys.global.s64") == lanes_per_thread
-    assert ptx.count("%globaltimer") == lanes_per_thread + 1
-    # One for each kind of record; a rank alone cannot be in another call than its peers. From Triton 3.8 on all records
-    # but one share it, and the store of the kind behind it.
-    assert ptx.count("fence.acq_rel.sys") == since(("3.6", 3 if num_ranks == 1 else 4), ("3.8", 2))
-    # In this order: the words, the release, the wait, the peers' words, which are read from memory.
-    release, acquire = ptx.index(found[0]), ptx.index("ld.acquire.sys")
-    assert ptx.index("bar.sync") < release or "bar.warp.sync" in ptx[:release]
-    assert release < acquire < ptx.index("ld.volatile.global", release)
+
+    def releases_and_acquires(code):
+        ptx, found = code.ptx, atomics(code.ptx)
+        assert len(found) == lanes_per_thread
+        assert all("sys" in line and "release" in line and "exch" in line for line in found)
+        # In this order: the words, the release, the wait, the peers' words, which are read from memory.
+        release, acquire = ptx.index(found[0]), ptx.index("ld.acquire.sys")
+        assert ptx.index("bar.sync") < release or "bar.warp.sync" in ptx[:release]
+        assert release < acquire < ptx.index("ld.volatile.global", release)
+
+    ptx = {
+        "ld.acquire.sys.global.s64": lanes_per_thread,
+        "%globaltimer": lanes_per_thread + 1,
+        # One for each kind of record; a rank alone cannot be in another call than its peers. From Triton 3.8 on all
+        # records but one share it, and the store of the kind behind it.
+        FENCE: since(("3.6", 3 if num_ranks == 1 else 4), ("3.8", 2)),
+    }
+    bounds = {"stack": 0, "spilled": ANY_SPILLED}
+    return Case(
+        Launch("barrier", {"T": 1, "E": num_ranks, "R": num_ranks}),
+        ptx=ptx,
+        bounds=bounds,
+        also=(releases_and_acquires,),
+    )
 
 
-def test_signals(launches):
-    layer.launch_signals()
-    code = launches.compile("send_signal_kernel")
-    assert code.stack == 0
-    assert code.registers <= 64
-    # One store, a release that covers the payload of the kernels before it.
+def stores_once_and_releases(code):
+    """The release covers the payload of the kernels before it."""
     (atomic,) = atomics(code.ptx)
     assert all(word in atomic for word in ("sys", "release", "exch"))
-    ptx = check(launches, "wait_for_signal_kernel", 64).ptx
-    assert ptx.count("ld.acquire.sys") == 1
-    assert "%globaltimer" in ptx
 
 
-@every_combination(dtype=[torch.bfloat16, torch.float32], table=[False, True])
-def test_kernels_that_move_replicas(launches, dtype, table):
-    layer.launch_replicas(dtype, table)
-    push, add = (
-        check(launches, f"{name}_kernel", 128) for name in ("push_replicas", "add_from_replicas")
-    )
-    assert "ld.global.v4" in push.ptx
-    assert "st.global.v4" in push.ptx
-    assert "ld.global.v4" in add.ptx
+def plan_case(kernel, sizes, ids, drop=False, num_places=0):
+    changes = {"topk_idx": f"{ids} T K"} if kernel not in ("lay_out", "place_replicas") else {}
+    if kernel == "lay_out":
+        changes["overflow"] = control.OVERFLOW_DROP if drop else control.OVERFLOW_REPEAT
+    if kernel == "assign_rows":
+        changes["drop"] = drop
+    launch = Launch(kernel, SIZES[sizes] | {"S": num_places}, changes=changes)
+    ptx = {FENCE: int(kernel == "lay_out")}
+    count = 1 + (drop and kernel == "assign_rows")
+    return in_registers(launch, MOST_REGISTERS.get(kernel, 128), ptx, count=count)
 
 
-@every_combination(
-    shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_places=[0, 2]
-)
-def test_plan_kernels(launches, shape, id_dtype, drop, num_places):
-    layer.launch_plan(shape, id_dtype, drop, num_places)
-    assert len(launches) == 4 + drop + num_places
-    for launch in launches:
-        code = check(launches, launch.name, MOST_REGISTERS.get(launch.name, 128))
-        assert code.ptx.count("fence.acq_rel.sys") == (launch.name == "lay_out_kernel")
+def of_plan(kernel):
+    """Of ids, with replicas of the copies that are chosen for them."""
+    if kernel == "choose_copies":
+        return [plan_case(kernel, *each, num_places=2) for each in product(TRIPS, ("i32", "i64"))]
+    if kernel == "place_replicas":
+        return [plan_case(kernel, sizes, "i32", num_places=2) for sizes in TRIPS]
+    ways = [("i32", 0), ("i64", 0), ("i32", 2)]
+    drops = (False, True) if kernel in ("lay_out", "assign_rows") else (False,)
+    return [
+        plan_case(kernel, sizes, ids, drop, num_places)
+        for sizes, (ids, num_places), drop in product(TRIPS, ways, drops)
+    ]
 
 
-@pytest.mark.parametrize("num_nodes", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_kernels_between_nodes(launches, num_nodes):
-    names = (
-        "rail_rows",
-        "tell_header",
-        "own_counts",
-        "other_counts",
-        "plan_in_node",
-        "take_rows",
-        "post_report",
-        "count_exchange",
-        "hear_of_faults",
-    )
-    for shape, sizes in TRIPS.items():
-        if sizes[-1] % num_nodes == 0:
-            layer.launch_between_nodes(shape, num_nodes)
-            for name in names:
-                check(launches, f"{name}_kernel", 168)
+BETWEEN_NODES = "rail_rows tell_header own_counts other_counts plan_in_node take_rows".split()
 
 
-@every_combination(shape=TRIPS.keys(), dtype=[BF16, FP16, FP32])
-def test_rows_move_in_16_byte_accesses(launches, shape, dtype):
-    layer.launch_rows(shape, dtype)
-    *_, top_k, num_ranks = TRIPS[shape]
+def between_nodes(kernel, num_nodes):
+    return [
+        in_registers(Launch(kernel, SIZES[name] | {"L": num_nodes}), 168)
+        for name in TRIPS
+        if SIZES[name]["R"] % num_nodes == 0
+    ]
+
+
+def moves_16_bytes(code):
+    for line in code.ptx.splitlines():
+        if re.search(r"\bst\.global", line):
+            assert "st.global.v4.b32" in line
+        if re.search(r"\bld\.global", line) and ".v4.b32" not in line:
+            assert re.search(r"ld\.global\.b(32|64) ", line)  # a row number, base or offset
+
+
+def of_rows(kernel, sizes, dtype):
+    given = SIZES[sizes]
+    ptx = {"ld.global.v4.b32": True, ".ftz": False, "fma.": False}
+    if "qwen" in sizes or "deepseek" in sizes:
+        ptx["bar.sync"] = False  # row numbers are loaded by the threads that use them
     # With one slot per token there are no secondary rows, with one rank no tokens of peers.
-    assert len(launches) == 4 + (num_ranks > 1) + (num_ranks > 1 and top_k > 1)
-    for launch in launches:
-        # Of 64 ranks and 32 experts of a token one program per multiprocessor less.
-        ptx = check(launches, launch.name, 144 if shape == "largest" else 128).ptx
-        assert "ld.global.v4.b32" in ptx
-        for line in ptx.splitlines():
-            if re.search(r"\bst\.global", line):
-                assert "st.global.v4.b32" in line
-            if re.search(r"\bld\.global", line) and ".v4.b32" not in line:
-                assert re.search(r"ld\.global\.b(32|64) ", line)  # a row number, base or offset
-        if "qwen" in shape or "deepseek" in shape:
-            assert "bar.sync" not in ptx  # row numbers are loaded by the threads that use them
-        assert ".ftz" not in ptx
-        assert "fma." not in ptx
-
-
-@every_combination(num_ranks=[1, 2, 4, 8], top_k=[1, 2, 8])
-def test_returned_rows_are_on_their_way_before_own_rows_are_summed(launches, num_ranks, top_k):
-    slots, x = meta(8192, top_k), meta(8192, 2048, dtype=BF16)
-    received, packed = meta(num_ranks, 3, dtype=INT64), meta(8192, num_ranks)
-    index = packed, meta(num_ranks), slots, slots
-    tokens.sum_home((x, x), index, (received, received), x, rank=num_ranks - 1)
-    # Up to the first jump, which is that of the loop over own rows, or over the tile.
-    code = re.sub(r"\bBRA\b.*", "", launches.compile("sum_home_kernel").sass, flags=re.DOTALL)
-    assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * tokens.HOME_ACCESSES
-    assert "FADD" not in code
-
-
-@every_combination(shape=TRIPS.keys(), with_probs=[False, True])
-def test_slot_kernels(launches, shape, with_probs):
-    layer.launch_slots(shape, with_probs)
-    assert len(launches) == 4
-    for launch in launches:
-        check(launches, launch.name)
-
-
-# -- by TMA, on Hopper ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
-def test_pushed_pieces_are_boxes_of_tma(launches, hidden, batch):
-    x, offsets = meta(8192, hidden, dtype=BF16), meta(2, 3, dtype=INT64)
-    hopper_rows.launch_push(
-        x, meta(8192, 2), layer.peers_of(2, 0), offsets, column=0, rank=1, num_ctas=4
+    needs = {"fan_out": given["R"] > 1 and given["K"] > 1, "push_sums": given["R"] > 1}
+    # Of 64 ranks and 32 experts of a token one program per multiprocessor less.
+    return in_registers(
+        Launch(kernel, sizes, dtype),
+        144 if sizes == "largest" else 128,
+        ptx,
+        (moves_16_bytes,),
+        count=int(needs.get(kernel, True)),
     )
-    code = launches.compile_roles()
-    # Four movers with two stages ahead, and one in the loop.
-    assert (code.ptx.count(LOAD), code.ptx.count(STORE)) == (4 * 3 * batch, 4 * batch)
 
 
-@pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (7168, 2), (384, 12)])
-def test_copied_pieces_are_boxes_of_tma(launches, hidden, top_k):
-    hopper_rows.launch_fan_out(
-        meta(8192, hidden, dtype=BF16), meta(8192, top_k), meta(3), source=1, num_ctas=4
+def of_slots(kernel):
+    ways = ("no-probs", "") if kernel in ("push_slots", "index_rows") else ("",)
+    return [in_registers(Launch(kernel, sizes, ways=way)) for sizes, way in product(TRIPS, ways)]
+
+
+def sum_at_home(num_ranks, top_k):
+    def loads_before_it_sums(code):
+        """Up to the first jump, which is that of the loop over own rows, or over the tile."""
+        start = re.sub(r"\bBRA\b.*", "", code.sass, flags=re.DOTALL)
+        num_loads = min(num_ranks, tokens.PEERS_UNROLL) * tokens.HOME_ACCESSES
+        assert start.count("LDG.E.128") == num_loads
+        assert "FADD" not in start
+
+    sizes = {"T": 8192, "H": 2048, "E": 8, "K": top_k, "R": num_ranks}
+    return Case(
+        Launch("sum_home", sizes), bounds={"spilled": ANY_SPILLED}, also=(loads_before_it_sums,)
     )
-    code = launches.compile_roles()
-    # Before the loop over batches, once or for each of two stages, and in it: the loop over a batch's pieces is a loop.
+
+
+def by_tma(kernel, hidden, num_ranks, top_k, ptx, dtype=BF16, also=()):
+    sizes = {"T": 8192, "H": hidden, "E": 8, "K": top_k, "R": num_ranks}
+    return Case(Launch(kernel, sizes, dtype), ptx={"setmaxnreg": True, **ptx}, also=also)
+
+
+def loads_before_its_loops(code):
+    """Before the loop over batches, once or for each of two stages, and in it, where pieces are a loop."""
     assert code.ptx.count(LOAD) in (4 * 2, 4 * 3)
-    assert code.ptx.count(STORE) == 4 * (top_k - 1)
 
 
-@pytest.mark.parametrize(("hidden", "dtype"), [(2048, BF16), (7168, FP16), (384, BF16)])
-def test_summed_pieces_are_boxes_of_tma(launches, hidden, dtype):
-    out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8)
-    received, starts = meta(4, 3, dtype=INT64), meta(5)
-    hopper_rows.launch_push_sums(
-        out, table, starts, layer.peers_of(4, 2), received, column=0, home=1, num_ctas=8
-    )
-    pushed = launches.compile_roles()
-    index = meta(8192, 4), starts[:4], table, table
-    hopper_rows.launch_sum_home((out, out), index, (received, received), out, rank=2, num_ctas=8)
-    for code, loads in ((pushed, 3 * 8), (launches.compile_roles(), 3 * 11)):
-        assert code.ptx.count(LOAD) == loads
-        assert "st.global.v4.b32" in code.ptx
+SECTIONS = {
+    "barrier": [barrier(num_ranks) for num_ranks in (1, 2, 3, 4, 8, 64)],
+    "signals": [
+        Case(
+            Launch("send_signal"),
+            bounds={"stack": 0, "registers": 64},
+            also=(stores_once_and_releases,),
+        ),
+        in_registers(Launch("wait_for_signal"), 64, {"ld.acquire.sys": 1, "%globaltimer": True}),
+    ],
+    **{
+        kernel: [
+            in_registers(Launch(kernel, dtype=dtype, ways=ways), ptx=ptx)
+            for dtype, ways in product((BF16, FP32), ("", "table"))
+        ]
+        for kernel, ptx in (
+            ("push_replicas", {WIDE_LOAD: True, WIDE_STORE: True}),
+            ("add_from_replicas", {WIDE_LOAD: True}),
+        )
+    },
+    **{
+        kernel: of_plan(kernel)
+        for kernel in (
+            "place_replicas",
+            "choose_copies",
+            "count_slots",
+            "send_counts",
+            "lay_out",
+            "assign_rows",
+        )
+    },
+    **{f"{kernel} of two nodes": between_nodes(kernel, 2) for kernel in BETWEEN_NODES},
+    **{f"{kernel} of four nodes": between_nodes(kernel, 4) for kernel in BETWEEN_NODES},
+    "words": [
+        in_registers(Launch(kernel, SIZES["qwen3-30b"] | {"L": 4}), 168)
+        for kernel in ("post_report", "count_exchange", "hear_of_faults")
+    ],
+    **{
+        kernel: [of_rows(kernel, *each) for each in product(TRIPS, (BF16, FP16, FP32))]
+        for kernel in ("push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home")
+    },
+    "returned rows are on their way before own rows are summed": [
+        sum_at_home(*each) for each in product((1, 2, 4, 8), (1, 2, 8))
+    ],
+    **{
+        kernel: of_slots(kernel)
+        for kernel in ("push_slots", "index_rows", "gather_values", "pull_values")
+    },
+    # By TMA, on Hopper. Four movers with two stages ahead, and one in the loop.
+    "launch_push": [
+        by_tma("launch_push", hidden, 2, 8, {LOAD: 4 * 3 * batch, STORE: 4 * batch})
+        for hidden, batch in ((2048, 4), (7168, 1), (384, 16))
+    ],
+    "launch_fan_out": [
+        by_tma(
+            "launch_fan_out",
+            hidden,
+            2,
+            top_k,
+            {STORE: 4 * (top_k - 1)},
+            also=(loads_before_its_loops,),
+        )
+        for hidden, top_k in ((2048, 8), (7168, 2), (384, 12))
+    ],
+    **{
+        kernel: [
+            by_tma(kernel, hidden, 4, 8, {LOAD: num_loads, "st.global.v4.b32": True}, dtype)
+            for hidden, dtype in ((2048, BF16), (7168, FP16), (384, BF16))
+        ]
+        for kernel, num_loads in (("launch_push_sums", 3 * 8), ("launch_sum_home", 3 * 11))
+    },
+}
+
+
+@code_cases(SECTIONS, slow=[name for name in SECTIONS if "two nodes" in name])
+def test_code(launches, kernel, case):
+    case.check(launches)
 
 
 def test_pieces_cover_what_is_moved_and_fit_into_boxes():
-    for row_bytes in (256, 768, 4096, 8192, 14336, 65536):
-        for most in (1024, 4096, 16384):
-            cut = hopper_rows.cut_rows(row_bytes, most)
-            assert 4 * cut.num_segments * cut.segment == row_bytes
-            assert cut.segment <= 256
-            assert cut.piece <= 256
-            assert cut.piece & (cut.piece - 1) == 0
-            assert cut.piece_bytes <= most
-            assert row_bytes <= cut.num_pieces * cut.piece_bytes < row_bytes + cut.piece_bytes
+    for row_bytes, most in product((256, 768, 4096, 8192, 14336, 65536), (1024, 4096, 16384)):
+        cut = hopper_rows.cut_rows(row_bytes, most)
+        assert 4 * cut.num_segments * cut.segment == row_bytes
+        assert cut.segment <= 256
+        assert cut.piece <= 256
+        assert cut.piece & (cut.piece - 1) == 0
+        assert cut.piece_bytes <= most
+        assert row_bytes <= cut.num_pieces * cut.piece_bytes < row_bytes + cut.piece_bytes
 
 
 def test_stages_fit_into_a_ring_and_rows_of_whole_units_are_taken():
@@ -203,5 +257,6 @@ def test_stages_fit_into_a_ring_and_rows_of_whole_units_are_taken():
         sums = hopper_rows.cut_sums(2 * width)
         assert 4 <= sums.stages <= hopper_rows.MAX_SUM_STAGES
         assert sums.stages * sums.piece_bytes <= hopper_rows.SUM_RING_BYTES
-    assert hopper_rows.takes_rows(meta(3, 2048, dtype=BF16))
-    assert not hopper_rows.takes_rows(meta(3, 2056, dtype=BF16))
+    rows = Launch("place_rows", "qwen3-30b").arguments()["x"]
+    assert hopper_rows.takes_rows(rows)
+    assert not hopper_rows.takes_rows(rows[:, :2040])

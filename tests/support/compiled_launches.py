@@ -2,20 +2,21 @@
 may be meta tensors, so the shapes can be real ones."""
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from ahead_of_time import Code, compile_for
-from triton.backends.compiler import GPUTarget
+from launch_table import Launch
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime import driver
 
+from symmoe.kernels import gpu
 from symmoe.kernels.architectures import ARCHITECTURES
 from symmoe.kernels.launch.launch import OPTIONS, FastLaunch, one_stage_less
 
@@ -37,13 +38,16 @@ MAX_SHARED = {
 LITTLE_SHARED = {arch for arch, num_bytes in MAX_SHARED.items() if num_bytes < 128 << 10}
 REGISTERS = 65536  # of an SM
 
-
-DEVICE = "meta"  # or "cpu": of launches that need addresses
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """A tensor without memory, or of whatever numbers."""
-    return torch.empty(shape, dtype=dtype, device=DEVICE)
+# Modules of general kernels, and of those for Hopper.
+GENERAL = sorted({getattr(gpu, name).__module__ for name in gpu.__all__})
+GENERAL += [f"symmoe.kernels.low_precision.{name}" for name in ("fp8", "scaled")]
+OF_HOPPER = [f"hopper.{name}" for name in ("act", "gemm", "rows", "wgrad")]
+OF_HOPPER += [
+    f"low_precision.hopper_{name}"
+    for name in ("columns", "dact_quantize", "fp8", "fp8_wgrad", "weights")
+]
+GENERAL_MODULES = [import_module(name) for name in GENERAL]
+HOPPER_MODULES = [import_module(f"symmoe.kernels.{name}") for name in OF_HOPPER]
 
 
 @dataclass(frozen=True)
@@ -121,22 +125,11 @@ class Launches(list):
         """The latest one of the kernel of that name."""
         return next(launch for launch in reversed(self) if launch.name == name)
 
-    def pop_one(self) -> CaughtLaunch:
-        """The only one since the last call."""
-        (launch,) = self
+    def made_by(self, call: Callable[[], object]) -> "Launches":
+        """Those of one call."""
         self.clear()
-        return launch
-
-    def compile(self, name: str | None = None, arch: int = HOPPER) -> Code:
-        """The latest launch of a kernel; without a name the only launch since the last call, of whatever kernel."""
-        return (self.of(name) if name else self.pop_one()).compile(arch)
-
-    def compile_roles(self, most_spilled: int | None = 0) -> Code:
-        """The only launch since the last call, of a kernel for Hopper: registers for each role."""
-        code = self.compile()
-        assert "setmaxnreg" in code.ptx
-        assert most_spilled is None or code.spilled <= most_spilled
-        return code
+        call()
+        return Launches(self)
 
 
 class _StandIn:
@@ -166,44 +159,59 @@ def catch_launches(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Lau
     return launches
 
 
-HOPPER_DRIVER = (
-    SimpleNamespace(  # as much of a driver as the JIT needs to compile without launching
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+@dataclass(frozen=True)
+class Case:
+    """A launch to be compiled, and what the code must have. kernel: of several that it launches; count: of how many.
+
+    ptx: for words, whether PTX has them, or how often; bounds: for properties of the code, their largest values.
+    also: what else is checked."""
+
+    launch: Launch
+    kernel: str | None = None
+    arch: int = HOPPER
+    ptx: Mapping[str, bool | int] = field(default_factory=dict)
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    also: tuple[Callable[[Code], None], ...] = ()
+    count: int = 1
+
+    def check(self, launches: Launches) -> None:
+        """Compiles it."""
+        found = launches.made_by(self.launch)
+        caught = [each for each in found if self.kernel in (None, each.name)]
+        assert len(caught) == self.count
+        for each in caught:
+            self.check_code(each.compile(self.arch))
+
+    def check_code(self, code: Code) -> None:
+        for word, wanted in self.ptx.items():
+            assert type(wanted)(code.ptx.count(word)) == wanted, word
+        for name, most in ({"spilled": 0} | dict(self.bounds)).items():
+            assert getattr(code, name) <= most, name
+        for check in self.also:
+            check(code)
+
+    def __str__(self) -> str:
+        return f"{self.launch}, {self.kernel}, {self.arch}"
+
+
+def code_cases(
+    sections: Mapping[str, Collection[Case]], slow: Collection[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrises by cases of sections; conftest.py calls all of a section but the first and the last one slow."""
+    assert all(sections.values())
+    marks = {section: [pytest.mark.slow] * (section in slow) for section in sections}
+    return pytest.mark.parametrize(
+        ("kernel", "case"),
+        [
+            pytest.param(section, case, id=f"{section}: {case}", marks=marks[section])
+            for section, cases in sections.items()
+            for case in cases
+        ],
     )
-)
 
 
-def _warm_up(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """The JIT takes the launch as it is, compiles if it has to, and launches nothing."""
-    kernel.run(*args, grid=grid, warmup=True, **kwargs)
-
-
-def assert_compiled_once(
-    monkeypatch: pytest.MonkeyPatch,
-    modules: tuple[ModuleType, ...],
-    step: Callable[..., object],
-    *arguments: tuple,
-) -> dict[str, int]:
-    """The later calls step(*arguments[i]) compile nothing that the first one has not. A rank that compiles lets its
-    peers wait in a barrier. Returns how many variants the first call compiles of each of the modules' kernels."""
-    monkeypatch.setattr(driver, "_active", HOPPER_DRIVER)
-    kernels = list(kernels_of(*modules))
-    for module, name, kernel in kernels:
-        kernel.device_caches.clear()
-        monkeypatch.setattr(module, name, _StandIn(partial(_warm_up, kernel)))
-
-    def variants() -> dict[str, int]:
-        return {name: len(kernel.device_caches[0][0]) for _, name, kernel in kernels}
-
-    first, *others = arguments
-    step(*first)
-    compiled = variants()
-    for other in others:
-        step(*other)
-        assert variants() == compiled, other
-    return compiled
+def no_atomics(code: Code) -> None:
+    assert not atomics(code.ptx)
 
 
 def access_bits(ptx: str, instruction: str) -> list[int]:
