@@ -18,14 +18,14 @@ from symmoe.kernels.activation import Activation
 CASES = [  # activation, FFN width: whole tiles and parts of them
     ("swiglu", 768),
     ("swiglu", 128),
-    ("clamped", 384),
-    ("interleaved", 720),
-    ("interleaved 32", 288),
+    ("gpt-oss", 384),
+    ("interleave by one", 720),
+    ("interleave", 288),
     ("srelu", 720),
     ("geglu", 384),
     ("tanh gelu", 288),
 ]
-MIXED = [("swiglu", 288), ("clamped", 2880)]  # a block of 128 would have both halves of h
+MIXED = [("swiglu", 288), ("gpt-oss", 2880)]  # a block of 128 would have both halves of h
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

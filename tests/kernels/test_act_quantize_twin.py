@@ -113,7 +113,7 @@ def test_what_is_taken():
         (256, "swiglu", "float8_block", True),
         (288, "swiglu", "float8_block", False),
         (288, "swiglu", "mxfp8", True),
-        (288, "interleaved", "float8_block", True),
+        (288, "interleave by one", "float8_block", True),
         (288, "srelu", "float8_block", True),
     ):
         assert takes_dact_quantize(ffn, ACTIVATIONS[activation], FORMATS[name]) == is_taken

@@ -14,10 +14,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-import compiled_launches  # noqa: E402
-import kernel_launches as layer  # noqa: E402
 import triton.language as tl  # noqa: E402
-from compiled_launches import meta  # noqa: E402
+from compiled_launches import GENERAL_MODULES, HOPPER_MODULES  # noqa: E402
 from fake_cuda import (  # noqa: E402
     STREAM,
     FakeCompiled,
@@ -26,6 +24,7 @@ from fake_cuda import (  # noqa: E402
     assert_only_the_first_compiles,
     fake_jits,
 )
+from launch_table import TABLE, WAYS, Launch  # noqa: E402
 from programs import printed_by  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
@@ -36,15 +35,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from symmoe import kernels  # noqa: E402
 from symmoe.errors import SymmoeError  # noqa: E402
-from symmoe.kernels import control, gpu  # noqa: E402
-from symmoe.kernels.activation import Activation  # noqa: E402
-from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
-from symmoe.kernels.hopper import act, rows, wgrad  # noqa: E402
-from symmoe.kernels.hopper import gemm as hopper_gemm  # noqa: E402
+from symmoe.kernels import gpu  # noqa: E402
 from symmoe.kernels.launch import driver, player, triton_internals  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch  # noqa: E402
-from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, sync, tiles, tokens  # noqa: E402
+from symmoe.kernels.triton import plan, tiles, tokens  # noqa: E402
 
 FIRST_GLOBAL = tl.constexpr(3)
 SECOND_GLOBAL = tl.constexpr(4)
@@ -486,35 +481,55 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
     assert launches.OPTIONS == {"enable_fp_fusion": True}
 
 
-def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
-    """All launches of a step after the first one are fast, whatever changes from step to step."""
-    jits = fake_jits(monkeypatch, fake_cuda, sync, plan, tokens)
+# Numbers of a launch that change from step to step.
+CHANGING = (
+    "call",
+    "capacity",
+    "home",
+    "num_rows",
+    "phase",
+    "source",
+    "timeout_ns",
+    "which",
+)
+FORMATS_OF = {
+    "grouped_gemm_quantized": ("float8_block", "mxfp8", "nvfp4"),
+    "grouped_gemm_wgrad_quantized": ("float8_block", "mxfp8", "nvfp4"),
+    "quantize_rows": ("float8_block", "nvfp4"),
+}
 
-    def step(case, number):
-        run_case(gpu, case)
-        run_case(gpu, replace(case, drop=True))
-        status, received = (
-            torch.zeros(control.STATUS_WORDS, dtype=torch.int64),
-            torch.zeros(2, 5, dtype=torch.int64),
-        )
-        bases = torch.zeros(2, dtype=torch.int64)
-        peers = Peers(rank=1, num_ranks=2, bases=bases, views=(), layout=ControlLayout(2))
-        words = (number, 2**40 * number, 16, 0)
-        sync.barrier(
-            peers, words, received, status, call=number, fault=number == 1, timeout_ns=number
-        )
-        sync.send_signal(peers, number % 2)
-        arrived = torch.zeros(1, dtype=torch.int64)
-        sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
-        sync.count_exchange(received, torch.zeros(2, dtype=torch.int64), which=number % 2)
-        posted = torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
-        report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int32)
-        plan.post_report(report, posted, plan=2**33 * number)
-        sync.hear_of_faults(torch.zeros((number + 1, 5), dtype=torch.int64), arrived)
-        gpu.splits_to_row_range(
-            torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32), number
-        )
 
+def launch_all_ways(kernel, num_rows):
+    """With so many rows and tokens, at other addresses."""
+    sizes = {"G": 4, "H": 160, "I": 256, "N": num_rows}
+    sizes |= {"T": num_rows, "E": 24, "K": 3, "R": 4}
+    if kernel.startswith("launch_") and "quant" not in kernel and "fp8" not in kernel:
+        sizes["H"] = 256
+    named = {name: num_rows % 2 for name in CHANGING if isinstance(TABLE[kernel].get(name), int)}
+    if "num_ctas" in TABLE[kernel]:
+        named["num_ctas"] = 1 + num_rows % 7
+    if kernel == "barrier":
+        named |= {"words": (num_rows, 2**40 * num_rows, 16, 0), "fault": num_rows == 1}
+    if kernel == "post_report":
+        named["plan"] = 2**33 * num_rows
+    for ways, name in itertools.product(
+        ("", *WAYS.get(kernel, ())), FORMATS_OF.get(kernel, ("float8_block",))
+    ):
+        Launch(kernel, sizes, format=name, ways=ways, changes=named)(device="cpu")
+
+
+@pytest.mark.parametrize("kernel", TABLE)
+def test_only_the_first_launch_of_a_kernel_is_compiled(fake_cuda, monkeypatch, kernel):
+    """Whatever the tensors' addresses and the number of rows and tokens: a rank that compiles lets its peers wait."""
+    jits = fake_jits(monkeypatch, fake_cuda, *GENERAL_MODULES, *HOPPER_MODULES)
+    assert_only_the_first_compiles(
+        jits, lambda num_rows: launch_all_ways(kernel, num_rows), (64, 1, 64, 65, 4096)
+    )
+
+
+def test_every_launcher_of_a_call_makes_launches_that_are_understood(fake_cuda, monkeypatch):
+    """Of all ranks, one after the other: with parts of the rows, and some of the ranks."""
+    jits = fake_jits(monkeypatch, fake_cuda, plan, tokens)
     case = Case(
         tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600
     )
@@ -522,54 +537,12 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
         replace(case, tokens=(1, 35), capacity=1),
         replace(case, tokens=(7, 100), capacity=3000),
     )
-    assert_only_the_first_compiles(
-        jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others))
-    )
 
+    def step(case):
+        run_case(gpu, case)
+        run_case(gpu, replace(case, drop=True))
 
-def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
-    """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
-    jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act)
-    monkeypatch.setattr(compiled_launches, "DEVICE", "cpu")
-
-    def step(num_rows):
-        shape = (4, 64, 32, num_rows)
-        for function, options in layer.GEMMS:
-            layer.launch_gemm(function, shape, torch.bfloat16, **options)
-        for layout in layer.LAYOUTS:
-            layer.launch_activations(shape, Activation(), layout=layout)
-        for gather in (False, True):
-            layer.launch_bias_gradients(torch.bfloat16, gather, shape)
-        layer.launch_zeros(torch.bfloat16)
-
-    assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
-
-
-def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):
-    jits = fake_jits(monkeypatch, fake_cuda, hopper_gemm, act, wgrad, rows)
-    monkeypatch.setattr(compiled_launches, "DEVICE", "cpu")
-    peers = layer.peers_of(2, 0, 1 << 16)
-
-    def step(num_rows):
-        shape, dtype = (4, 64, 256, num_rows), torch.bfloat16
-        for is_second in (False, True):
-            layer.launch_hopper_gemm(shape, dtype, k_first=is_second)
-            layer.launch_hopper_wgrad(shape, dtype, 1 + is_second)
-            layer.launch_hopper_dact(shape, Activation(), dtype, None, gather=is_second)
-        layer.launch_hopper_act(shape, Activation(), dtype, None)
-        wide, table = meta(num_rows, 256, dtype=dtype), meta(num_rows, 2)
-        received, starts = torch.zeros(2, 3, dtype=torch.int64), meta(3)
-        rows.launch_push(
-            wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7
-        )
-        rows.launch_fan_out(wide, table, starts, source=num_rows % 2, num_ctas=num_rows % 7)
-        rows.launch_push_sums(
-            wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3
-        )
-        index = table, starts[:2], table, table
-        rows.launch_sum_home((wide, wide), index, (received, received), wide, rank=0, num_ctas=3)
-
-    assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
+    assert_only_the_first_compiles(jits, step, (case, *others))
 
 
 def test_tensor_maps_are_encoded_once_for_each_shape(example):

@@ -107,7 +107,7 @@ def test_stochastic_rounding_and_hadamard():
 @pytest.mark.parametrize("name", cases.FORMATS)
 def test_weights(name, shape):
     weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
-    found, block_format = cases.quantize_weights(twin, weight, name), cases.weight_format(name)
+    found, block_format = cases.quantize_weights(twin, weight, name), cases.format_of_weights(name)
     expected = {}
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         amaxes = [reference.group_amax(matrix.float().numpy()) for matrix in weight]

@@ -46,6 +46,7 @@ from symmoe.kernels.low_precision import (
     hopper_weights,
     quantize,
 )
+from symmoe.kernels.triton import tiles
 
 NAMES = ("float8_block", "mxfp8", "nvfp4")
 USUAL, WIDE = "deepseek-like", {"G": 32, "H": 7168, "W": 4096, "N": 65536}
@@ -444,6 +445,7 @@ def test_sums_need_one_warp(launches):
 
 def test_what_is_launched(launches, monkeypatch):
     """The kernel for Hopper where it fits, and Triton's elsewhere."""
+    monkeypatch.setattr(tiles, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: hopper_launchers)
 
     def launched_for(activation, block_format="float8_block", ways=""):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from launch_table import ACTIVATIONS
 from quantize_cases import (
     FORMATS,
     as_bytes,
@@ -18,15 +19,6 @@ from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_n
 from symmoe.kernels.activation import Activation
 
 NAMES = ("float8_block", "float8_block_powers", "mxfp8")
-ACTIVATIONS = {
-    "swiglu": Activation(),
-    "clamped": Activation(alpha=1.702, limit=7.0, offset=1.0),
-    "interleaved": Activation(alpha=1.702, limit=7.0, offset=1.0, interleave=1),
-    "interleaved 32": Activation(interleave=32),
-    "srelu": Activation(function="relu2", is_gated=False),
-    "geglu": Activation(function="gelu"),
-    "tanh gelu": Activation(function="gelu_tanh", is_gated=False),
-}
 # Without rows, with one, unaligned, exactly a tile, more than one; 10 rows of the tail belong to no group.
 SPLITS, TAIL = (0, 37, 128, 1, 0, 161), 10
 

@@ -24,9 +24,9 @@ SPLITS = (0, 133, 1, 0)
 CASES = [  # activation, FFN width, format
     ("swiglu", 128, "float8_block"),
     ("swiglu", 160, "mxfp8"),
-    ("clamped", 128, "float8_block_powers"),
-    ("interleaved", 80, "float8_block"),
-    ("interleaved 32", 96, "mxfp8"),
+    ("gpt-oss", 128, "float8_block_powers"),
+    ("interleave by one", 80, "float8_block"),
+    ("interleave", 96, "mxfp8"),
     ("srelu", 144, "float8_block"),
     ("geglu", 128, "mxfp8"),
     ("tanh gelu", 128, "float8_block"),

@@ -287,10 +287,10 @@ def fake_jits(
 ) -> dict[str, FakeJIT]:
     """The JITs of all kernels of some modules replaced: by kernel."""
     jits = {}
-    for name, kernel in (
-        (name, getattr(m, name)) for m in modules for name in dir(m) if name.endswith("_kernel")
-    ):
-        assert isinstance(kernel, FastLaunch), name
+    found = {name: each for module in modules for name, each in vars(module).items()}
+    for name, kernel in found.items():
+        if not isinstance(kernel, FastLaunch):
+            continue
         jits[name] = FakeJIT(kernel.kernel, cuda)
         monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
         monkeypatch.setattr(kernel, "_calls", {})
@@ -300,11 +300,11 @@ def fake_jits(
 def assert_only_the_first_compiles(
     jits: dict[str, FakeJIT], step: Callable, sizes: Iterable[Any]
 ) -> None:
-    """Every JIT sees the launches of the first step, and none of a later one."""
+    """The first step compiles, and no later one: neither what it has launched nor anything else."""
     first, *others = sizes
     step(first)
     before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert all(before.values()), before
+    assert any(before.values()), before
     for size in others:
         step(size)
     assert {name: len(jit.calls) for name, jit in jits.items()} == before

@@ -13,12 +13,13 @@ with Q ranks each. A launch names its sizes, and what it gets in place of what i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from symmoe.kernels import control, gpu
+from symmoe.kernels import control
 from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import SWIGLU, Activation, num_scale_sums
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
@@ -101,12 +102,10 @@ class Launch:
     @property
     def function(self) -> Callable[..., object]:
         """Of the kernels for GPUs, or what launches one for Hopper."""
-        if hasattr(gpu, self.kernel):
-            return getattr(gpu, self.kernel)
-        from symmoe.kernels import hopper_launchers
-
-        launchers = vars(hopper_launchers) | vars(hopper_launchers.hopper_columns)
-        return launchers[self.kernel]
+        if not self.kernel.startswith("launch_"):
+            return getattr(import_module("symmoe.kernels.gpu"), self.kernel)
+        launchers = import_module("symmoe.kernels.hopper_launchers")
+        return (vars(launchers) | vars(launchers.hopper_columns))[self.kernel]
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -167,7 +166,7 @@ def with_others(given: Mapping[str, int], activation: Activation) -> dict[str, i
         sizes["slots"] = bias_slots(num_rows, num_groups, SLOT_ROWS)
     if "T" in sizes:
         num_tokens, num_experts = sizes["T"], sizes["E"]
-        sizes["loss_blocks"] = num_tokens // control.TOKENS_PER_LOSS_BLOCK
+        sizes["loss_blocks"] = -(-num_tokens // control.TOKENS_PER_LOSS_BLOCK)
         sizes["blocks"] = -(-num_tokens // control.TOKENS_PER_BLOCK)
         sizes |= {"2T": 2 * num_tokens, "E+1": num_experts + 1, "E+2": num_experts + 2}
     if "R" in sizes:
@@ -196,9 +195,13 @@ def block_format(make: Arguments) -> BlockFormat:
     return make.block_format
 
 
+def format_of_weights(name: str) -> BlockFormat:
+    """The one that goes with one of FORMATS."""
+    return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
+
+
 def weight_format(make: Arguments) -> BlockFormat:
-    """The format of weights that goes with one of rows."""
-    return replace(make.block_format, block_lines=WEIGHT_LINES.get(make.launch.format, 1))
+    return format_of_weights(make.launch.format)
 
 
 @later
@@ -283,15 +286,15 @@ def dact_workspace(make: Arguments, dbias: str | None = None) -> torch.Tensor:
 @later
 def dact_arguments(make: Arguments, dbias: str | None = None) -> tuple[Any, ...]:
     """Those of the kernel for Hopper."""
-    from symmoe.kernels.low_precision import act_quantized
-
+    act_quantized = import_module("symmoe.kernels.low_precision.act_quantized")
     parts = "N I", "N W", "f32 N", row_range, dact_results(dbias), dact_workspace(dbias)
     return act_quantized.dact_arguments(*map(make, parts))
 
 
 def fused_workspace(make: Arguments) -> torch.Tensor:
     of = make.sizes["N"], make.sizes["G"], make.sizes["I"], make.launch.activation
-    return make.numbers(gpu.dact_workspace_numel(*of), dtype=FP32)
+    numel_of = import_module("symmoe.kernels.gpu").dact_workspace_numel
+    return make.numbers(numel_of(*of), dtype=FP32)
 
 
 @later
@@ -954,8 +957,10 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "launch_quantize_weight_pairs": {"table": {"weight": table("G W H")}},
     "launch_dact_quantize": {"dbias": {"arguments": dact_arguments("G W")}},
 }
-WAYS["launch_fp8_gemm"] = WAYS["grouped_gemm_quantized"]
-WAYS["launch_fp8_gemm"]["bias"] = {"bias": ("G W", None)}
+WAYS["launch_fp8_gemm"] = {
+    "bias": {"bias": ("G W", None)},
+    **{way: WAYS["grouped_gemm_quantized"][way] for way in ("biased", "zero-tail", "scattered")},
+}
 WAYS["launch_fp8_wgrad"] = WAYS["grouped_gemm_wgrad_quantized"]
 GEMMS = [  # what the layer asks of its products
     *(

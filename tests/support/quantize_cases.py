@@ -1,9 +1,9 @@
 """Rows, groups and formats that tests of the quantising kernels share."""
 
-from dataclasses import replace
 from itertools import product
 
 import torch
+from launch_table import FORMATS, SIGNS, format_of_weights
 from row_ranges import random_ranges
 
 from symmoe.kernels import twin
@@ -12,14 +12,6 @@ from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import range_of
 from symmoe.kernels.tensor_table import TensorTable
 
-FORMATS = {
-    "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
-    "float8_block_powers": BlockFormat(element="e4m3", scale="power_of_two", block=128),
-    "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
-    "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
-}
-WEIGHT_LINES = {"float8_block": 128, "float8_block_powers": 128, "nvfp4": 16}
-SIGNS = 0x9A5C
 # Without rows, with one, unaligned, exactly a tile, more than one; 10 rows of the tail belong to no group.
 SPLITS = (0, 37, 128, 1, 0, 161)
 SUMMED = (0, 37, 128, 1, 0, 333)  # three tiles of 128 rows, and more than half of the second
@@ -178,7 +170,7 @@ def quantize_weights(
 ) -> dict[str, torch.Tensor]:
     """What kernels make of weights and of their transpose; in_pairs: in one call. table: of the weights, where they are
     to be read."""
-    block_format, source = weight_format(name), weight if table is None else table
+    block_format, source = format_of_weights(name), weight if table is None else table
     result, amax = {}, None
     if block_format.has_global_scale:
         result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
@@ -241,11 +233,6 @@ def requantize_columns(
     else:
         kernels.requantize_columns(wire, row_range, out, block_format, dtype, row_index=row_index)
     return named(*out)
-
-
-def weight_format(name: str) -> BlockFormat:
-    """The format of weights that goes with one of FORMATS."""
-    return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
 
 
 def filled(
