@@ -1,7 +1,5 @@
 """Quantising kernels on a GPU against the twins on the CPU, byte for byte, with device splits and in a CUDA graph."""
 
-import types
-
 import pytest
 import torch
 
@@ -9,107 +7,63 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import quantize_cases as cases
+from compared_launches import IN_ALL_FORMATS, IN_NO_FORMAT, ON_THE_WIRE, differences, quantising
 from graphs import captured
 from host_reads import synchronising_is_an_error
-from quantize_checks import (
-    check_columns,
-    check_ranges,
-    check_received,
-    check_rows_of_an_index,
-    check_sent,
-    check_tiles,
-)
+from launch_table import WAYS, Launch
+from row_ranges import random_ranges
 
 from symmoe.kernels import gpu, twin
+from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 ROWS = sum(cases.SPLITS) + cases.TAIL
 OTHER_SPLITS = (100, 3, 0, 0, 200, 7)
 
 
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("width", [160, 2880])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", cases.FORMATS)
-def test_rows_and_columns(name, dtype, width, hard):
-    rows, row_range = cases.hard_rows(ROWS, width, dtype), cases.row_range_of()
-    found = cases.quantize_all(gpu, rows.cuda(), row_range.cuda(), name, hard=hard)
-    assert (
-        cases.differences(found, cases.quantize_all(twin, rows, row_range, name, hard=hard)) == []
-    )
+KERNELS = [*IN_ALL_FORMATS, *ON_THE_WIRE, *IN_NO_FORMAT]
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
-@pytest.mark.parametrize("width", [160, 2880])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", cases.FORMATS)
-def test_sums_for_a_bias_gradient(name, dtype, width):
-    cases.check_bias_sums(gpu, name, dtype, width=width, device="cuda")
+@pytest.mark.parametrize("width", [64, 160, 272, 544, 2880])
+@dtypes
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bits_are_those_of_the_twin(kernel, dtype, width):
+    for launch in quantising({"H": width, "W": 160}, dtype, kernel):
+        for splits in (cases.SPLITS, cases.SUMMED):
+            assert differences(launch, gpu, "cuda", splits=splits, hard=True) == []
 
 
-@pytest.mark.parametrize("shape", [(2, 160, 96), (3, 1536, 2048)], ids=str)
-@pytest.mark.parametrize("name", cases.FORMATS)
-def test_weights(name, shape):
-    weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
-    wanted = cases.quantize_weights(twin, weight, name)
-    assert cases.differences(cases.quantize_weights(gpu, weight.cuda(), name), wanted) == []
-    assert (
-        cases.differences(cases.quantize_weights(gpu, weight.cuda(), name, in_pairs=True), wanted)
-        == []
-    )
+@dtypes
+@pytest.mark.parametrize("kernel", ["quantize_weights", "quantize_weight_pairs", *ON_THE_WIRE])
+def test_bits_of_wide_operands_are_those_of_the_twin(kernel, dtype):
+    for launch in quantising({"H": 7168, "W": 1536}, dtype, kernel):
+        assert differences(launch, gpu, "cuda", splits=(37, 0, 130), hard=True) == []
 
 
-@pytest.mark.parametrize("width", [64, 272, 544, 2880, 7168])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "name", [name for name in cases.FORMATS if cases.FORMATS[name].element == "e4m3"]
-)
-def test_the_wire(name, dtype, width):
-    check_sent(gpu, name, cases.hard_rows(ROWS, width, dtype), "cuda")
-    check_received(gpu, name, width, cases.row_range_of(), dtype, "cuda")
-    check_columns(gpu, name, cases.hard_rows(90, width, dtype), cases.row_range_of(), ROWS, "cuda")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", cases.FORMATS)
-def test_rows_of_an_index_and_of_ranges(name, dtype):
-    check_rows_of_an_index(gpu, name, cases.hard_rows(90, 288, dtype), cases.row_range_of(), "cuda")
-    if cases.FORMATS[name].element == "e4m3":
-        check_ranges(
-            gpu, name, (0, 133, 1, 300, 0, 128, 777), cases.hard_rows(90, 1040, dtype), "cuda"
-        )
+@dtypes
+@pytest.mark.parametrize("kernel", ["quantize_rows", "unpack_rows"])
+def test_ranges_of_rows(kernel, dtype):
+    splits = (0, 133, 1, 300, 0, 128, 777)
+    for launch in quantising({"H": 1040}, dtype, kernel):
+        for part in random_ranges(splits, 3, step=SLOT_ROWS):
+            if launch.format != "nvfp4":
+                assert differences(launch, gpu, "cuda", splits=splits, part=part, hard=True) == []
 
 
 @pytest.mark.parametrize("num_sms", [1, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["float8_block", "float8_block_powers"])
-def test_weights_in_whole_blocks(name, dtype, num_sms):
-    weights = pytest.importorskip("symmoe.kernels.low_precision.hopper_weights")
-    weight = cases.hard_rows(3 * 384, 512, dtype).view(3, 384, 512)
-
-    def launched(*args, amax):
-        assert weights.takes_weight_pairs(args[-1], args[0])
-        weights.launch_quantize_weight_pairs(*args, num_sms=num_sms)
-
-    on_gpu, expected = cases.Scattered(weight.cuda()), cases.quantize_weights(twin, weight, name)
-    kernels = types.SimpleNamespace(quantize_weight_pairs=launched)
-    for table in (None, on_gpu.table):
-        found = cases.quantize_weights(kernels, weight.cuda(), name, table, in_pairs=True)
-        assert cases.differences(found, expected) == []
-
-
-@pytest.mark.parametrize("num_sms", [1, None])
-def test_columns_do_not_depend_on_how_programs_walk(num_sms):
-    columns = pytest.importorskip("symmoe.kernels.low_precision.hopper_columns")
-    rows, block_format = cases.hard_rows(ROWS, 2880, torch.bfloat16), cases.FORMATS["float8_block"]
-    expected, found = (
-        cases.column_buffers(ROWS, len(cases.SPLITS), 2880, block_format, device)
-        for device in ("cpu", "cuda")
-    )
-    twin.quantize_columns(rows, cases.row_range_of(), expected, block_format)
-    on_gpu = rows.cuda(), cases.row_range_of().cuda()
-    columns.launch_quantize_columns(*on_gpu, found, block_format, num_sms=num_sms)
-    for left, right in zip(found, expected, strict=True):
-        assert torch.equal(cases.as_bytes(left), cases.as_bytes(right))
+@pytest.mark.parametrize(
+    "kernel", ["quantize_weight_pairs", "quantize_columns", "requantize_columns"]
+)
+def test_bits_do_not_depend_on_how_programs_for_hopper_walk(kernel, name, dtype, num_sms):
+    pytest.importorskip("symmoe.kernels.hopper_launchers")
+    options = {"splits": cases.SUMMED, "hard": True, "tuning": {"num_sms": num_sms}}
+    for ways in WAYS[kernel].keys() & {"table", "indexed"}:
+        for way in ("", ways):
+            launch = Launch(f"launch_{kernel}", {"H": 512, "W": 384}, dtype, name, ways=way)
+            assert differences(launch, device="cuda", like=kernel, **options) == []
 
 
 def test_every_bf16_number():
@@ -123,11 +77,6 @@ def test_every_bf16_number():
     for name in ("float8_block", "mxfp8"):
         found = cases.quantize_all(gpu, rows.cuda(), row_range.cuda(), name)
         assert cases.differences(found, cases.quantize_all(twin, rows, row_range, name)) == []
-
-
-@pytest.mark.parametrize("num_blocks", [1, 4, 6, 90])
-def test_swizzled_scales(num_blocks):
-    check_tiles(gpu, cases.row_range_of(), ROWS, num_blocks, "cuda")
 
 
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)

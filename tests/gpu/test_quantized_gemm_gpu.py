@@ -4,6 +4,7 @@ with block scales, on Hopper by 16-bit products of dequantised numbers."""
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
-from biases import check_biases
+from compared_launches import differences
 from gemm_problem import launched_by
 from graphs import captured
-from quantize_cases import Scattered
+from launch_table import Launch
 from quantized_problem import (
     SENTINEL,
     Numbers,
@@ -23,7 +24,7 @@ from quantized_problem import (
     check_nan_stays_in_its_row,
     relative_error,
 )
-from row_ranges import random_ranges, rows_of, whole_groups
+from row_ranges import random_ranges, whole_groups
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.low_precision import products
@@ -49,7 +50,6 @@ WIDTHS = {
 if HOPPER is None:
     del WIDTHS["fp8"]
 VARIANTS = {"fp8": [{}, {"group_m": 2}], "mxfp8": [{}], "nvfp4": [{}]}
-DTYPES = {"fp8": (BF16, FP16), "mxfp8": (BF16, FP32), "nvfp4": (BF16, FP32)}  # of products
 LESS = {"stages": 3, "batch": 4}  # stages, and more memory for fp8's results of two bytes
 BF16_ERROR = 2**-8  # half a unit in the last place of the largest value is 2^-9
 FP32_ERROR = 2e-3  # tensor cores keep fewer bits than fp32 of what they add: of E4M3 products 14 or so of the largest
@@ -111,42 +111,57 @@ def gradient(p, dtype=FP32, *, start=torch.nan, **options):
     return out
 
 
+# Of the contract's kernels, as the device chooses them; of Triton's; and of those for Hopper.
+PRODUCT_WAYS = ("", "zero-tail", "scattered", "bias zero-tail", "biased", "biased scattered")
+GRADIENT_WAYS = ("", "accumulate", "table", "accumulate table")
+OPTIONS = [{}, {"num_sms": 7}, {"num_sms": 1}, {"block_m": 128}]
+OF_HOPPER = {"launch_fp8_gemm": [{"group_m": 2}], "launch_fp8_wgrad": [{"group_m": 2}, LESS]}
+
+
+def launches_of(name, widths, dtypes, hopper=False):
+    """Of both kernels in all ways."""
+    formats = {"fp8": "float8_block"}
+    sizes = dict(zip("WH", widths, strict=True))
+    for like, kernel, ways in (
+        ("grouped_gemm_quantized", "launch_fp8_gemm", PRODUCT_WAYS),
+        ("grouped_gemm_wgrad_quantized", "launch_fp8_wgrad", GRADIENT_WAYS),
+    ):
+        for dtype, way in itertools.product(dtypes, ways):
+            its = kernel if hopper else like
+            yield like, Launch(its, sizes, dtype, formats.get(name, name), ways=way)
+
+
 @all_widths
-def test_products_of_small_numbers_are_exact(widths, name):
-    for splits, dtype in itertools.product(SPLITS, DTYPES[name]):
-        p = problem(name, splits, widths, exact=True)
-        expected = p.expected().to(dtype)
-        assert torch.equal(product(p, dtype, kernels=general), expected)
-        for options, num_sms in itertools.product(VARIANTS[name], (None, 7, 1)):
-            assert torch.equal(product(p, dtype, num_sms=num_sms, **options), expected), (
-                splits,
-                options,
-                num_sms,
-            )
+def test_bits_are_those_of_the_twin(name, widths):
+    for (_, launch), splits in itertools.product(launches_of(name, widths, (BF16, FP32)), SPLITS):
+        for tuning in OPTIONS:
+            options = {"splits": splits, "tuning": tuning}
+            assert differences(launch, products, DEVICE, **options) == []
 
 
-BIASED = [*itertools.product(("mxfp8", "nvfp4"), (best,), ((False, BF16), (True, FP32)))]
-if HOPPER is not None:
-    BIASED += [("fp8", best, way) for way in ((False, BF16), (False, FP16), (True, BF16))]
-    BIASED += [("fp8", general, (False, FP32))]
+@on_hopper
+@pytest.mark.parametrize("widths", WIDTHS.get("fp8", []), ids=str)
+def test_bits_of_kernels_for_hopper_are_those_of_the_twin(widths):
+    for (like, launch), splits in itertools.product(
+        launches_of("fp8", widths, (BF16, FP16), hopper=True), SPLITS
+    ):
+        if launch.ways.endswith("table"):
+            launch = replace(launch, dtype=FP32)
+        for tuning in OF_HOPPER[launch.kernel]:
+            assert differences(launch, device=DEVICE, like=like, splits=splits, tuning=tuning) == []
 
 
-@pytest.mark.parametrize(("name", "kernels", "way"), BIASED, ids=str)
-def test_biases_are_added_before_the_one_rounding(name, kernels, way):
-    scattered, dtype = way
-
-    def run(p, out, row_range=None, **options):
-        p.run(
-            kernels,
-            out,
-            row_range,
-            scattered=scattered,
-            num_sms=None if scattered else 7,
-            **options,
-        )
-
-    for splits in SPLITS:
-        check_biases(run, problem(name, splits, WIDTHS[name][2], exact=True), (dtype,))
+@all_widths
+@pytest.mark.parametrize("step", [1, 128])
+def test_bits_of_parts_are_those_of_the_twin(name, widths, step):
+    """What has not come is NaN."""
+    ways = ("", "biased") if name == "fp8" else ("parts", "parts biased")
+    formats, sizes = {"fp8": "float8_block"}, dict(zip("WH", widths, strict=True))
+    for splits, way in itertools.product(SPLITS, ways):
+        launch = Launch("grouped_gemm_quantized", sizes, BF16, formats.get(name, name), ways=way)
+        for part in random_ranges(splits, 3, step=step):
+            options = {"splits": splits, "part": part, "tuning": {"num_sms": 7}}
+            assert differences(launch, products, DEVICE, **options) == []
 
 
 @all_widths
@@ -169,47 +184,6 @@ def test_the_oracle_notices_a_scale_of_another_block(what, name):
     expected = p.expected()
     setattr(p, what, getattr(p, what).roll(1, -1))
     assert relative_error(product(p)[: p.num_rows], expected[: p.num_rows]) > 0.05
-
-
-@pytest.mark.parametrize(
-    ("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each[:3]], ids=str
-)
-def test_parts_have_the_bits_of_the_whole(widths, name):
-    """Ranges of rows (of E4M3 numbers, what has not come is NaN), and zeros in the tail."""
-    for splits, step in itertools.product(SPLITS, (1, 128)):
-        p = problem(name, splits, widths, exact=False)
-        whole, union, scale = product(p), p.blank(BF16), p.row_scale
-        for ranges in random_ranges(splits, 3, step=step):
-            ranges = ranges.to(DEVICE)
-            come = rows_of(ranges, p.capacity)[:, None]
-            if name == "fp8":
-                p.row_scale = torch.where(come, scale, torch.nan)
-            assert torch.equal(
-                product(p, row_range=ranges, num_sms=7), torch.where(come, whole, SENTINEL)
-            )
-            p.run(best, union, ranges)
-        assert torch.equal(union, whole)
-        whole[p.num_rows :], p.row_scale = 0, scale
-        assert torch.equal(product(p, zero_tail=True, num_sms=5), whole)
-
-
-@all_widths
-def test_scattered_matrices_give_the_bits_of_packed_ones(widths, name):
-    """Weights and scales, and gradients, at addresses below and above those of the other operands."""
-    for splits in SPLITS:
-        p, q = (
-            problem(name, splits, widths, exact=False, kind=kind)
-            for kind in (Problem, WgradProblem)
-        )
-        for kernels in (best, general):
-            found = product(p, kernels=kernels, scattered=True)
-            assert torch.equal(found, product(p, kernels=kernels)), (splits, kernels)
-        for accumulate in (False, True):
-            start = torch.randn(q.shape, device=DEVICE)
-            scattered, packed = Scattered(start), start.clone()
-            for out in (scattered.table, packed):
-                q.run(kernels_of_device(), out, accumulate=accumulate)
-            assert torch.equal(scattered.packed(), packed), (splits, accumulate)
 
 
 def kernels_of_device():
@@ -235,24 +209,6 @@ def test_many_groups(name):
 
 
 @all_widths
-def test_weight_gradients_of_small_numbers_are_exact(widths, name):
-    for splits, dtype in itertools.product(
-        SPLITS, (BF16, FP16, FP32) if name == "fp8" else (BF16, FP32)
-    ):
-        p = problem(name, splits, widths, exact=True, kind=WgradProblem)
-        expected = p.expected()
-        variants = [*VARIANTS[name], LESS] if name == "fp8" and dtype != FP32 else VARIANTS[name]
-        for options, num_sms in itertools.product(variants, (None, 7, 1)):
-            assert torch.equal(gradient(p, dtype, num_sms=num_sms, **options), expected.to(dtype))
-        for options in VARIANTS[name]:
-            added = gradient(p, dtype, accumulate=True, start=3.0, **options)
-            assert torch.equal(added, (3.0 + expected).to(dtype))
-        out = torch.full(p.shape, torch.nan, dtype=dtype, device=DEVICE)
-        p.run(general, out)
-        assert torch.equal(out, expected.to(dtype))
-
-
-@all_widths
 def test_weight_gradients_are_near_float64(widths, name):
     for splits in SPLITS:
         p = problem(name, splits, widths, exact=False, kind=WgradProblem)
@@ -268,16 +224,6 @@ def test_weight_gradients_are_near_float64(widths, name):
         if sum(splits):
             p.rows_scale = p.rows_scale.t().roll(1, 1).t()
             assert relative_error(gradient(p), expected) > 0.05
-
-
-@names
-def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
-    p = problem(name, SPLITS[0], (264, 288), exact=False, kind=WgradProblem)
-    out = gradient(p, accumulate=True, start=torch.nan)
-    assert out.isnan().all()
-    out = gradient(p, accumulate=True, start=-0.0)
-    for g, size in enumerate(SPLITS[0]):  # with zeros added it would be 0.0
-        assert (torch.signbit(out[g]) & (out[g] == 0)).all() == (size == 0)
 
 
 @on_hopper

@@ -11,9 +11,11 @@ pytest.importorskip("ml_dtypes")
 import ml_dtypes
 import quantize_cases as cases
 import quantize_reference as reference
+from row_ranges import random_ranges
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats, twin
+from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.twin import philox, quantize
 
@@ -342,3 +344,53 @@ def test_swizzled_scales(num_blocks):
     end = int(row_range[1, -1])
     assert torch.equal(back[:end], scale[:end])
     assert (back[end:] == cases.FILL).all()
+
+
+def test_sums_of_slots_are_those_of_a_bias_gradient():
+    """Of all rows at once and of parts; NaN stays in its column, the tail and its scale are not read."""
+    splits, width = cases.SUMMED, 5
+    num_rows, row_range = sum(splits), cases.row_range_of(splits)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(num_rows + cases.TAIL, width, generator=generator)
+    scale = torch.randn(len(rows), generator=generator)
+    rows[num_rows - 1, 3] = torch.inf
+    rows[num_rows:], scale[num_rows:] = torch.nan, torch.nan
+    for row_scale, ranges in itertools.product(
+        (scale, None), ([row_range], random_ranges(splits, 3, step=SLOT_ROWS))
+    ):
+        expected, found = torch.full((2, len(splits), width), torch.nan)
+        sums = cases.filled((bias_slots(len(rows), len(splits), SLOT_ROWS), width), torch.float32)
+        for part in ranges:
+            out = cases.row_buffers(len(rows), width, cases.FORMATS["mxfp8"])
+            twin.quantize_rows(rows, part, out, cases.FORMATS["mxfp8"], sums=(sums, row_scale))
+        twin.grouped_bias_grad(rows, row_range, expected, scale=row_scale)
+        twin.sum_dbias(sums, row_range, found)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert expected.isfinite().any()
+        assert not expected.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["float8_block", "float8_block_powers", "mxfp8"])
+def test_the_wire(name, dtype):
+    """Data and scales of rows side by side, then zeros; taken apart; and quantised along tokens in one step and two."""
+    row_format, rows = cases.FORMATS[name], cases.hard_rows(50, 272, dtype)
+    its = cases.row_buffers(50, 272, row_format)
+    twin.quantize_rows(rows, cases.row_range_of((50,)), its, row_format)
+    sent = torch.cat([part.view(torch.uint8) for part in its], dim=1)
+    sent = torch.nn.functional.pad(sent, (0, -sent.shape[1] % 16))
+    wire = cases.filled((52, sent.shape[1]), torch.uint8)
+    twin.encode_rows(rows, wire[:50], row_format)
+    assert torch.equal(wire, torch.cat([sent, torch.full_like(sent[:2], cases.FILL)]))
+    index, row_range = torch.arange(49, -1, -1, dtype=torch.int32), cases.row_range_of((0, 41))
+    taken = [part.view(torch.uint8) for part in cases.row_buffers(50, 272, row_format)]
+    twin.unpack_rows(wire[:50], row_range, taken, row_index=index)
+    for found, part in zip(taken, its, strict=True):
+        assert torch.equal(found[:41], part.view(torch.uint8).flip(0)[:41])
+        assert (found[41:] == cases.FILL).all()
+    decoded = torch.empty(50, 272, dtype=dtype)
+    twin.decode_rows(wire[:50], decoded, row_format)
+    one, two = (cases.column_buffers(50, 2, 272, row_format) for _ in range(2))
+    twin.requantize_columns(wire[:50], row_range, one, row_format, dtype, row_index=index)
+    twin.quantize_columns(decoded, row_range, two, row_format, row_index=index)
+    assert cases.differences(cases.named(*one), cases.named(*two)) == []

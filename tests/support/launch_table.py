@@ -88,16 +88,19 @@ class Launch:
     ways: str = ""  # words of WAYS
     changes: Mapping[str, Any] | None = None
 
-    def arguments(self, kind: "type[Arguments] | None" = None, **options: Any) -> dict[str, Any]:
-        """By name; without memory, unless `kind` makes others."""
-        make, row = (kind or Arguments)(self, **options), dict(TABLE[self.kernel])
+    def arguments(self, make: "Arguments | None" = None) -> dict[str, Any]:
+        """By name; without memory, if `make` does not make others."""
+        make, row = make or Arguments(self), dict(TABLE[self.kernel])
         for way in self.ways.split():
             row |= WAYS[self.kernel][way]
-        return {name: make(what) for name, what in (row | (self.changes or {})).items()}
+        for name, what in (row | (self.changes or {})).items():
+            make.begin(name)
+            make.made[name] = make(what)
+        return make.made
 
-    def __call__(self, **options: Any) -> None:
-        """Launches it, on tensors without memory if not said otherwise."""
-        self.function(**self.arguments(**options))
+    def __call__(self, device: str = "meta") -> None:
+        """Launches it, with whatever numbers."""
+        self.function(**self.arguments(Arguments(self, device)))
 
     @property
     def function(self) -> Callable[..., object]:
@@ -118,7 +121,10 @@ class Arguments:
     def __init__(self, launch: Launch, device: str = "meta") -> None:
         self.launch, self.device, self.block_format = launch, device, FORMATS[launch.format]
         given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
-        self.sizes = with_others(given, launch.activation)
+        self.sizes, self.made = with_others(given, launch.activation), dict[str, Any]()
+
+    def begin(self, name: str) -> None:
+        """Called before each argument; `made` has those before it."""
 
     def __call__(self, what: Any) -> Any:
         if isinstance(what, str):
@@ -149,7 +155,24 @@ class Arguments:
     def row_range(self) -> torch.Tensor:
         return self.numbers(2, self.sizes["G"], dtype=I32)
 
-    def table(self, kind: torch.dtype, shape: tuple[int, ...]) -> TensorTable:
+    def group_range(self) -> torch.Tensor:
+        """row_range of whole groups."""
+        return self.row_range()
+
+    def scales(self, *shape: int) -> torch.Tensor:
+        """Scales of one byte."""
+        return self.numbers(*shape, dtype=U8)
+
+    def amax(self) -> torch.Tensor:
+        return self("f32 G")
+
+    def wire(self, num_bytes: int) -> torch.Tensor:
+        """Rows as they travel."""
+        return self.numbers(self.sizes["N"], num_bytes, dtype=U8)
+
+    def table(
+        self, kind: torch.dtype, shape: tuple[int, ...], of_scales: bool = False
+    ) -> TensorTable:
         """Of matrices that are nowhere."""
         return TensorTable(self.numbers(shape[0], dtype=I64), shape, kind)
 
@@ -187,8 +210,16 @@ def row_range(make: Arguments) -> torch.Tensor:
     return make.row_range()
 
 
+def group_range(make: Arguments) -> torch.Tensor:
+    return make.group_range()
+
+
 def activation(make: Arguments) -> Activation:
     return make.launch.activation
+
+
+def amax(make: Arguments) -> torch.Tensor:
+    return make.amax()
 
 
 def block_format(make: Arguments) -> BlockFormat:
@@ -259,7 +290,7 @@ def wire(make: Arguments, width: str) -> torch.Tensor:
     """Rows as they travel."""
     of, num_columns = make.block_format, make.size(width)
     num_bytes = num_columns + of.num_blocks(num_columns) * of.scale_dtype.itemsize
-    return make.numbers(make.sizes["N"], -(-num_bytes // 16) * 16, dtype=U8)
+    return make.wire(-(-num_bytes // 16) * 16)
 
 
 def unpacked(make: Arguments) -> list[torch.Tensor]:
@@ -300,7 +331,7 @@ def fused_workspace(make: Arguments) -> torch.Tensor:
 @later
 def tiles(make: Arguments, num_tiles: int, width: int) -> torch.Tensor:
     """Of 128 lines by 4 blocks of scales."""
-    return make.numbers(num_tiles, -(-width // (4 * make.block_format.block)), 512, dtype=U8)
+    return make.scales(num_tiles, -(-width // (4 * make.block_format.block)), 512)
 
 
 def row_tiles(make: Arguments) -> torch.Tensor:
@@ -336,11 +367,11 @@ def weight_operand(make: Arguments) -> Operand:
 
 def scattered_weight(make: Arguments) -> ScatteredWeight:
     data, scale, global_scale = weight_operand(make)
-    shape = tuple(scale.shape)
-    if scale.dtype != FP32:  # of each matrix
+    shape, is_byte = tuple(scale.shape), scale.dtype == U8
+    if is_byte:  # tiles of each matrix
         shape = len(data), -(-data.shape[1] // TILE), shape[1] * shape[2]
-    tables = make.table(data.dtype, tuple(data.shape)), make.table(scale.dtype, shape)
-    return ScatteredWeight(*tables, global_scale)
+    of_scales = make.table(scale.dtype, shape, is_byte)
+    return ScatteredWeight(make.table(data.dtype, tuple(data.shape)), of_scales, global_scale)
 
 
 @later
@@ -481,7 +512,8 @@ TABLE: dict[str, dict[str, Any]] = {
         "row_range": row_range,
         "out": lines("N", "H"),
         "block_format": block_format,
-        "amax": of_global_scale("f32 G"),
+        "row_index": None,
+        "amax": of_global_scale(amax),
         "seeds": of_global_scale("i64 G"),
     },
     "sum_dbias": {"bias_sums": SUMS[0], "row_range": row_range, "dbias": "G H"},
@@ -490,9 +522,10 @@ TABLE: dict[str, dict[str, Any]] = {
         "row_range": row_range,
         "out": lines("H", "M", columns=True),
         "block_format": block_format,
-        "amax": of_global_scale("f32 G"),
-        "seeds": of_global_scale("i64 G"),
+        "row_index": None,
         "signs": of_global_scale(SIGNS),
+        "amax": of_global_scale(amax),
+        "seeds": of_global_scale("i64 G"),
     },
     "group_amax": {"rows": "N H", "row_range": row_range, "amax": "f32 G"},
     "weight_amax": {"weight": "G W H", "amax": "f32 G"},
@@ -500,14 +533,14 @@ TABLE: dict[str, dict[str, Any]] = {
         "weight": "G W H",
         "out": weight_lines("W", "H"),
         "block_format": weight_format,
-        "amax": of_global_scale("f32 G"),
+        "amax": of_global_scale(amax),
     },
     "quantize_weight_pairs": {
         "weight": "G W H",
         "out": weight_lines("W", "H"),
         "transposed_out": weight_lines("H", "W"),
         "block_format": weight_format,
-        "amax": of_global_scale("f32 G"),
+        "amax": of_global_scale(amax),
     },
     "act_quantize": {
         "h": "N W",
@@ -938,7 +971,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "fp32-biased": {"bias": ("f32 G W", "f32 N")},
         "zero-tail": {"zero_tail": True},
         "scattered": {"weight": scattered_weight},
-        "parts": {"group_range": row_range},
+        "parts": {"group_range": group_range},
     },
     "grouped_gemm_wgrad_quantized": {
         "accumulate": ACCUMULATE,
@@ -961,6 +994,7 @@ WAYS["launch_fp8_gemm"] = {
     "bias": {"bias": ("G W", None)},
     **{way: WAYS["grouped_gemm_quantized"][way] for way in ("biased", "zero-tail", "scattered")},
 }
+WAYS["grouped_gemm_quantized"]["bias"] = WAYS["launch_fp8_gemm"]["bias"]
 WAYS["launch_fp8_wgrad"] = WAYS["grouped_gemm_wgrad_quantized"]
 GEMMS = [  # what the layer asks of its products
     *(

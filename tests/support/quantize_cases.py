@@ -1,13 +1,8 @@
 """Rows, groups and formats that tests of the quantising kernels share."""
 
-from itertools import product
-
 import torch
 from launch_table import FORMATS, SIGNS, format_of_weights
-from row_ranges import random_ranges
 
-from symmoe.kernels import twin
-from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import range_of
 from symmoe.kernels.tensor_table import TensorTable
@@ -93,61 +88,6 @@ def quantize_all(
     return result | named(*out) | named(*columns, "column_")
 
 
-def check_bias_sums(
-    kernels,
-    name: str,
-    dtype: torch.dtype,
-    *,
-    width: int = 160,
-    splits: tuple[int, ...] = SUMMED,
-    device: str = "cpu",
-) -> None:
-    """A bias gradient out of quantize_rows, of all rows at once and of parts: the bits of the twin's grouped_bias_grad;
-    what is quantised is the same as without. NaN stays in its column; the tail and its scale are not read."""
-    row_format, num_rows = FORMATS[name], sum(splits)
-    generator = torch.Generator().manual_seed(width)
-    rows = torch.randn(num_rows + TAIL, width, generator=generator)
-    rows = (rows * torch.exp2(torch.randint(-9, 9, rows.shape, generator=generator).float())).to(
-        dtype
-    )
-    index = torch.randperm(len(rows), generator=generator, dtype=torch.int32)
-    scale = torch.randn(len(rows), generator=generator)
-    rows[index[num_rows:]], rows[index[-1 - TAIL], 3], scale[num_rows:] = (
-        torch.nan,
-        torch.inf,
-        torch.nan,
-    )
-    row_range, options = row_range_of(splits), {}
-    if row_format.has_global_scale:
-        amax = torch.empty(len(splits))
-        twin.group_amax(rows, row_range, amax, row_index=index)
-        options = {"amax": amax.to(device)}
-    parts = [row_range], random_ranges(splits, 3, step=SLOT_ROWS)
-    for row_index, row_scale, ranges in product((index, None), (scale, None), parts):
-        lines = rows if row_index is not None else rows[index]
-        dbias = torch.full((len(splits), width), torch.nan, dtype=dtype)
-        twin.grouped_bias_grad((lines, row_index), row_range, dbias, scale=row_scale)
-        sums = filled((bias_slots(len(rows), len(splits), SLOT_ROWS), width), torch.float32, device)
-        found = []
-        for extra in (None, (sums, None if row_scale is None else row_scale.to(device))):
-            out = row_buffers(len(rows), width, row_format, device)
-            given = {
-                "row_index": None if row_index is None else row_index.to(device),
-                "sums": extra,
-                **options,
-            }
-            for part in ranges:
-                kernels.quantize_rows(lines.to(device), part.to(device), out, row_format, **given)
-            found.append(named(*out))
-        assert differences(*found) == [], name
-        total = torch.full_like(dbias, torch.nan, device=device)
-        kernels.sum_dbias(sums, row_range.to(device), total)
-        where = f"{name}, {dtype}, index {row_index is not None}, scale {row_scale is not None}, {len(ranges)} parts"
-        torch.testing.assert_close(total.cpu(), dbias, rtol=0, atol=0, equal_nan=True, msg=where)
-        assert dbias.isfinite().any()
-        assert not dbias.isfinite().all()
-
-
 class Scattered:
     """Matrices in memory of their own, the last one first, and their table."""
 
@@ -192,47 +132,6 @@ def quantize_weights(
     if in_pairs:
         kernels.quantize_weight_pairs(source, *outs, block_format, amax=amax)
     return result
-
-
-def encode_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
-    """Rows as kernels put them on the wire, and two more, where nothing may be written."""
-    block_format, (num_rows, width) = FORMATS[name], rows.shape
-    row_bytes = width + block_format.num_blocks(width) * block_format.scale_dtype.itemsize
-    wire = filled((num_rows + 2, -(-row_bytes // 16) * 16), torch.uint8, rows.device)
-    kernels.encode_rows(rows, wire[:num_rows], block_format)
-    return wire
-
-
-def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
-    """What encode_rows must give: data and scales of quantize_rows side by side, and zeros."""
-    out = row_buffers(*rows.shape, FORMATS[name], rows.device)
-    kernels.quantize_rows(rows, row_range_of((len(rows),)).to(rows.device), out, FORMATS[name])
-    row = torch.cat([part.view(torch.uint8) for part in out], dim=1)
-    row = torch.nn.functional.pad(row, (0, -row.shape[1] % 16))
-    return torch.cat([row, torch.full_like(row[:1], FILL).expand(2, -1)])
-
-
-def requantize_columns(
-    kernels,
-    wire,
-    row_range,
-    width: int,
-    name: str,
-    dtype: torch.dtype,
-    row_index=None,
-    *,
-    in_two_steps: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Columns that kernels make of rows of the wire; in_two_steps: by way of the decoded rows."""
-    block_format, num_rows = FORMATS[name], len(wire if row_index is None else row_index)
-    out = column_buffers(num_rows, row_range.shape[1], width, block_format, wire.device)
-    if in_two_steps:
-        decoded = torch.empty(wire.shape[0], width, dtype=dtype, device=wire.device)
-        kernels.decode_rows(wire, decoded, block_format)
-        kernels.quantize_columns(decoded, row_range, out, block_format, row_index=row_index)
-    else:
-        kernels.requantize_columns(wire, row_range, out, block_format, dtype, row_index=row_index)
-    return named(*out)
 
 
 def filled(

@@ -3,23 +3,26 @@ interpreter's own casts to and from E4M3 round wrongly, so the two helpers that 
 arithmetic, which is checked first. It also loses subnormal bf16 numbers on the way to fp32: there are none here, while
 fp32 has some."""
 
-from itertools import product
+from dataclasses import replace
 
 import quantize_cases as cases
 import torch
 import triton
 import triton.language as tl
-from quantize_checks import (
-    check_columns,
-    check_ranges,
-    check_received,
-    check_rows_of_an_index,
-    check_sent,
-    check_tiles,
+from compared_launches import (
+    Numbers,
+    as_bytes,
+    differences,
+    quantising,
+    without_subnormals,
+    written,
 )
+from launch_table import SIGNS, Launch
+from row_ranges import random_ranges
 
 from symmoe.kernels import gpu, twin
-from symmoe.kernels.low_precision import codes, quantize, wire
+from symmoe.kernels.bias_sums import SLOT_ROWS
+from symmoe.kernels.low_precision import codes, wire
 from symmoe.kernels.triton import tiles
 from symmoe.kernels.twin.quantize import to_e4m3
 
@@ -97,41 +100,34 @@ def check_powers_of_two():
     assert len(cases.as_bytes(scales[1]["scale"]).view(torch.int32).unique()) > 240
 
 
-def check_wire(name, row_range):
-    """With padding and without, and tiles that end within a block. No columns of bf16, to which the interpreter does
-    not round to nearest."""
-    check_received(gpu, name, 1088, row_range, torch.float32)
-    check_sent(gpu, name, cases.hard_rows(19, 272, torch.float32))
-    for shape in ((33, 1056), (1, 128)):
-        check_sent(gpu, name, without_subnormals(cases.hard_rows(*shape, torch.bfloat16)))
-    assert cases.encode_rows(gpu, torch.empty(0, 64), name).shape[0] == 2
+SPLITS = (0, 37, 128, 1, 5)
+SMALL, WIDE = {"H": 96, "W": 160}, {"H": 1088}
+LARGE_GROUP = (0, 37, 1, 230)  # sums of several tiles
+
+
+def launches():
+    """Launches, and what they are made of. No columns of bf16, to which the interpreter does not round to nearest."""
+    for launch in quantising(SMALL, torch.float32):
+        yield launch, {"splits": LARGE_GROUP if "sum" in str(launch) else SPLITS}
+    for launch in quantising({"H": 288, "W": 16}, torch.bfloat16, "quantize_rows", "encode_rows"):
+        if not launch.ways:
+            yield launch, {"splits": SPLITS}
+    of_bf16 = quantising({"H": 288, "W": 16}, torch.bfloat16, "quantize_columns")
+    for launch in [*of_bf16, *quantising({"H": 272}, torch.float16, "requantize_columns")]:
+        if launch.ways == "indexed":
+            yield launch, {"splits": SPLITS}
+    for launch in quantising(WIDE, torch.float32, "encode_rows", "unpack_rows", "decode_rows"):
+        yield launch, {"splits": (33,)}
+    none = {"H": 96, "N": 0}
+    for kernel in ("quantize_rows", "quantize_columns", "encode_rows"):
+        for launch in quantising(none, torch.bfloat16, kernel):
+            yield launch, {"splits": (0, 0)}
     tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
-    check_ranges(
-        gpu, name, (0, 37, 128, 1, 50), without_subnormals(cases.hard_rows(50, 272, torch.float32))
-    )
-    for dtype in (torch.float32, torch.float16):
-        rows = torch.randn(50, 272) * torch.exp2(torch.randint(-8, 8, (50, 1)).float())
-        rows[3], rows[4, 2], rows[5, 70], rows[6, 130] = 0, torch.nan, torch.inf, -0.0
-        check_columns(gpu, name, rows.to(dtype), row_range, int(row_range[1, -1]) + 3)
-
-
-def without_subnormals(rows):
-    return rows.where(rows.abs() >= torch.finfo(rows.dtype).smallest_normal, 0.0).where(
-        rows == rows, torch.nan
-    )
-
-
-def by_both(function, *args, **options):
-    """Names of what twins and kernels leave that differs in a byte."""
-    return cases.differences(*(function(each, *args, **options) for each in (twin, gpu)))
-
-
-# With random words, the transform and an index, and without.
-HARD = {
-    ("nvfp4", torch.bfloat16): (True,),
-    ("nvfp4", torch.float32): (True, False),
-    ("mxfp8", torch.float32): (True,),
-}
+    for launch in quantising({"H": 272}, torch.float32, "quantize_rows", "unpack_rows"):
+        parts = random_ranges(SPLITS, 2, step=SLOT_ROWS if "sums" in launch.ways else 1)
+        if launch.format != "nvfp4" and "indexed" in launch.ways:
+            for part in parts:
+                yield launch, {"splits": SPLITS, "part": part}
 
 
 def checks():
@@ -140,45 +136,23 @@ def checks():
     codes.e4m3_code, codes.e4m3_value = e4m3_code, e4m3_value
     wire.e4m3_value = e4m3_number
     check_powers_of_two()
-    splits = (0, 37, 128, 1, 5)
-    row_range, num_rows = cases.row_range_of(splits), sum(splits) + 3
-    for dtype, name in product((torch.bfloat16, torch.float32), cases.FORMATS):
-        rows = cases.hard_rows(num_rows, 288 if dtype == torch.bfloat16 else 96, dtype)
-        if dtype == torch.bfloat16:
-            rows = without_subnormals(rows)
-        for hard in HARD.get((name, dtype), (False,)):
-            wrong = by_both(cases.quantize_all, rows, row_range, name, hard=hard)
-            yield f"{name}, {dtype}, hard {hard}", wrong
-    for name in cases.FORMATS:
-        check_rows_of_an_index(gpu, name, cases.hard_rows(50, 96, torch.float32), row_range)
-        cases.check_bias_sums(gpu, name, torch.float32, splits=(0, 37, 1, 230))
-        yield f"{name} of an index, and sums", None
-        if cases.FORMATS[name].element == "e4m3":
-            check_wire(name, row_range)
-            yield f"{name} on the wire", None
-    for shape, name in product(((2, 160, 96), (1, 16, 288)), cases.FORMATS):
-        weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
-        expected, scattered = cases.quantize_weights(twin, weight, name), cases.Scattered(weight)
-        for kernels, options in product(
-            (twin, gpu),
-            ({}, {"in_pairs": True}, {"in_pairs": True, "table": scattered.table}),
-        ):
-            found = cases.quantize_weights(kernels, weight, name, **options)
-            wrong = cases.differences(found, expected)
-            yield f"{name}, weights {shape}, {kernels.__name__}, {[*options]}", wrong
-        assert torch.equal(cases.as_bytes(scattered.packed()), cases.as_bytes(weight))
-    for num_blocks in (1, 4, 6):
-        check_tiles(gpu, row_range, num_rows, num_blocks)
-        yield f"tiles of {num_blocks}", None
-    no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
-    for name in cases.FORMATS:
-        wrong = by_both(cases.quantize_all, no_rows, cases.row_range_of((0, 0)), name)
-        yield f"{name} without rows", wrong
-    # Bytes are compared, and signs of the transform are seen.
-    assert not torch.equal(
-        cases.as_bytes(torch.tensor([0.0])), cases.as_bytes(torch.tensor([-0.0]))
-    )
-    rows, amax = torch.randn(num_rows, 32), torch.empty(2, len(splits))
-    for signs, out in zip((cases.SIGNS, cases.SIGNS ^ 1), amax, strict=True):
-        quantize.group_amax(rows, row_range, out, signs=signs)
-    assert not torch.equal(*amax)
+    Numbers.prepared = staticmethod(without_subnormals)
+    for launch, options in launches():
+        yield str(launch), differences(launch, hard=True, **options)
+    for rows, blocks in ((SPLITS, 1), (SPLITS, 6)):
+        for kernel in ("swizzle_scales", "unswizzle_scales"):
+            launch = Launch(kernel, {"H": 32 * blocks}, format="mxfp8")
+            yield str(launch), differences(launch, splits=rows)
+    check_that_differences_are_noticed()
+
+
+def check_that_differences_are_noticed():
+    """Bytes are compared, and signs of the transform are seen."""
+    assert not torch.equal(as_bytes(torch.tensor([0.0])), as_bytes(torch.tensor([-0.0])))
+    launch = Launch("group_amax", SMALL, torch.float32, ways="signs")
+    other = replace(launch, changes={"signs": SIGNS ^ 1})
+    amax = [
+        written(each, gpu.group_amax, ["amax"], Numbers(each, splits=SPLITS))
+        for each in (launch, other)
+    ]
+    assert not torch.equal(*(each for (each,) in amax))

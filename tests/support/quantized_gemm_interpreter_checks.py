@@ -4,33 +4,47 @@ test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before tr
 The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from the formats' definitions. Numbers are such
 that sums are exact: every bit has to be the same."""
 
+from itertools import product
+
 import numpy as np
 import torch
 import triton.language as tl
-from biases import check_biases
-from quantize_cases import Scattered
-from quantized_problem import Numbers, Problem, WgradProblem, dequantised
+from compared_launches import Numbers, differences
+from launch_table import FP16, FP32, Launch
+from quantized_problem import dequantised
 from row_ranges import random_ranges
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from symmoe.kernels import twin
 from symmoe.kernels.low_precision import products, scaled
 
 # Splits; O, C.
 CASES = {
-    "fp8": [((19, 0, 1, 40, 0), (136, 272)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (48, 64))],
-    "scaled": [((19, 0, 1, 150, 0), (136, 288)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (264, 64))],
+    "float8_block": [
+        ((19, 0, 1, 40, 0), (136, 272)),
+        ((0, 0, 0), (48, 64)),
+        ((0, 130, 0), (48, 64)),
+    ],
+    "mxfp8": [((19, 0, 1, 150, 0), (136, 288)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (264, 64))],
 }
-DTYPES = (torch.float16, torch.float32)  # the interpreter truncates to bf16
-WAYS = [
-    ("fp8", False),
-    ("mxfp8", True),
-    ("nvfp4", True),
-    ("nvfp4", False),
-]  # whether dot_scaled multiplies
-OPTIONS = {"num_sms": 3}
-FP8_OPTIONS = {"block_m": 32, "block_n": 64, "group_m": 2, **OPTIONS}
+CASES["nvfp4"] = CASES["mxfp8"]
+WAYS = [("float8_block", False), ("mxfp8", True), ("nvfp4", True), ("nvfp4", False)]
+PRODUCTS = [  # dtype, ways; the interpreter truncates to bf16
+    (FP32, ""),
+    (FP16, "zero-tail"),
+    (FP32, "scattered"),
+    (FP16, "zero-tail scattered"),
+    (FP16, "biased zero-tail"),
+    (FP32, "bias"),
+    (FP32, "biased scattered"),
+]
+GRADIENTS = [
+    (FP32, "accumulate"),
+    (FP16, "accumulate"),
+    (FP16, ""),
+    (FP32, "accumulate table"),
+    (FP32, "table"),
+]
 dots = []
 
 
@@ -70,101 +84,72 @@ def use_products(native):
     scaled.scaled_products = lambda device: "tcgen05" if native else None
 
 
-def run(p, out, row_range=None, *, scattered=False, **options):
-    """By the kernel."""
-    p.run(
-        products,
-        out,
-        row_range,
-        scattered=scattered,
-        **(FP8_OPTIONS if p.name == "fp8" else OPTIONS),
-        **options,
-    )
+def tuning_of(name):
+    if name != "float8_block":
+        return {"num_sms": 3}
+    return {"block_m": 32, "block_n": 64, "group_m": 2, "num_sms": 3}
 
 
-def by_both(p, dtype, row_range=None, **options):
-    """By the kernel and by the twin."""
-    got, expected = p.blank(dtype), p.blank(dtype)
-    run(p, got, row_range, **options)
-    p.run(twin, expected, row_range, **options)
-    return got, expected
+def compared(kernel, name, case, dtype, ways, tuning=None, **options):
+    """The launch, and what is wrong."""
+    splits, (out, width) = case
+    launch = Launch(kernel, {"W": out, "H": width}, dtype, name, ways=ways)
+    tuning = tuning_of(name) if tuning is None else tuning
+    wrong = differences(launch, products, splits=splits, tuning=tuning, **options)
+    return f"{launch}, {splits}, {'a part' if options else 'all'}", wrong
 
 
-def check_products(name, splits, widths):
-    p = Problem(splits, widths, Numbers(name, exact=True), tail=7)
-    for dtype, zero_tail in ((torch.float32, False), (torch.float16, True)):
-        got, expected = by_both(p, dtype, zero_tail=zero_tail)
-        assert torch.equal(got, expected), (name, splits, widths, dtype)
-        for found in by_both(p, dtype, zero_tail=zero_tail, scattered=True):
-            assert torch.equal(found, expected), (name, splits, widths, dtype, "tables")
+def parts(name, splits):
+    """Ranges of rows; of scales in tiles also such that begin in the last tenth of a group: 135 of 150."""
     ranges = [*random_ranges(splits, 2, step=1)]
-    if name != "fp8":
-        lasts = torch.stack(
-            [p.row_range[0] + torch.tensor(splits) * 9 // 10, p.row_range[1]]
-        ).int()  # 135 of 150
+    if name != "float8_block":
+        begins, ends = Numbers(Launch("group_amax", {"H": 16}), splits=splits).groups
+        lasts = torch.stack([begins + torch.tensor(splits) * 9 // 10, ends]).int()
         ranges += [*random_ranges(splits, 2, step=128), lasts]
-    for row_range in ranges:
-        got, expected = by_both(p, torch.float32, row_range)
-        assert torch.equal(got, expected), (name, splits, widths, row_range)
-
-
-def check_gradients(name, splits, widths):
-    p = WgradProblem(splits, widths, Numbers(name, exact=True))
-    for dtype, accumulate in ((torch.float32, True), (torch.float16, True), (torch.float16, False)):
-        got = torch.full(p.shape, 3.0, dtype=dtype)
-        if accumulate:
-            got[torch.tensor(splits) == 0] = -0.0  # left alone: 0 added would make 0.0 of it
-        expected, scattered = got.clone(), [Scattered(got) for _ in range(2)]
-        run(p, got, accumulate=accumulate)
-        p.run(twin, expected, accumulate=accumulate)
-        assert torch.equal(got, expected), (name, splits, widths, dtype)
-        assert torch.equal(got.signbit(), expected.signbit()), (name, splits, widths, dtype)
-        run(p, scattered[0].table, accumulate=accumulate)
-        p.run(twin, scattered[1].table, accumulate=accumulate)
-        for found in scattered:
-            assert torch.equal(found.packed(), expected), (name, splits, widths, dtype, "table")
+    return ranges
 
 
 def check_wide_tiles(name):
     """Tiles of 256 columns, the last of which reads on into the scales of the next matrix, or of none."""
-    p = Problem((3, 0, 4), (384, 128), Numbers(name, exact=True))
     (_, wide), *_ = scaled.TCGEN05_CONFIGS[{"mxfp8": "e4m3", "nvfp4": "e2m1"}[name]]
     assert wide.block_n == 256
-    got, expected = by_both(p, torch.float32)
-    narrow = p.blank(torch.float32)
-    p.run(products, narrow, block_n=128, num_sms=1)
-    assert torch.equal(got, expected)
-    assert torch.equal(narrow, expected)
+    case = (3, 0, 4), (384, 128)
+    for tuning in ({"num_sms": 3}, {"block_n": 128, "num_sms": 1}):
+        yield compared("grouped_gemm_quantized", name, case, FP32, "", tuning)
 
 
 def check_that_scales_matter(name, case):
-    got, _ = by_both(Problem(*case, Numbers(name, exact=True)), torch.float32)
-    for what in ("row_scale", "weight_scale"):
-        q = Problem(*case, Numbers(name, exact=True))
-        setattr(q, what, getattr(q, what).roll(1, -1))
-        _, other = by_both(q, torch.float32)
-        assert not torch.equal(got, other), what
+    for operand in ("rows", "weight"):
+        splits, (out, width) = case
+        launch = Launch("grouped_gemm_quantized", {"W": out, "H": width}, FP32, name)
+
+        class Wrong:
+            @staticmethod
+            def grouped_gemm_quantized(operand=operand, **arguments):
+                its = arguments[operand]
+                arguments[operand] = its._replace(scale=its.scale.roll(1, -1))
+                products.grouped_gemm_quantized(**arguments)
+
+        assert differences(launch, Wrong, splits=splits, tuning=tuning_of(name)), operand
 
 
 def checks():
-    """Names of what is right."""
+    """Names, and what is wrong."""
     InterpreterBuilder.create_dot_scaled = create_dot_scaled
     TritonSemantic.dot_scaled = dot_scaled_of_strings
+    gemm, wgrad = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
     for name, native in WAYS:
         use_products(native)
-        cases = CASES["fp8" if name == "fp8" else "scaled"]
-        for splits, widths in cases:
-            check_products(name, splits, widths)
-            check_gradients(name, splits, widths)
-        widths = (264, 144) if name == "fp8" else (264, 160)
-        check_biases(run, Problem((19, 0, 3), widths, Numbers(name, exact=True), tail=3), DTYPES)
-        scattered = Problem((3, 9), (40, 64), Numbers(name, exact=True))
-        check_biases(
-            lambda p, out, **options: run(p, out, scattered=True, **options), scattered, DTYPES
-        )
-        check_that_scales_matter(name, cases[0])
+        for case in CASES[name]:
+            for each in PRODUCTS:
+                yield compared(gemm, name, case, *each)
+            for each in GRADIENTS:
+                yield compared(wgrad, name, case, *each)
+            ways = "" if name == "float8_block" else "parts"
+            for (dtype, way), part in product([(FP32, ""), (FP16, "biased")], parts(name, case[0])):
+                yield compared(gemm, name, case, dtype, f"{ways} {way}", part=part)
+        check_that_scales_matter(name, CASES[name][0])
         if native:
-            check_wide_tiles(name)
+            yield from check_wide_tiles(name)
         assert (name in dots) == native
         dots.clear()
-        yield f"{name}, native {native}", None

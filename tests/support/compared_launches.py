@@ -1,0 +1,211 @@
+"""Launches of the table with numbers, by the twins and by kernels: in Triton's interpreter, in gluon_emulator.py, or on
+a GPU. What a kernel must write has the twin's bits; all else holds random numbers before, and the same ones after."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+from launch_table import FORMATS, I32, SIZES, U8, Arguments, Launch
+from quantize_cases import Scattered, hard_rows
+from row_ranges import rows_of, whole_groups
+from written_arguments import WRITTEN
+
+from symmoe.kernels import twin
+from symmoe.kernels.tensor_table import TensorTable
+
+TAIL = 10  # rows of no group
+
+
+class Numbers(Arguments):
+    """Arguments on a device that are the same for all who are given the same launch. Groups have `splits` rows, of
+    which `part` is computed; other rows are NaN, and no index. Numbers are whole and small, so that sums are exact, and
+    zeros are -0.0; or they are hard to quantise, and then `prepared`."""
+
+    prepared = staticmethod(lambda rows: rows)
+    elsewhere: ClassVar[list[torch.Tensor]] = []  # the latest matrices of tables
+
+    def __init__(
+        self,
+        launch: Launch,
+        device: str = "cpu",
+        *,
+        splits: tuple[int, ...],
+        part: torch.Tensor | None = None,
+        hard: bool = False,
+    ) -> None:
+        given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
+        sizes = {"N": sum(splits) + TAIL, **given, "G": len(splits)}
+        super().__init__(replace(launch, sizes=sizes), device)
+        self.groups, self.hard, self.scattered = whole_groups(splits), hard, list[Scattered]()
+        self.part = self.groups if part is None else part
+
+    def begin(self, name: str) -> None:
+        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        made = self._on_cpu(shape, dtype)
+        if dtype.is_floating_point and dtype.itemsize > 1 and shape[:1] == (self.sizes["N"],):
+            made[~rows_of(self.part, len(made))] = torch.nan
+        return made.to(self.device)
+
+    def _on_cpu(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dtype == torch.float8_e8m0fnu:
+            return self._integers(125, 129, shape).to(U8).view(dtype)
+        if dtype == U8:  # two small numbers of E2M1
+            codes = self._integers(0, 4, (2, *shape)) + 8 * self._integers(0, 2, (2, *shape))
+            return (codes[0] + 16 * codes[1]).to(U8)
+        if not dtype.is_floating_point:
+            return self._integers(0, 2, shape).to(dtype)
+        if self.hard and len(shape) > 1 and dtype.itemsize > 1:
+            seed = int(self._integers(0, 1000, ()))
+            rows = hard_rows(math.prod(shape[:-1]), shape[-1], dtype, seed=seed)
+            return self.prepared(rows).view(shape)
+        return (-self._integers(-3, 4, shape).float()).to(dtype)
+
+    def _integers(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, tuple(shape), generator=self.generator)
+
+    def indices(self, shape: tuple[int, ...], end: int) -> torch.Tensor:
+        made = self._integers(0, max(end, 1), shape).to(I32)
+        if shape == (self.sizes["N"],):
+            made[int(self.groups[1, -1]) :] = 1 << 30
+        return made.to(self.device)
+
+    def row_range(self) -> torch.Tensor:
+        return self.part.to(self.device)
+
+    def group_range(self) -> torch.Tensor:
+        return self.groups.to(self.device)
+
+    def scales(self, *shape: int) -> torch.Tensor:
+        """Powers of two, of E8M0 or of E4M3."""
+        codes = self._integers(125, 129, shape)
+        if self.block_format.scale == "e4m3":
+            codes = 8 * (codes - 119)
+        return codes.to(U8).to(self.device)
+
+    def amax(self) -> torch.Tensor:
+        made, found = self.made, torch.empty(self.sizes["G"])
+        if "weight" in made:
+            twin.weight_amax(packed(made["weight"], self.scattered), found)
+        else:
+            index = made["row_index"]
+            options = {"row_index": None if index is None else index.cpu()}
+            rows = made["rows"].cpu()
+            twin.group_amax(rows, self.groups, found, signs=made.get("signs"), **options)
+        return found.to(self.device)
+
+    def wire(self, num_bytes: int) -> torch.Tensor:
+        rows, sent = self("f32 N H").cpu(), self._on_cpu((self.sizes["N"], num_bytes), U8)
+        twin.encode_rows(rows, sent, self.block_format)
+        return sent.to(self.device)
+
+    def table(
+        self, kind: torch.dtype, shape: tuple[int, ...], of_scales: bool = False
+    ) -> TensorTable:
+        matrices = self.scales(*shape) if of_scales else self.numbers(*shape, dtype=kind)
+        self.scattered.append(Scattered(matrices))
+        self.elsewhere[:] = [matrix for each in self.scattered for matrix in each.matrices]
+        return self.scattered[-1].table
+
+
+def packed(weight: torch.Tensor | TensorTable, scattered: list[Scattered]) -> torch.Tensor:
+    """On the CPU."""
+    return (weight if isinstance(weight, torch.Tensor) else scattered[-1].packed()).cpu()
+
+
+def without_subnormals(rows: torch.Tensor) -> torch.Tensor:
+    """Triton's interpreter loses those of bf16."""
+    tiny = torch.finfo(rows.dtype).smallest_normal
+    return rows.where((rows.abs() >= tiny) | rows.isnan(), 0.0)
+
+
+def tensors_of(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)) and not isinstance(value, TensorTable):
+        for part in value:
+            yield from tensors_of(part)
+
+
+def written(
+    launch: Launch,
+    function: Callable[..., object],
+    names: Iterable[str],
+    make: Numbers,
+    **tuning: object,
+) -> list[torch.Tensor]:
+    """What it leaves in arguments of these names, and in scattered matrices."""
+    arguments = launch.arguments(make)
+    function(**arguments | tuning)
+    found = [each for name in names for each in tensors_of(arguments.get(name.split(".")[0]))]
+    return [each.cpu() for each in (*found, *(each.packed() for each in make.scattered))]
+
+
+def differences(
+    launch: Launch,
+    kernels: Any = None,
+    device: str = "cpu",
+    *,
+    like: str = "",
+    tuning: Mapping[str, object] | None = None,
+    **options: Any,
+) -> list[str]:
+    """What a launch makes that differs from what the twin makes of it; kernels: a module of them. like: the kernel of
+    the contract that it stands for, if its name is another one. tuning: what only the kernel is told."""
+    function = launch.function if kernels is None else getattr(kernels, launch.kernel)
+    theirs = replace(launch, kernel=like) if like else launch
+    names = [name for name in WRITTEN[theirs.kernel] if name != "workspace"]
+    its = written(launch, function, names, Numbers(launch, device, **options), **(tuning or {}))
+    wanted = written(theirs, getattr(twin, theirs.kernel), names, Numbers(theirs, **options))
+    return [
+        f"{launch}, {options}: written tensor {number}"
+        for number, pair in enumerate(zip(its, wanted, strict=True))
+        if not torch.equal(*map(as_bytes, pair))
+    ]
+
+
+# -- what quantises ----------------------------------------------------------------------------------------------------
+IN_ALL_FORMATS = {
+    "quantize_rows": ("", "indexed", "sums", "indexed sums"),
+    "quantize_columns": ("", "indexed", "plain"),
+    "quantize_weights": ("", "transposed"),
+    "quantize_weight_pairs": ("", "table"),
+}
+ON_THE_WIRE = {
+    "encode_rows": ("",),
+    "unpack_rows": ("", "indexed"),
+    "decode_rows": ("",),
+    "requantize_columns": ("", "indexed"),
+}
+IN_NO_FORMAT = {
+    "group_amax": ("", "signs", "signs indexed"),
+    "weight_amax": ("", "table"),
+    "swizzle_scales": ("",),
+    "unswizzle_scales": ("",),
+    "sum_dbias": ("",),
+}
+E4M3_FORMATS = [name for name, each in FORMATS.items() if each.element == "e4m3"]
+
+
+def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list[Launch]:
+    """In all formats and ways; of these kernels, or of all."""
+    of_formats = (IN_ALL_FORMATS, FORMATS), (ON_THE_WIRE, E4M3_FORMATS), (IN_NO_FORMAT, ["mxfp8"])
+    return [
+        Launch(kernel, sizes, dtype, name, ways=way)
+        for table, names in of_formats
+        for kernel, ways in table.items()
+        for name, way in product(names, ways)
+        if kernel in (kernels or table)
+    ]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """With one NaN for all."""
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        tensor = tensor.where(~tensor.isnan(), torch.nan)
+    return tensor.clone(memory_format=torch.contiguous_format).view(U8)
