@@ -2,13 +2,10 @@
 
 import re
 import subprocess
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import racecheck_reports
-import torch
 from racecheck_reports import KERNELS, count, dispatch_lines
 
 # -- logs -------------------------------------------------------------------------------------------------------------
@@ -96,86 +93,33 @@ pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
 from ahead_of_time import BINARIES, compile_for  # noqa: E402
-from compiled_launches import catch_launches, meta  # noqa: E402
-from kernel_launches import peers_of  # noqa: E402
-from low_precision_launches import gemm_operands, wgrad_operands  # noqa: E402
+from launch_table import FP32, Launch  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from symmoe.kernels.activation import Activation  # noqa: E402
-from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
-from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
-
-bf16, f32, i32, i64 = (
-    partial(meta, dtype=each) for each in (torch.bfloat16, torch.float32, torch.int32, torch.int64)
-)
-G, H, I, N, T = 3, 256, 128, 999, 512
-RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)
 # In the order of addresses; B is the barrier of all warps. Loop of the other warps: B, role read (R), B and B if there
 # is none. Every role: B, work, B. First warps: roles written (W), B, B, work, B, "leave" written (W), B.
 PROTOCOL = "BRBB(BB)+WBBBWB"
-LAUNCHES: dict[str, Callable[[], None]] = {
-    "hopper_gemm_kernel": lambda: gemm.launch_gemm(
-        bf16(N, I),
-        bf16(G, H, I),
-        RANGES,
-        bf16(N, H),
-        weight_k_first=False,
-        zero_tail=True,
-        num_sms=132,
-    ),
-    "hopper_act_kernel": lambda: act.launch_act(
-        bf16(N, H),
-        bf16(G, 2 * I, H),
-        RANGES,
-        f32(N),
-        (bf16(N, 2 * I), bf16(N, I)),
-        Activation(),
-        num_sms=132,
-    ),
-    "hopper_dact_kernel": lambda: act.launch_dact(
-        *(
-            bf16(N, H),
-            bf16(G, H, I),
-            RANGES,
-            (bf16(N, 2 * I), f32(N)),
-            (bf16(N, 2 * I), bf16(N, I), f32(N)),
-        ),
-        Activation(),
-        num_sms=132,
-    ),
-    "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(
-        bf16(N, H), bf16(N, I), RANGES, bf16(G, H, I), num_sms=132
-    ),
-    "hopper_fp8_gemm_kernel": lambda: hopper_fp8.launch_fp8_gemm(
-        *gemm_operands("fp8", (G, H, I, N)), zero_tail=True, num_sms=132
-    ),
-    "hopper_fp8_wgrad_kernel": lambda: hopper_fp8_wgrad.launch_fp8_wgrad(
-        *wgrad_operands("fp8", (G, H, I, 1280), torch.float32), accumulate=True, num_sms=132
-    ),
-    "hopper_push_kernel": lambda: rows.launch_push(
-        bf16(T, H), i32(T, 2), PEERS, OFFSETS, column=0, rank=1, num_ctas=4
-    ),
-    "hopper_push_sums_kernel": lambda: rows.launch_push_sums(
-        bf16(T, H), i32(T, 4), i32(3), PEERS, OFFSETS, column=0, home=1, num_ctas=4
-    ),
-    "hopper_sum_home_kernel": lambda: rows.launch_sum_home(
-        (bf16(T, H), bf16(T, H)),
-        (i32(T, 2), i32(2), i32(T, 4), i32(T, 4)),
-        (OFFSETS, OFFSETS),
-        bf16(T, H),
-        rank=1,
-        num_ctas=4,
-    ),
+ROWS, NUMBERS = {"G": 3, "H": 256, "I": 128, "N": 999}, {"G": 3, "W": 256, "H": 128, "N": 999}
+TRIP = {"T": 512, "H": 256, "E": 8, "K": 4, "R": 2}
+LAUNCHES = {
+    "hopper_gemm_kernel": Launch("launch_gemm", ROWS),
+    "hopper_act_kernel": Launch("launch_act", ROWS),
+    "hopper_dact_kernel": Launch("launch_dact", ROWS),
+    "hopper_wgrad_kernel": Launch("launch_wgrad", ROWS, ways="fc2"),
+    "hopper_fp8_gemm_kernel": Launch("launch_fp8_gemm", NUMBERS, ways="zero-tail"),
+    "hopper_fp8_wgrad_kernel": Launch("launch_fp8_wgrad", NUMBERS, FP32, ways="accumulate"),
+    "hopper_push_kernel": Launch("launch_push", TRIP),
+    "hopper_push_sums_kernel": Launch("launch_push_sums", TRIP),
+    "hopper_sum_home_kernel": Launch("launch_sum_home", TRIP, changes={"rank": 1}),
 }
 
 
-def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def disassembled(name: str, folder: Path, launches) -> str:
     """SASS with source lines."""
     cubin = folder / "lines.cubin"
     if name in LAUNCHES:
-        launches = catch_launches(monkeypatch, act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad)
-        LAUNCHES[name]()
-        cubin.write_bytes(launches.compile().asm["cubin"])
+        (launch,) = launches.made_by(LAUNCHES[name])
+        cubin.write_bytes(launch.compile().asm["cubin"])
     else:
         source = GluonASTSource(getattr(planted_races, name), {"out": "*i32"}, {}, {})
         cubin.write_bytes(compile_for(90, source, {"num_warps": 4}).asm["cubin"])
@@ -201,9 +145,9 @@ def instructions(sass: str) -> list[tuple[tuple[str, int], str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_barriers_of_all_warps_lie_between_roles_read_and_written(
-    name: str, tmp_path: Path, monkeypatch
+    name: str, tmp_path: Path, launches
 ):
-    sass = disassembled(name, tmp_path, monkeypatch)
+    sass = disassembled(name, tmp_path, launches)
     code, lines = instructions(sass), dispatch_lines(name)
     order, written = "", set()
     read_at = None

@@ -918,7 +918,6 @@ def gathered(name: str, width: str) -> dict[str, Any]:
 
 
 ACCUMULATE = {"accumulate": True}
-TABLE_OF_ACCUMULATED = {"out": table("f32 G W H"), **ACCUMULATE}
 INDEXED = {"row_index": index("N", "N")}
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "grouped_gemm": {

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import Scattered
 from row_ranges import spans_of, whole_groups
 
-from symmoe.kernels.operands import Operand, ScatteredWeight
+from symmoe.kernels.operands import Operand
 
 TILE = 128
 SENTINEL = -77.0
@@ -143,15 +142,10 @@ class Quantised:
         kernels,
         out,
         row_range: torch.Tensor | None = None,
-        *,
-        scattered: bool = False,
         **options,
     ) -> None:
-        """By the function of a module of kernels. row_range: some of the rows. scattered: tables of weights."""
+        """By the function of a module of kernels. row_range: some of the rows."""
         left, right, groups = self.operands
-        matrices = self.scattered if scattered else ()  # which tables do not keep alive
-        if scattered:
-            right = ScatteredWeight(*(each.table for each in matrices), right.global_scale)
         if row_range is not None and self.name != "fp8":
             options["group_range"] = groups
         function = kernels.grouped_gemm_quantized
@@ -200,15 +194,6 @@ class Problem(Quantised):
             )
         rows = Operand(self.rows, row_scale, self.row_global_scale)
         return rows, Operand(self.weight, weight_scale, self.weight_global_scale), self.row_range
-
-    @property
-    def scattered(self) -> tuple[Scattered, Scattered]:
-        """The weights, and their scales as the product takes them, as matrices in memory of their own."""
-        _, (weight, scale, _), _ = self.operands
-        if self.name != "fp8":
-            groups, down = len(self.splits), cdiv(self.widths[0], TILE)
-            scale = scale[: groups * down].reshape(groups, down, -1)
-        return Scattered(weight), Scattered(scale)
 
     def blank(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.full(
