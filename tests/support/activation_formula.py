@@ -4,6 +4,8 @@ from functools import partial
 
 import torch
 
+SCORES = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}  # of a router
+
 
 def gate_columns(ffn, interleave, device="cpu"):
     """Where the gates and the ups of h stand, which alternate in blocks of so many columns, if any."""

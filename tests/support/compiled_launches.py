@@ -1,5 +1,5 @@
-"""Launches that are caught and compiled without a GPU, with the specialisations that the JIT would choose. The tensors
-may be meta tensors, so the shapes can be real ones."""
+"""Launches of the table, caught and compiled without a GPU, with the specialisations that the JIT would choose. The
+tensors have no memory, so the shapes can be real ones."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import oracle
 import torch
 import torch.distributed as dist
+from activation_formula import SCORES
 from torch.nn.functional import one_hot
 
 Leaves = dict[str, torch.Tensor]  # parameters of one rank by name
@@ -152,7 +153,7 @@ def route(config, x, weight, bias, mask) -> Routed:
     if mask is not None:
         tokens = tokens.masked_fill(~mask.view(-1, 1), 0)
     logits = tokens @ weight.T
-    scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+    scores = SCORES[config.score](logits)
     worth = scores.detach() + (0 if bias is None else bias)
     by_group = worth.view(len(worth), config.num_groups, -1)
     best = min(1 if config.score == "softmax" else 2, by_group.shape[-1])

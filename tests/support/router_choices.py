@@ -1,6 +1,7 @@
 """Choices of experts that are hard to make, for the kernels and their twins."""
 
 import torch
+from activation_formula import SCORES
 
 from symmoe.kernels.control import TOKENS_PER_LOSS_BLOCK, num_blocks
 from symmoe.kernels.routing_rule import RoutingRule
@@ -86,7 +87,7 @@ def losses(module, num_tokens: int, num_experts: int, score: str, is_masked: boo
     """What router_losses and its gradient make, on the CPU. Scores of one token are all 0."""
     generator = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn((num_tokens, num_experts), generator=generator)
-    scores = logits.softmax(1) if score == "softmax" else logits.sigmoid()
+    scores = SCORES[score](logits)
     scores[1:2] = 0.0
     load = torch.randint(0, 9, (num_experts,), generator=generator, dtype=torch.int32)
     mask = torch.rand(num_tokens, generator=generator) < 0.7 if is_masked else None

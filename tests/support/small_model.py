@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from activation_formula import SCORES
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -291,6 +292,6 @@ def weigh(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., K] of these experts, by the formula, and ids; for -1 a weight of 0 and any experts."""
     is_none, ids = ids < 0, torch.where(ids < 0, torch.arange(ids.shape[-1]), ids.long())
-    picked = (logits.softmax(-1) if score == "softmax" else logits.sigmoid()).gather(-1, ids)
+    picked = SCORES[score](logits).gather(-1, ids)
     weights = scale * (picked / picked.sum(-1, keepdim=True) if renormalize else picked)
     return weights.masked_fill(is_none, 0.0), ids

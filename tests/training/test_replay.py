@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from activation_formula import SCORES
 from cluster import run_on
 from stacks import Stack
 from torch import nn
@@ -55,7 +56,7 @@ def test_probs_of_a_given_choice(score: str, renormalize: bool):
 
     weight = router.weight.detach().double().requires_grad_()
     logits = x.double() @ weight.T
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    scores = SCORES[score](logits)
     probs = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
     if renormalize:
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
