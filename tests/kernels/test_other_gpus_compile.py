@@ -99,7 +99,7 @@ def of_experts(kernel, ways, sizes, dtype):
 def of_trips(sizes, dtype):
     ways = "table" if dtype == FP32 else ""
     plans = "count_slots", "send_counts", "lay_out", "assign_rows"
-    rows = "push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home"
+    rows = "push_rows", "replica_rows", "fan_out", "push_sums", "pull_rows", "sum_home"
     slots = "push_slots", "index_rows", "gather_values", "pull_values"
     replicas = "push_replicas", "add_from_replicas"
     return [
@@ -111,7 +111,7 @@ def of_trips(sizes, dtype):
 DROPS = {"lay_out": {"overflow": control.OVERFLOW_DROP}, "assign_rows": {"drop": True}}
 WITH_REPLICAS = (
     "place_replicas",
-    "choose_copies",
+    "route_to_replicas",
     "count_slots",
     "send_counts",
     "lay_out",
@@ -119,7 +119,7 @@ WITH_REPLICAS = (
 )
 BETWEEN_NODES = (
     "rail_rows tell_header own_counts other_counts plan_in_node take_rows post_report count_exchange "
-    "hear_of_faults barrier send_signal wait_for_signal"
+    "receive_fault_flags barrier send_signal wait_for_signal"
 ).split()
 USUAL_BLOCKS = dict.fromkeys(("float8_block", "mxfp8", "nvfp4"), "deepseek-like")
 ODD_BLOCKS = dict.fromkeys(USUAL_BLOCKS, "odd blocks")

@@ -175,7 +175,7 @@ CHOICES = {  # E, K, rule
     "choose_experts": [
         (128, 8, RoutingRule()),
         (20, 3, RoutingRule()),
-        (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
+        (256, 8, RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4)),
     ]
 }
 CHOICES["choose_experts_grad"] = CHOICES["choose_experts"]

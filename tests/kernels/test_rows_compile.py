@@ -16,7 +16,7 @@ from symmoe.kernels import control
 from symmoe.kernels.hopper import rows as hopper_rows
 from symmoe.kernels.triton import tokens
 
-MOST_REGISTERS = {"assign_rows": 160, "choose_copies": 168, "lay_out": 255}
+MOST_REGISTERS = {"assign_rows": 160, "route_to_replicas": 168, "lay_out": 255}
 FENCE, LOAD, STORE = (
     "fence.acq_rel.sys",
     "cp.async.bulk.tensor.3d.shared",
@@ -71,13 +71,13 @@ def stores_once_and_releases(code):
     assert all(word in atomic for word in ("sys", "release", "exch"))
 
 
-def plan_case(kernel, sizes, ids, drop=False, num_places=0):
+def plan_case(kernel, sizes, ids, drop=False, num_replica_slots=0):
     changes = {"topk_idx": f"{ids} T K"} if kernel not in ("lay_out", "place_replicas") else {}
     if kernel == "lay_out":
         changes["overflow"] = control.OVERFLOW_DROP if drop else control.OVERFLOW_REPEAT
     if kernel == "assign_rows":
         changes["drop"] = drop
-    launch = Launch(kernel, SIZES[sizes] | {"S": num_places}, changes=changes)
+    launch = Launch(kernel, SIZES[sizes] | {"S": num_replica_slots}, changes=changes)
     ptx = {FENCE: int(kernel == "lay_out")}
     count = 1 + (drop and kernel == "assign_rows")
     return in_registers(launch, MOST_REGISTERS.get(kernel, 128), ptx, count=count)
@@ -85,15 +85,17 @@ def plan_case(kernel, sizes, ids, drop=False, num_places=0):
 
 def of_plan(kernel):
     """Of ids, with replicas of the copies that are chosen for them."""
-    if kernel == "choose_copies":
-        return [plan_case(kernel, *each, num_places=2) for each in product(TRIPS, ("i32", "i64"))]
+    if kernel == "route_to_replicas":
+        return [
+            plan_case(kernel, *each, num_replica_slots=2) for each in product(TRIPS, ("i32", "i64"))
+        ]
     if kernel == "place_replicas":
-        return [plan_case(kernel, sizes, "i32", num_places=2) for sizes in TRIPS]
+        return [plan_case(kernel, sizes, "i32", num_replica_slots=2) for sizes in TRIPS]
     ways = [("i32", 0), ("i64", 0), ("i32", 2)]
     drops = (False, True) if kernel in ("lay_out", "assign_rows") else (False,)
     return [
-        plan_case(kernel, sizes, ids, drop, num_places)
-        for sizes, (ids, num_places), drop in product(TRIPS, ways, drops)
+        plan_case(kernel, sizes, ids, drop, num_replica_slots)
+        for sizes, (ids, num_replica_slots), drop in product(TRIPS, ways, drops)
     ]
 
 
@@ -186,7 +188,7 @@ SECTIONS = {
         kernel: of_plan(kernel)
         for kernel in (
             "place_replicas",
-            "choose_copies",
+            "route_to_replicas",
             "count_slots",
             "send_counts",
             "lay_out",
@@ -197,11 +199,11 @@ SECTIONS = {
     **{f"{kernel} of four nodes": between_nodes(kernel, 4) for kernel in BETWEEN_NODES},
     "words": [
         in_registers(Launch(kernel, SIZES["qwen3-30b"] | {"L": 4}), 168)
-        for kernel in ("post_report", "count_exchange", "hear_of_faults")
+        for kernel in ("post_report", "count_exchange", "receive_fault_flags")
     ],
     **{
         kernel: [of_rows(kernel, *each) for each in product(TRIPS, (BF16, FP16, FP32))]
-        for kernel in ("push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home")
+        for kernel in ("push_rows", "replica_rows", "fan_out", "push_sums", "pull_rows", "sum_home")
     },
     "returned rows are on their way before own rows are summed": [
         sum_at_home(*each) for each in product((1, 2, 4, 8), (1, 2, 8))
@@ -257,6 +259,6 @@ def test_stages_fit_into_a_ring_and_rows_of_whole_units_are_taken():
         sums = hopper_rows.cut_sums(2 * width)
         assert 4 <= sums.stages <= hopper_rows.MAX_SUM_STAGES
         assert sums.stages * sums.piece_bytes <= hopper_rows.SUM_RING_BYTES
-    rows = Launch("place_rows", "qwen3-30b").arguments()["x"]
+    rows = Launch("replica_rows", "qwen3-30b").arguments()["x"]
     assert hopper_rows.takes_rows(rows)
     assert not hopper_rows.takes_rows(rows[:, :2040])

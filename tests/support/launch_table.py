@@ -678,7 +678,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "drop": False,
     },
     "place_replicas": {"peers": peers, "plan": plan, "slack": 50, "num_near": size("R")},
-    "choose_copies": {
+    "route_to_replicas": {
         "topk_idx": SLOTS,
         "block_starts": "i32 blocks E+R+2",
         "plan": plan,
@@ -686,7 +686,7 @@ TABLE: dict[str, dict[str, Any]] = {
     },
     "push_replicas": {
         "weights": MATRICES,
-        "place_to_expert": "i32 4 2",
+        "replica_to_expert": "i32 4 2",
         "peers": peers_of(4, 3),
         "received": "i64 4 A",
         "column": 3,
@@ -744,7 +744,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **TIMEOUT,
     },
     "count_exchange": {"counts": "i64 2", "progress": on_host(2), "which": 1},
-    "hear_of_faults": {"heard": "i64 L 5", "fault": "i64 1"},
+    "receive_fault_flags": {"heard": "i64 L 5", "fault": "i64 1"},
     "push_rows": {
         "x": "T H",
         "token_to_row": "i32 T R",
@@ -767,7 +767,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "trip": TRIP,
         "index": (SLOTS, "i32 T", "f32 T"),
     },
-    "place_rows": {
+    "replica_rows": {
         "x": "T H",
         "slot_to_rank": SLOTS,
         "slot_to_row": SLOTS,
