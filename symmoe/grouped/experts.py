@@ -20,9 +20,8 @@ from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import LayerWeights, WeightProduct
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, given
+from symmoe.kernels.operands import Matrices, Operand, given
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")

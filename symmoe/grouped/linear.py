@@ -30,8 +30,7 @@ from symmoe.grouped.rows_function import (
 )
 from symmoe.grouped.weights import LayerWeights, WeightProduct, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
-from symmoe.kernels.contract.operands import Rows
-from symmoe.kernels.operands import Operand, given
+from symmoe.kernels.operands import Operand, Rows, given
 from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import replaceable

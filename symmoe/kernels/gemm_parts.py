@@ -1,6 +1,6 @@
 """Parts of the grouped GEMMs, for overlap with communication.
 
-A part is a row_range that has only some rows of every group (contract/__init__.py).
+A part is a row_range that has only some rows of every group (twin/__init__.py).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a call launches, as a table: every kernel of the programs that it runs, by its name in the contract, what that
+"""What a call launches, as a table: every kernel of the programs that it runs, by the name of its twin, what that
 reads and writes, and whom it waits for. The same on CPUs and GPUs."""
 
 import inspect
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.contract import Kernels
-from symmoe.kernels.contract.operands import in_parts
+from symmoe.kernels.operands import in_parts
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.twin import Kernels
 from symmoe.program.builder import SLOT_BYTES
 from symmoe.program.program import Memory, Operation, Program
 from symmoe.program.programs import Programs, Recorded
@@ -39,7 +39,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. kernel: of the contract, or an operator of torch, or what meets other nodes. Bytes are of its tensors
+    """One launch. kernel: that of a twin, or an operator of torch, or what meets other nodes. Bytes are of its tensors
     on this rank, FLOPs those of its products; both at most, for the room that the call has. waits_for: ranks, and
     streams; "": nothing but what is before it on its stream. stream: "", that of the call, or "branch", which on CPUs
     is the same."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from symmoe.kernels.contract import Kernels
+from symmoe.kernels.twin import Kernels
 from symmoe.program.builder import builder
 from symmoe.program.program import Program
 from symmoe.torch_internals import current_device, num_dispatch_modes

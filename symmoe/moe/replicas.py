@@ -23,8 +23,8 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
-from symmoe.kernels.contract.operands import Matrices
-from symmoe.kernels.contract.plan import Pair
+from symmoe.kernels.operands import Matrices
+from symmoe.kernels.twin.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease, aligned
 

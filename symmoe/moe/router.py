@@ -445,7 +445,7 @@ def computed(call: Route | RouteGradients) -> Sequence[Any]:
 
 
 def route_tokens(route: Route) -> Routed:
-    """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
+    """Logits x @ weight^T of tokens, and the experts that they choose (kernels/twin/route.py). Not collective, no
     host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products
     (never tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise
     torch computes them from an fp32 copy. Differentiable, once."""

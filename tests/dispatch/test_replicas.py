@@ -60,7 +60,7 @@ def placed(
 
 
 def check_placement(counts: np.ndarray, num_places: int, slack: int) -> bool:
-    """Checks all that contract/plan.py says of it. Whether all ranks keep within the limit."""
+    """Checks all that twin/replicas.py says of it. Whether all ranks keep within the limit."""
     num_ranks, num_experts = counts.shape
     plans, home = (
         placed(counts, num_places, slack),

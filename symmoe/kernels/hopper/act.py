@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import (
     NUM_WARPS,
     describe,
@@ -33,6 +32,7 @@ from symmoe.kernels.hopper.pipeline import (
     write_dump,
 )
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.operands import as_pair
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,

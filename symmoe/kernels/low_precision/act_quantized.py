@@ -1,4 +1,4 @@
-"""The activation of an expert and its gradient with quantised results (Triton). Letters: contract/quantize.py.
+"""The activation of an expert and its gradient with quantised results (Triton). Letters: twin/quantize.py.
 
 Rows of the activation do not depend on groups: a program has a few of them by FEATURES of the result. A gradient's
 program has TILE tokens of a group, and goes through them twice: in strips of features, which have

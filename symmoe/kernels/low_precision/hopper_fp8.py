@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
 from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
@@ -45,6 +44,7 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.operands import as_pair
 from symmoe.kernels.quantized_gemm import BLOCK
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.tiles import matrix_pointer

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/gemm.py).
+"""Grouped GEMMs of quantised numbers: which kernel multiplies them (twin/quantized_gemm.py).
 
 Numbers with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py; those with scales in tiles
 go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.
@@ -7,9 +7,9 @@ go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel f
 import torch
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.launch import launch
 from symmoe.kernels.low_precision import fp8, scaled
+from symmoe.kernels.operands import as_pair
 from symmoe.kernels.quantized_gemm import FLOAT8_BLOCK, check_gemm, check_wgrad
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.gemm import zero_matrices

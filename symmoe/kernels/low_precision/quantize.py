@@ -1,4 +1,4 @@
-"""Quantising rows, their columns per group, and weights (Triton). Letters: contract/quantize.py.
+"""Quantising rows, their columns per group, and weights (Triton). Letters: twin/quantize.py.
 
 All kernels are bound by memory: one read of the numbers, one write of the data. A program has a tile of lines by
 elements; where lines are columns of the rows, the compiler reads along the features and writes along the tokens.

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled; persistent). Letters: contract/gemm.py.
+"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled; persistent). Letters: twin/quantized_gemm.py.
 
 On Blackwell a dot_scaled is a product with block scales, of the kind mxf8f6f4 for MXFP8 and mxf4nvf4 for NVFP4:
 tcgen05.mma, or mma.sync on GPUs without tensor memory. Data and scales come by TMA; the scales' 128x4 tiles are what

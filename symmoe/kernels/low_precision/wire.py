@@ -1,4 +1,4 @@
-"""Encoding and decoding of rows that travel as bytes (Triton). Letters: contract/quantize.py.
+"""Encoding and decoding of rows that travel as bytes (Triton). Letters: twin/wire.py.
 
 They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """

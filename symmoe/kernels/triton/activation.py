@@ -1,4 +1,4 @@
-"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: contract/gemm.py.
+"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: twin/activation.py.
 
 Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
 lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.

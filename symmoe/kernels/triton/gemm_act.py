@@ -1,6 +1,6 @@
 """Grouped GEMMs fused with the activation between them and the rows' scales (Triton). See gemm.py.
 
-Letters and formulas: contract/gemm.py. The functions of activation.py work on the rounded h and da in both
+Letters and formulas: twin/activation.py. The functions of activation.py work on the rounded h and da in both
 directions and in the kernels that are not fused, so their results have the same bits. (The products are the same sums,
 too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
@@ -20,9 +20,9 @@ import triton.language as tl
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Named, fast_jit, kept_sizes, launch
+from symmoe.kernels.operands import as_pair
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,

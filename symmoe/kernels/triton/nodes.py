@@ -1,4 +1,4 @@
-"""Kernels of contract/plan.py."""
+"""Kernels of twin/nodes.py."""
 
 import torch
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Plan kernels: maps from every slot of a rank's `topk_idx` to its place. Letters: contract/plan.py.
+"""Plan kernels: maps from every slot of a rank's `topk_idx` to its place. Letters: twin/plan.py.
 
 There are no atomics: sums over blocks read every earlier block's counts.
 """
@@ -101,7 +101,7 @@ def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.c
 
 @triton.jit
 def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
-    """count_slots of contract/plan.py, for one block."""
+    """count_slots of twin/plan.py, for one block."""
     WIDTH: tl.constexpr = SIZES.num_experts + SIZES.num_ranks + 2
     row = block_counts + block * WIDTH
     first_slot = block * (CONTROL.TOKENS_PER_BLOCK * SIZES.top_k)
@@ -386,7 +386,7 @@ def clip_to_capacity(load, capacity):
 
 @triton.jit
 def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.constexpr):
-    """source_to_rows and replica_ranges of contract/plan.py."""
+    """source_to_rows and replica_ranges of twin/plan.py."""
     expert = tl.arange(0, SIZES.expert_lanes)
     mask, is_local = expert < SIZES.num_own, expert < SIZES.experts_per_rank
     starts = source_to_row_start + expert

@@ -1,4 +1,4 @@
-"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/plan.py."""
+"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: twin/replicas.py."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Kernels that move rows: push and pull over the wire, fan-out and sums on one rank. Letters: contract/rows.py.
+"""Kernels that move rows: push and pull over the wire, fan-out and sums on one rank. Letters: twin/tokens.py.
 
 Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs loop over tiles,
 so a caller may limit their number and leave SMs to a GEMM.

@@ -1,107 +1,278 @@
-"""Twins of contract/quantize.py: quantisers, and scales in tiles."""
+"""Quantisation of rows, of their columns per group, and of weights; scales in tiles. Formats: kernels/formats.py.
+
+    C features of a row, I and W as in twin/gemm.py
+    P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before
+
+out: data and scale to fill, written only for groups; the tokens that fill a group's last tile are zeros. fp32
+scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; otherwise
+ArgumentError.
+
+* amax: fp32[G] of group_amax or weight_amax, where the format has a global scale.
+* seeds: int64[G]; E2M1 is rounded stochastically, by random words of the group's seed and of a position.
+
+Scales in tiles of 128 rows by 4 blocks, as block-scaled matrix units read them: M rows of a scale matrix, padded to a
+multiple of 128; Q blocks along the reduction, padded to Qp, a multiple of 4; padding is 0. The scale of row m and block
+q is byte
+
+    (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
+"""
 
 import ctypes
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from symmoe.kernels import formats
+from symmoe.kernels.act_quantized import DactOperands
+from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE, BlockFormat
-from symmoe.kernels.operands import check_column_scale, given
+from symmoe.kernels.operands import (
+    Buffers,
+    Matrices,
+    MaybeTensor,
+    check_column_scale,
+    given,
+    writes,
+)
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.tensor_table import ScaleTable
-from symmoe.kernels.twin.activation import activation_gradients, block_sums, scaled_activation
+from symmoe.kernels.twin.activation import ActivationKernels, activation_gradients
 from symmoe.kernels.twin.gemm import (
+    GemmKernels,
+    block_sums,
     filled_groups,
-    grouped_bias_grad,
     groups,
     matrix,
     packed,
+    sum_in_blocks,
     take_rows,
 )
 from symmoe.kernels.twin.philox import random_words
 
 
-def quantize_rows(
-    rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None
-):
-    (data, scale), width = out, rows.shape[1]
-    for g, span in filled_groups(row_range):
-        lines = take_rows((rows, row_index), span).float()
-        codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
-        _bytes(data)[span] = _pack(codes[:, :width], block_format)
-        _bytes(scale)[span] = scales
-        if sums is not None:
-            bias_sums, bias_scale = sums
-            terms = block_sums(
-                (lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS
-            )
+class QuantizeKernels:
+    @staticmethod
+    @writes("out", "sums.0")
+    def quantize_rows(
+        rows: Tensor,
+        row_range: Tensor,
+        out: Buffers,
+        block_format: BlockFormat,
+        *,
+        row_index: MaybeTensor = None,
+        amax: MaybeTensor = None,
+        seeds: MaybeTensor = None,
+        sums: tuple[Tensor, MaybeTensor] | None = None,
+    ) -> None:
+        """Quantises every row of every group, with scales along the features; and sums rows for a bias gradient.
+
+        rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
+        Positions of seeds: (feature, row in the group). Seeds need whole groups.
+
+        sums: fp32 [bias_slots(N, G, SLOT_ROWS), C], gets sums of tiles of SLOT_ROWS rows in their slots
+        (kernels/bias_sums.py); and bias_scale fp32[N], by which rows are multiplied first, or None. They need ranges
+        that begin at multiples of SLOT_ROWS, counted from the group's first row, and end there or where the group does.
+        """
+        (data, scale), width = out, rows.shape[1]
+        for g, span in filled_groups(row_range):
+            lines = take_rows((rows, row_index), span).float()
+            codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
+            _bytes(data)[span] = _pack(codes[:, :width], block_format)
+            _bytes(scale)[span] = scales
+            if sums is not None:
+                bias_sums, bias_scale = sums
+                terms = block_sums(
+                    (lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS
+                )
+                first = span.start // SLOT_ROWS + g
+                bias_sums[first : first + terms.shape[1]] = terms.t()
+
+    @staticmethod
+    @writes("dbias")
+    def sum_dbias(bias_sums: Tensor, row_range: Tensor, dbias: Tensor) -> None:
+        """What grouped_bias_grad makes of the rows, bit for bit, from the sums of quantize_rows; whole groups.
+
+        dbias [G, C] in any dtype.
+        """
+        for g, span in groups(row_range):
             first = span.start // SLOT_ROWS + g
-            bias_sums[first : first + terms.shape[1]] = terms.t()
+            num_slots = -(-(span.stop - span.start) // SLOT_ROWS)
+            dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
 
+    @staticmethod
+    @writes("out")
+    def quantize_columns(
+        rows: Tensor,
+        row_range: Tensor,
+        out: Buffers,
+        block_format: BlockFormat,
+        *,
+        row_index: MaybeTensor = None,
+        amax: MaybeTensor = None,
+        signs: int | None = None,
+        seeds: MaybeTensor = None,
+    ) -> None:
+        """Quantises every feature of every group, with scales along the tokens; data is transposed. Whole groups.
 
-def quantize_columns(
-    rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None
-):
-    (data, scale), first = out, 0
-    check_column_scale("scale", scale)
-    for g, span in filled_groups(row_range):
-        lines = _padded_columns(take_rows((rows, row_index), span), signs)
-        codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
-        _place(data, block_format.data_width(first), _pack(codes, block_format))
-        _place(scale, first // block_format.block, scales)
-        first += lines.shape[1]
+        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: 16 neighbouring
+        tokens go through a Hadamard transform first, with these signs (hadamard). Positions of seeds: (token in
+        the group, feature).
+        """
+        (data, scale), first = out, 0
+        check_column_scale("scale", scale)
+        for g, span in filled_groups(row_range):
+            lines = _padded_columns(take_rows((rows, row_index), span), signs)
+            codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
+            _place(data, block_format.data_width(first), _pack(codes, block_format))
+            _place(scale, first // block_format.block, scales)
+            first += lines.shape[1]
 
+    @staticmethod
+    @writes("amax")
+    def group_amax(
+        rows: Tensor,
+        row_range: Tensor,
+        amax: Tensor,
+        *,
+        row_index: MaybeTensor = None,
+        signs: int | None = None,
+    ) -> None:
+        """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G]. Whole groups.
 
-def quantize_weights(weight, out, block_format, *, amax=None):
-    (data, scale), (num_groups, num_lines, num_columns) = out, weight.shape
-    for g in range(num_groups):
-        codes, scales = _quantize_lines(matrix(weight, g).float(), block_format, g, amax, None)
-        _bytes(data)[g] = _pack(codes[:num_lines, :num_columns], block_format)
-        _bytes(scale)[g] = scales
+        rows and row_index as in quantize_columns; with signs, x is the transformed row.
+        """
+        for g, span in groups(row_range):
+            values = take_rows((rows, row_index), span).float()
+            values = values if signs is None else _padded_columns(values, signs)
+            amax[g] = _largest_finite(values)
 
+    @staticmethod
+    @writes("amax")
+    def weight_amax(weight: Matrices, amax: Tensor) -> None:
+        """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
+        for g in range(weight.shape[0]):
+            amax[g] = _largest_finite(matrix(weight, g).float())
 
-def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
-    quantize_weights(weight, out, block_format, amax=amax)
-    quantize_weights(packed(weight).mT, transposed_out, block_format, amax=amax)
+    @staticmethod
+    @writes("out")
+    def quantize_weights(
+        weight: Matrices, out: Buffers, block_format: BlockFormat, *, amax: MaybeTensor = None
+    ) -> None:
+        """Quantises G matrices, with scales along the last dimension.
 
+        weight [G, M, K], contiguous or the transpose of contiguous matrices, or a table; data [G, M, K or K / 2]; scale
+        [G, M / block_lines, num_blocks(K)], quotients rounded up.
+        """
+        (data, scale), (num_groups, num_lines, num_columns) = out, weight.shape
+        for g in range(num_groups):
+            codes, scales = _quantize_lines(matrix(weight, g).float(), block_format, g, amax, None)
+            _bytes(data)[g] = _pack(codes[:num_lines, :num_columns], block_format)
+            _bytes(scale)[g] = scales
 
-def weight_amax(weight, amax):
-    for g in range(weight.shape[0]):
-        amax[g] = _largest_finite(matrix(weight, g).float())
+    @staticmethod
+    @writes("out", "transposed_out")
+    def quantize_weight_pairs(
+        weight: Matrices,
+        out: Buffers,
+        transposed_out: Buffers,
+        block_format: BlockFormat,
+        *,
+        amax: MaybeTensor = None,
+    ) -> None:
+        """Both operands of G contiguous matrices [G, M, K]: the results of quantize_weights for `weight`, and for
+        `weight.mT` (transposed_out). M and K are even where E2M1 is packed."""
+        QuantizeKernels.quantize_weights(weight, out, block_format, amax=amax)
+        QuantizeKernels.quantize_weights(packed(weight).mT, transposed_out, block_format, amax=amax)
 
+    @staticmethod
+    @writes("out")
+    def act_quantize(
+        h: Tensor,
+        row_scale: Tensor,
+        row_range: Tensor,
+        out: Buffers,
+        activation: Activation,
+        block_format: BlockFormat,
+    ) -> None:
+        """scaled_activation of h, rounded to the dtype of h and quantised by quantize_rows: rows of the second GEMM.
 
-def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
-    for g, span in groups(row_range):
-        values = take_rows((rows, row_index), span).float()
-        values = values if signs is None else _padded_columns(values, signs)
-        amax[g] = _largest_finite(values)
+        h bf16 or fp16 [N, W]; row_scale fp32[N]; data [N, I]. block_format: takes_act_quantize.
+        """
+        a = torch.empty(
+            (h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device
+        )
+        for _, span in filled_groups(row_range):
+            ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
+        QuantizeKernels.quantize_rows(a, row_range, out, block_format)
+
+    @staticmethod
+    @writes("out", "workspace")
+    def dact_quantize(
+        da: Tensor,
+        h: Tensor,
+        row_scale: Tensor,
+        row_range: Tensor,
+        out: DactOperands,
+        workspace: Tensor,
+        activation: Activation,
+        block_format: BlockFormat,
+    ) -> None:
+        """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; columns of the activation again,
+        so that a forward pass need not keep them; and the first GEMM's dbias, of the rounded dh. Whole groups.
+
+        da [N, I] of the dtype of h; workspace: fp32, of dact_quantize_workspace_numel(...) elements. The others as in
+        act_quantize; block_format: takes_dact_quantize.
+        """
+        end = int(row_range[1, -1])
+        dh, a, scale = torch.empty_like(h), torch.empty_like(da), row_scale[:end]
+        value = activation_gradients(
+            da[:end], h[:end], scale, dh[:end], out.dscale[:end], activation
+        )
+        torch.mul(value, scale[:, None], out=a[:end])
+        out.dscale[end:] = 0
+        QuantizeKernels.quantize_rows(dh, row_range, out.rows, block_format)
+        QuantizeKernels.quantize_columns(dh, row_range, out.columns, block_format)
+        QuantizeKernels.quantize_columns(a, row_range, out.a_columns, block_format)
+        if out.dbias is not None:
+            GemmKernels.grouped_bias_grad(dh, row_range, out.dbias)
+
+    @staticmethod
+    @writes("swizzled")
+    def swizzle_scales(
+        scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor
+    ) -> None:
+        """Compact scales into tiles: those of grouped rows, each group's padded to whole tiles, or of any matrices.
+
+        Args:
+            scale: [N, Q], one byte each, of whole groups; or a table, of whose matrices nothing but the sizes without
+                padding is read.
+            row_range: where the rows of groups are; None for a table.
+            swizzled: uint8, from a multiple of 16 on: [at least max_tiles(N, G), ceil(Q / 4), 512], of which tiles of
+                no group are not written; for a table, all the memory in which its destinations are.
+        """
+        for scales, tiles in _matrices(scale, row_range, swizzled):
+            padded = torch.nn.functional.pad(
+                scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE)
+            )
+            # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
+            parts = padded.reshape(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
+            tiles.copy_(parts.permute(0, 3, 2, 1, 4).reshape(tiles.shape))
+
+    @staticmethod
+    @writes("scale")
+    def unswizzle_scales(swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
+        """The inverse of swizzle_scales for grouped rows; scales of rows that belong to no group are not written."""
+        for scales, tiles in _matrices(scale, row_range, swizzled):
+            parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(
+                0, 3, 2, 1, 4
+            )
+            compact = parts.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)
+            scales.copy_(compact[: scales.shape[0], : scales.shape[1]])
 
 
 # The next two are compositions of what they fuse, which has the same bits: numbers are rounded to the dtype of h first.
-
-
-def act_quantize(h, row_scale, row_range, out, activation, block_format):
-    a = torch.empty(
-        (h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device
-    )
-    for _, span in filled_groups(row_range):
-        scaled_activation(h[span], row_scale[span], a[span], activation)
-    quantize_rows(a, row_range, out, block_format)
-
-
-def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block_format):
-    end = int(row_range[1, -1])
-    dh, a, scale = torch.empty_like(h), torch.empty_like(da), row_scale[:end]
-    value = activation_gradients(da[:end], h[:end], scale, dh[:end], out.dscale[:end], activation)
-    torch.mul(value, scale[:, None], out=a[:end])
-    out.dscale[end:] = 0
-    quantize_rows(dh, row_range, out.rows, block_format)
-    quantize_columns(dh, row_range, out.columns, block_format)
-    quantize_columns(a, row_range, out.a_columns, block_format)
-    if out.dbias is not None:
-        grouped_bias_grad(dh, row_range, out.dbias)
 
 
 def _largest_finite(values: torch.Tensor) -> torch.Tensor | float:
@@ -252,25 +423,6 @@ def _butterflies(x: torch.Tensor) -> torch.Tensor:
 
 def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
     return 1.0 - 2.0 * (signs >> torch.arange(formats.HADAMARD_SIZE, device=device) & 1)
-
-
-def swizzle_scales(scale, row_range, swizzled):
-    for scales, tiles in _matrices(scale, row_range, swizzled):
-        padded = torch.nn.functional.pad(
-            scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE)
-        )
-        # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
-        parts = padded.reshape(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
-        tiles.copy_(parts.permute(0, 3, 2, 1, 4).reshape(tiles.shape))
-
-
-def unswizzle_scales(swizzled, row_range, scale):
-    for scales, tiles in _matrices(scale, row_range, swizzled):
-        parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(
-            0, 3, 2, 1, 4
-        )
-        compact = parts.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)
-        scales.copy_(compact[: scales.shape[0], : scales.shape[1]])
 
 
 def _matrices(
