@@ -5,10 +5,10 @@ from typing import Literal, get_args
 
 from symmoe.errors import raise_for, word_problem
 
+# Of a token's logits over all experts. The function and its gradient: twin/route.py and triton/route.py. Those of
+# softmax are shares of the token; others are normalised where shares are needed.
 Score = Literal["softmax", "sigmoid"]
 TINY = 1e-20  # is added to the sum of K scores: sigmoid scores that all underflow must give probs of 0, not NaN
-
-
 SMALLEST = 2.0**-126  # the smallest normal fp32: scores whose sum is less have shares of 0
 
 

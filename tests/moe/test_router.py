@@ -1,12 +1,14 @@
 """Router against an independent implementation in float64 (support/reference.py)."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import reference
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.routing_rule import Score
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.router import Router
 
@@ -29,7 +31,7 @@ def make_tokens(seed: int = 1, num_tokens: int = TOKENS) -> torch.Tensor:
 
 NAMES = ("score", "renormalize", "expert_bias", "num_groups", "top_groups", "top_k")
 SIZES = ((1, 1, 3), (4, 2, 3), (16, 5, 3), (8, 8, 3), (1, 1, 1), (1, 1, EXPERTS))
-MODES = itertools.product(("softmax", "sigmoid"), (False, True), (False, True), SIZES)
+MODES = itertools.product(get_args(Score), (False, True), (False, True), SIZES)
 
 
 @pytest.mark.parametrize("mode", [(*mode, *sizes) for *mode, sizes in MODES], ids=str)

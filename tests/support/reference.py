@@ -146,13 +146,16 @@ def weights_of(
     return torch.cat(weights), torch.cat(biases)
 
 
+SCORES = {"softmax": lambda logits: logits.softmax(-1), "sigmoid": torch.sigmoid}
+
+
 def route(config, x, weight, bias, mask) -> Routed:
     """Of the tokens of x [B, S, H] on one rank."""
     tokens = x.flatten(0, -2)
     if mask is not None:
         tokens = tokens.masked_fill(~mask.view(-1, 1), 0)
     logits = tokens @ weight.T
-    scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+    scores = SCORES[config.score](logits)
     worth = scores.detach() + (0 if bias is None else bias)
     by_group = worth.view(len(worth), config.num_groups, -1)
     best = min(1 if config.score == "softmax" else 2, by_group.shape[-1])

@@ -1,14 +1,15 @@
 """Choices of experts that are hard to make, for the kernels and their twins."""
 
+from typing import get_args
+
 import torch
 
 from symmoe.kernels.control import TOKENS_PER_LOSS_BLOCK, num_blocks
-from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels.routing_rule import RoutingRule, Score
 
 SIZES = ((7, 1, 1), (40, 6, 6), (33, 48, 8), (3, 1000, 32))  # T, E, K
 RULES = (
-    RoutingRule(),
-    RoutingRule(score="sigmoid", route_scale=2.5),
+    *(RoutingRule(score=score, route_scale=2.5) for score in get_args(Score)),
     RoutingRule(renormalize=False, num_groups=2),
     RoutingRule(num_groups=6, top_groups=3),
     RoutingRule(score="sigmoid", num_groups=3, top_groups=2),

@@ -100,6 +100,23 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
     return tl.where(is_kept, value, -float("inf"))
 
 
+@triton.jit
+def score_or_gradient(x, d_score, SCORE: tl.constexpr):
+    """Scores [tokens, lanes] of logits x; with d_score, the gradient of the logits of scores x."""
+    if SCORE == "softmax":
+        if d_score is None:
+            power = tl.exp(x - tl.max(x, axis=1)[:, None])
+            result = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
+        else:
+            result = x * (d_score - tl.sum(d_score * x, axis=1)[:, None])
+    else:  # "sigmoid"
+        if d_score is None:
+            result = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+        else:
+            result = d_score * x * (1.0 - x)
+    return result
+
+
 @fast_jit()
 def choose_experts_kernel(
     logits,
@@ -118,11 +135,7 @@ def choose_experts_kernel(
     is_token, is_expert = token < num_tokens, (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
-    if SIZES.rule.score == "softmax":
-        power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-        score = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
-    else:
-        score = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
+    score = score_or_gradient(logit, None, SIZES.rule.score)
     tl.store(scores + at, score, mask=is_token[:, None] & is_expert)
 
     key = tl.full((SIZES.tokens, SIZES.expert_lanes), 0, tl.int64)
@@ -211,11 +224,7 @@ def choose_experts_grad_kernel(
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
-    d_logit = (
-        score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
-        if SIZES.rule.score == "softmax"
-        else d_score * score * (1.0 - score)
-    )
+    d_logit = score_or_gradient(score, d_score, SIZES.rule.score)
     tl.store(d_logits + at, d_logit, mask=mask)
 
 

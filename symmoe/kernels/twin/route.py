@@ -54,7 +54,7 @@ class RouterKernels:
         rule: RoutingRule,
         block_counts: Tensor | None = None,
     ) -> None:
-        """scores = softmax or sigmoid of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
+        """scores = the rule's function of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
         of those in its best groups, best first, ties to the lower index; probs[t, k] = the score of expert
         topk_idx[t, k], divided by the sum of the K (renormalize), times route_scale.
 
@@ -63,8 +63,7 @@ class RouterKernels:
         logits and scores fp32 [T, E]; bias fp32 [E]; given_idx and topk_idx int32 [T, K]; probs fp32
         [T, K]; block_counts int32 [B, E + R + 2], which gets what count_slots of twin/plan.py finds in topk_idx.
         """
-        # Not torch.sigmoid, see twin/activation.py.
-        scores.copy_(logits.softmax(1) if rule.score == "softmax" else 1 / (1 + (-logits).exp()))
+        scores.copy_(_SCORES[rule.score](logits, None))
         if given_idx is None:
             values = scores if bias is None else scores + bias
             if rule.num_groups > 1:
@@ -112,10 +111,7 @@ class RouterKernels:
                 ) / divisor
             is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
             total.scatter_add_(1, places, d_chosen.masked_fill(~is_expert, 0.0))
-        if rule.score == "softmax":
-            d_logits.copy_(scores * (total - (total * scores).sum(1, keepdim=True)))
-        else:
-            d_logits.copy_(total * scores * (1 - scores))
+        d_logits.copy_(_SCORES[rule.score](scores, total))
 
     @staticmethod
     @writes("sums", "slopes", "loss")
@@ -183,6 +179,23 @@ class RouterKernels:
                 mean = (slope * scores).sum(1, keepdim=True) / total
                 slope = (slope - mean.where(scores.sum(1, keepdim=True) >= SMALLEST, 0.0)) / total
             d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
+
+
+def _softmax(x: Tensor, d_scores: Tensor | None) -> Tensor:
+    """Scores [T, E] of logits x; with d_scores, the gradient of the logits of scores x."""
+    if d_scores is None:
+        return x.softmax(1)
+    return x * (d_scores - (d_scores * x).sum(1, keepdim=True))
+
+
+def _sigmoid(x: Tensor, d_scores: Tensor | None) -> Tensor:
+    """As _softmax."""
+    if d_scores is None:
+        return 1 / (1 + (-x).exp())  # not torch.sigmoid, see twin/activation.py
+    return d_scores * x * (1 - x)
+
+
+_SCORES = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def _chosen_scores(
