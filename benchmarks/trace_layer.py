@@ -27,7 +27,7 @@ from suites.reference import Reference
 from suites.steps import Choice, heap_bytes, layer_step
 
 from symmoe.errors import ArgumentError
-from symmoe.precision.recipes import PRECISIONS
+from symmoe.precision import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Timeline, table
 from symmoe.timeline.phases import COMMUNICATION

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from symmoe import __version__
 from symmoe.errors import ArgumentError
-from symmoe.precision.recipes import PRECISIONS
+from symmoe.precision import PRECISIONS
 from symmoe.tools.check import command as check
 from symmoe.tools.check.runs import DTYPES
 from symmoe.tools.doctor import command as doctor

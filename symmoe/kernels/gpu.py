@@ -1,11 +1,12 @@
 """Kernels for NVIDIA GPUs, in Triton and Gluon, with the names, arguments and meaning of the twins."""
 
 from importlib import import_module
+from typing import Any
 
 from symmoe.kernels import twin
 
 _MODULES = {
-    "low_precision": "act_quantized products quantize scale_tiles wire",
+    "low_precision": "act_quantized products quantize wire",
     "triton": "activation bias gemm gemm_act nodes plan pointers replicas route router_products sync tokens",
 }
 _NAMES = [
@@ -18,4 +19,12 @@ _KERNELS = {
     if name in twin.__all__ and each.__module__ == module.__name__
 }
 globals().update(_KERNELS)
-__all__ = sorted(_KERNELS)
+__all__ = twin.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """Kernels that only MXFP8 and NVFP4 need, imported on first use."""
+    if name in ("swizzle_scales", "unswizzle_scales"):
+        module = "symmoe.kernels.low_precision.block_scaled.scale_tiles"
+        return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

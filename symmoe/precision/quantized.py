@@ -13,7 +13,6 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import bounds_of, equal_groups
 from symmoe.kernels.operands import Buffers, Operand, given
 from symmoe.kernels.twin import quantize as twin
-from symmoe.precision.block_scaled import swizzle_scales
 
 Layout = Literal["rows", "columns", "weight", "weight_transposed"]
 
@@ -79,7 +78,7 @@ class Quantized:
         return Operand(self.data, scale, self.global_scale)
 
     def swizzled_scale(self) -> torch.Tensor:
-        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled.py).
+        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled/tiles.py).
 
         Rows: every group begins at a new tile. Columns: one matrix, in which groups begin at tiles anyway.
         Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.
@@ -90,6 +89,8 @@ class Quantized:
         Raises:
             ArgumentError: a scale is not one byte.
         """
+        from symmoe.precision.block_scaled.tiles import swizzle_scales
+
         if self.layout == "rows":
             return swizzle_scales(self.scale, self._row_range)
         num_matrices, num_lines = (
@@ -133,7 +134,9 @@ class Quantized:
         # By the group of each padded token; tiles of no group may get any.
         values = self._values((torch.searchsorted(first, token, right=True) - 1).clamp(min=0))
         if self.signs is not None:
-            values = twin.inverse_hadamard(values, self.signs)
+            from symmoe.kernels.twin.block_scaled import inverse_hadamard
+
+            values = inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
 
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,9 +16,10 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import empty_row_sums
-from symmoe.kernels.low_precision import act_quantized, fp8, hopper_fp8, products, quantize, scaled
+from symmoe.kernels.low_precision import act_quantized, fp8, hopper_fp8, products, quantize
 from symmoe.kernels.low_precision import hopper_dact_quantize as hopper_dact
 from symmoe.kernels.low_precision import hopper_fp8_wgrad as hopper_wgrad
+from symmoe.kernels.low_precision.block_scaled import scaled
 from symmoe.kernels.triton import bias, gemm_act
 
 BF16 = torch.bfloat16

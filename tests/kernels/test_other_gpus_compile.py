@@ -20,7 +20,7 @@ from symmoe.kernels import architectures, gpu
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import products as gpu_products
-from symmoe.kernels.low_precision import scaled as gpu_scaled
+from symmoe.kernels.low_precision.block_scaled import scaled as gpu_scaled
 from symmoe.kernels.routing_rule import RoutingRule
 
 OTHERS = [

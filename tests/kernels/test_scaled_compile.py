@@ -13,7 +13,8 @@ from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_lau
 from low_precision_launches import BF16, FP16, FP32, PRODUCT_SHAPES, gemm_operands, wgrad_operands
 
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.low_precision import products, scaled
+from symmoe.kernels.low_precision import products
+from symmoe.kernels.low_precision.block_scaled import scaled
 from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable
 

@@ -208,7 +208,8 @@ def test_ranks_can_compare_recipes():
     assert all(0 <= word < 1 << 31 for word in words)
     assert precision_word(Coarse()) == words[-1]
     program = (
-        "from symmoe.precision.recipes import *; print(precision_word(NVFP4(hadamard_signs=None)))"
+        "from symmoe.precision import NVFP4; from symmoe.precision.recipes import precision_word;"
+        "print(precision_word(NVFP4(hadamard_signs=None)))"
     )
     assert int(printed_by("-c", program)) == precision_word(
         NVFP4(hadamard_signs=None)

@@ -92,6 +92,26 @@ def test_everything_public_is_there_without_triton_or_nvshmem_and_so_is_low_prec
     assert out == "ok"
 
 
+def test_what_only_mxfp8_and_nvfp4_need_is_not_imported_for_others():
+    out = run(
+        "import sys, torch, symmoe\n"
+        "from symmoe.precision import Float8Block\n"
+        "for precision in (None, Float8Block()):\n"
+        "    layer = symmoe.GroupedMLP(2, 128, 128, precision=precision, dtype=torch.bfloat16)\n"
+        "    x = torch.randn(8, 128, dtype=torch.bfloat16, requires_grad=True)\n"
+        "    layer(x, torch.tensor([3, 5]), torch.ones(8)).sum().backward()\n"
+        "try:\n"
+        "    import triton\n"
+        "    from symmoe.kernels import gpu, hopper_launchers\n"
+        "except ImportError:\n"
+        "    pass\n"
+        "before = [name for name in sys.modules if 'block_scaled' in name]\n"
+        "from symmoe.precision import NVFP4\n"
+        "print(before, len([name for name in sys.modules if 'block_scaled' in name]) > 2)\n"
+    )
+    assert out == "[] True"
+
+
 EXTRAS = {  # by module, a package that it imports, and the extra that brings that
     "checkpoint": ("safetensors", "checkpoint"),
     "integrations.accelerate": ("accelerate", "transformers"),

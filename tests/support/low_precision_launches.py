@@ -10,7 +10,8 @@ from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_n
 from symmoe.kernels.activation import GELU
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.low_precision import act_quantized, quantize, scale_tiles, wire
+from symmoe.kernels.low_precision import act_quantized, quantize, wire
+from symmoe.kernels.low_precision.block_scaled import scale_tiles
 from symmoe.kernels.operands import Operand
 from symmoe.kernels.quantized_gemm import num_blocks
 from symmoe.kernels.tensor_table import ScaleTable, TensorTable

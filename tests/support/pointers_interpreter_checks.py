@@ -5,7 +5,7 @@ import torch
 
 from symmoe import pack_weight_ptrs
 from symmoe.kernels import twin
-from symmoe.kernels.low_precision import scale_tiles
+from symmoe.kernels.low_precision.block_scaled import scale_tiles
 
 # rows and blocks of the scales, and of the matrix in memory
 CASES = [

@@ -15,7 +15,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from symmoe.kernels import twin
-from symmoe.kernels.low_precision import products, scaled
+from symmoe.kernels.low_precision import products
+from symmoe.kernels.low_precision.block_scaled import scaled
 
 # Splits; O, C.
 CASES = {

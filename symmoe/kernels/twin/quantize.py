@@ -17,9 +17,6 @@ q is byte
     (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
 """
 
-import ctypes
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -36,7 +33,7 @@ from symmoe.kernels.operands import (
     given,
     writes,
 )
-from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
+from symmoe.kernels.quantized_gemm import TILE_BLOCKS
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.activation import ActivationKernels, activation_gradients
 from symmoe.kernels.twin.gemm import (
@@ -49,7 +46,6 @@ from symmoe.kernels.twin.gemm import (
     sum_in_blocks,
     take_rows,
 )
-from symmoe.kernels.twin.philox import random_words
 
 
 class QuantizeKernels:
@@ -252,7 +248,9 @@ class QuantizeKernels:
             swizzled: uint8, from a multiple of 16 on: [at least max_tiles(N, G), ceil(Q / 4), 512], of which tiles of
                 no group are not written; for a table, all the memory in which its destinations are.
         """
-        for scales, tiles in _matrices(scale, row_range, swizzled):
+        from symmoe.kernels.twin.block_scaled import matrices_of
+
+        for scales, tiles in matrices_of(scale, row_range, swizzled):
             padded = torch.nn.functional.pad(
                 scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE)
             )
@@ -264,7 +262,9 @@ class QuantizeKernels:
     @writes("scale")
     def unswizzle_scales(swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
         """The inverse of swizzle_scales for grouped rows; scales of rows that belong to no group are not written."""
-        for scales, tiles in _matrices(scale, row_range, swizzled):
+        from symmoe.kernels.twin.block_scaled import matrices_of
+
+        for scales, tiles in matrices_of(scale, row_range, swizzled):
             parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(
                 0, 3, 2, 1, 4
             )
@@ -289,7 +289,11 @@ def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
 def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
     """The columns of one group as lines [C, tokens], zeros up to a multiple of TILE tokens; transformed with signs."""
     lines = torch.nn.functional.pad(rows.float(), (0, 0, 0, -rows.shape[0] % TILE)).T
-    return lines if signs is None else hadamard(lines, signs)
+    if signs is None:
+        return lines
+    from symmoe.kernels.twin.block_scaled import hadamard
+
+    return hadamard(lines, signs)
 
 
 def _quantize_lines(
@@ -318,9 +322,10 @@ def _quantize_lines(
             .masked_fill(~fits.reshape(padded.shape), formats.E4M3_NAN)
         )
     else:
-        codes = to_e2m1(
-            scaled, None if seeds is None else random_words(int(seeds[group]), *padded.shape)
-        )
+        from symmoe.kernels.twin.block_scaled import random_words, to_e2m1
+
+        words = None if seeds is None else random_words(int(seeds[group]), *padded.shape)
+        codes = to_e2m1(scaled, words)
     nan = _NAN_BYTES.get(block_format.scale, torch.nan)
     return codes, _bytes(scale).masked_fill(~is_finite, nan)
 
@@ -354,30 +359,13 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-formats.E4M3_MAX, formats.E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def to_e2m1(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """Codes uint8 of the E2M1 numbers of finite fp32 numbers, saturating: the nearest, ties to even; or, by 24 bits of
-    random words, one of the two neighbours, so that the mean is the number itself."""
-    size = x.abs().clamp(max=formats.E2M1_MAX)
-    # Numbers of E2M1 are 1/2 apart below 2, 1 below 4, and then 2: in this unit, codes count up from `base`.
-    per_unit = torch.where(size < 2, 2.0, torch.where(size < 4, 1.0, 0.5))
-    base = torch.where(size < 2, 0, torch.where(size < 4, 2, 4))
-    units = size * per_unit
-    if words is None:
-        magnitude = base + torch.round(units).int()  # ties to even: a unit is even if its code is
-    else:
-        lower = torch.floor(units)
-        magnitude = base + lower.int() + ((words >> 8).float() * 2.0**-24 < units - lower)
-    return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
-
-
 def numbers_of(data: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     """The numbers that data holds, unscaled, in fp32."""
     if block_format.element == "e4m3":
         return data.float()
-    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).int()
-    exponent, mantissa = codes >> 1 & 3, codes & 1
-    size = torch.where(exponent == 0, 0.5 * mantissa, torch.ldexp(1 + 0.5 * mantissa, exponent - 1))
-    return torch.where(codes >= 8, -size, size)
+    from symmoe.kernels.twin.block_scaled import numbers_of_e2m1
+
+    return numbers_of_e2m1(data)
 
 
 def _pack(codes: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
@@ -393,67 +381,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
     """tensor[:, column:] = values, as many columns as there are."""
     _bytes(tensor)[:, column : column + values.shape[1]] = values
-
-
-def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
-    """y = H D x for every 16 elements of the last dimension, in fp32; bit i of `signs` changes the sign of element i.
-
-    H is Sylvester's Hadamard matrix of size 16 over 4. H D is orthonormal, so a contraction of two matrices that are
-    both transformed along it stays the same up to rounding; an outlier is spread over its block.
-    """
-    blocks = x.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
-    return _butterflies(blocks * _sign_vector(signs, x.device)).flatten(-2)
-
-
-def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
-    """D H y: the inverse of `hadamard`, up to the rounding of its sums."""
-    blocks = y.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
-    return (_butterflies(blocks) * _sign_vector(signs, y.device)).flatten(-2)
-
-
-def _butterflies(x: torch.Tensor) -> torch.Tensor:
-    """H x by sums and differences of elements at distances 1, 2, 4 and 8; then a quarter of it."""
-    step = 1
-    while step < formats.HADAMARD_SIZE:
-        left, right = x.unflatten(-1, (-1, 2, step)).unbind(-2)
-        x = torch.stack((left + right, left - right), dim=-2).flatten(-3)
-        step *= 2
-    return x * 0.25
-
-
-def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
-    return 1.0 - 2.0 * (signs >> torch.arange(formats.HADAMARD_SIZE, device=device) & 1)
-
-
-def _matrices(
-    scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the scales of every matrix that has rows [M, Q], and of its tiles [tiles down, tiles across, 512]."""
-    if isinstance(scale, ScaleTable):
-        yield from _matrices_of_table(scale, swizzled)
-        return
-    first = 0
-    for _, span in groups(given("row_range", row_range)):
-        last = first + tiles_down(span.stop - span.start)
-        if last > first:
-            yield scale.view(torch.uint8)[span], swizzled[first:last]
-        first = last
-
-
-def _matrices_of_table(
-    table: ScaleTable, swizzled: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    extents, start = table.extents.tolist(), swizzled.data_ptr()
-    columns = table.sources.tolist(), table.destinations.tolist(), table.shapes.tolist()
-    for source, destination, shape in zip(*columns, strict=True):
-        num_rows, num_blocks, *strides = extents[shape]
-        num_bytes = (num_rows - 1) * strides[0] + (num_blocks - 1) * strides[1] + 1
-        memory = torch.frombuffer(
-            (ctypes.c_char * num_bytes).from_address(source), dtype=torch.uint8
-        )
-        down, across = tiles_down(num_rows), -(-num_blocks // TILE_BLOCKS)
-        tiles = swizzled.flatten()[destination - start :][: down * across * TILE_BYTES]
-        yield (
-            memory.as_strided((num_rows, num_blocks), strides),
-            tiles.view(down, across, TILE_BYTES),
-        )

@@ -1,4 +1,4 @@
-"""What only MXFP8 and NVFP4 need: 128x4 tiles of scales, and the randomised Hadamard transform.
+"""128x4 tiles of scales.
 
 In a tile, as Blackwell's block-scaled matrix units read it, the scale of row m and block q is byte
 m % 32 * 16 + m // 32 * 4 + q; tiles lie row by row. Swizzled scales are not for the wire: a group's padding depends on
@@ -11,11 +11,10 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.formats import HADAMARD_SIZE, max_tiles
-from symmoe.kernels.gemm_parts import range_of
+from symmoe.kernels.formats import max_tiles
+from symmoe.kernels.gemm_parts import checked_row_range
 from symmoe.kernels.operands import check_operand
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES
-from symmoe.kernels.twin import quantize as twin
 
 
 def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
@@ -69,58 +68,3 @@ def _tiles_of(
         -(-scale.shape[1] // TILE_BLOCKS),
         TILE_BYTES,
     )
-
-
-def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The row_range int32[2, G] of groups of `rows`, from their bounds int32[G + 1] or their row_range itself;
-    ArgumentError if it is neither. Values are not looked at."""
-    is_range = row_start.dim() == 2
-    shape = (2, max(1, row_start.shape[1])) if is_range else (max(2, row_start.numel()),)
-    check_operand("row_start", row_start, shape, (torch.int32,), rows.device)
-    return row_start if is_range else range_of(row_start)
-
-
-def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
-    """H D x of every 16 elements of the last dimension, as the quantising kernels transform tokens.
-
-    D changes signs, H is Sylvester's Hadamard matrix of size 16 over 4: orthonormal.
-
-    Args:
-        x: floating point [..., K], K a multiple of 16.
-        signs: 16 bits; bit i set: the sign of element i of every 16 is changed.
-
-    Returns:
-        fp32 [..., K].
-
-    Raises:
-        ArgumentError: K is not a multiple of 16, or signs has other bits.
-    """
-    _check(x, signs)
-    return twin.hadamard(x, signs)
-
-
-def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
-    """D H y: the inverse of :func:`hadamard` up to rounding, with its arguments, result and errors."""
-    _check(y, signs)
-    return twin.inverse_hadamard(y, signs)
-
-
-def draw_signs(generator: torch.Generator | None = None) -> int:
-    """16 random signs for :func:`hadamard`, from a generator on the CPU."""
-    return int(torch.randint(1 << HADAMARD_SIZE, (), generator=generator, device="cpu"))
-
-
-def check_signs(signs: int) -> None:
-    """ArgumentError if signs is not 16 bits."""
-    if not 0 <= signs < 1 << HADAMARD_SIZE:
-        raise ArgumentError(
-            f"signs ({signs}) must have {HADAMARD_SIZE} bits: 0 to {(1 << HADAMARD_SIZE) - 1}"
-        )
-
-
-def _check(x: torch.Tensor, signs: int) -> None:
-    check_signs(signs)
-    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % HADAMARD_SIZE:
-        raise ArgumentError(
-            f"x is {x.dtype} {list(x.shape)}; it must be floating point [..., K], K a multiple of {HADAMARD_SIZE}"
-        )

@@ -23,7 +23,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
-from symmoe.kernels.low_precision.scale_tiles import TILE, TILE_BLOCKS, TILE_BYTES
+from symmoe.kernels.low_precision.block_scaled.scale_tiles import TILE, TILE_BLOCKS, TILE_BYTES
 from symmoe.kernels.triton.gemm import Gemm, add_bias, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
