@@ -20,8 +20,8 @@ from symmoe import kernels
 from symmoe.autograd import wrote_into
 from symmoe.checks.arguments import Problem, memory_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.kernels.operands import ScaleTable
 from symmoe.kernels.quantized_gemm import FORMATS, TILE_BLOCKS, TILE_BYTES, tiles_down
-from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.pointers import HostBytes, host_bytes
 from symmoe.symm_mem.memory import positions_inside
 

@@ -28,8 +28,7 @@ from symmoe.autograd import Unmodified
 from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
-from symmoe.kernels.operands import Matrices, Operand, address_or_self, given
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import Matrices, Operand, TensorTable, address_or_self, given
 from symmoe.precision.operands import Directions, HeldWeight
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import version_of

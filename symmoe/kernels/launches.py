@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.operands import in_parts
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable, in_parts
 from symmoe.kernels.twin import Kernels
 from symmoe.program.builder import SLOT_BYTES
 from symmoe.program.program import Memory, Operation, Program

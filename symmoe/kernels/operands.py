@@ -1,6 +1,7 @@
 """Operands of kernels that are more than one tensor, which of them a kernel writes, and checks of operands.
 
-The words are those of twin/__init__.py. Operands are tuples, in which a program finds tensors.
+The words are those of twin/__init__.py. Operands are tuples, in which a program finds tensors. Tables
+of matrices anywhere in memory do not keep these alive.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,7 +10,31 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.tensor_table import TensorTable
+
+
+class TensorTable(NamedTuple):
+    """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor."""
+
+    pointers: torch.Tensor  # addresses of the matrices, int64 [G] on their device (16-byte aligned)
+    shape: tuple[int, int, int]  # (G, rows, columns)
+    dtype: torch.dtype  # of the matrices
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the matrices."""
+        return self.pointers.device
+
+
+class ScaleTable(NamedTuple):
+    """G matrices of one-byte scales, of any shapes, for swizzle_scales."""
+
+    sources: torch.Tensor  # addresses of the matrices, int64 [G] on their device
+    destinations: torch.Tensor  # addresses of their first tiles, int64 [G], multiples of 16
+    shapes: torch.Tensor  # which of `extents` a matrix has, int32 [G]
+    # int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes
+    extents: torch.Tensor
+    most_tiles: tuple[int, int]  # the most (rows of tiles, tiles of a row) that a matrix has
+
 
 MaybeTensor = torch.Tensor | None
 Matrices = torch.Tensor | TensorTable  # a packed tensor, or matrices anywhere
@@ -92,6 +117,13 @@ def check_multiple(what: str, number: int, unit: int) -> None:
 def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Those that are not None."""
     return [tensor for tensor in tensors if tensor is not None]
+
+
+def packed_and_table(
+    matrices: torch.Tensor | TensorTable,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The packed tensor and the addresses in the table, of which one is None: arguments of a kernel."""
+    return (matrices, None) if isinstance(matrices, torch.Tensor) else (None, matrices.pointers)
 
 
 def address_or_self(matrices: torch.Tensor | TensorTable) -> torch.Tensor:

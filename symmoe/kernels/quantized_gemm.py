@@ -19,12 +19,12 @@ from symmoe.kernels.operands import (
     MaybeTensor,
     Operand,
     ScatteredWeight,
+    TensorTable,
     as_pair,
     check_column_scale,
     check_multiple,
     check_operand,
 )
-from symmoe.kernels.tensor_table import TensorTable
 
 BLOCK = 128
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples

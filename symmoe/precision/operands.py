@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.operands import Operand
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import Operand, TensorTable
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.streams import capture_id
 from symmoe.torch_internals import version_of

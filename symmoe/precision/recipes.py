@@ -19,8 +19,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import checked_row_range, equal_groups
-from symmoe.kernels.operands import FLOATS, Buffers, check_column_scale, check_operand
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import FLOATS, Buffers, TensorTable, check_column_scale, check_operand
 from symmoe.precision.quantized import Layout, Quantized
 
 

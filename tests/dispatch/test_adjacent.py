@@ -15,7 +15,7 @@ from symmoe import GroupedLinear
 from symmoe.errors import ArgumentError
 from symmoe.grouped.weights import lay_side_by_side, packed_view
 from symmoe.kernels import twin
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 G = cases.TINY.num_groups
 

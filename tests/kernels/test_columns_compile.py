@@ -23,7 +23,7 @@ from quantize_cases import FORMATS
 
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 NUMBERS = TILE**2 // (32 * hopper_columns.NUM_WARPS)  # of a thread
 SMS = 132

@@ -15,8 +15,7 @@ from low_precision_launches import BF16, FP16, FP32, gemm_operands, wgrad_operan
 from symmoe.kernels import hopper_choice
 from symmoe.kernels import hopper_launchers as launchers
 from symmoe.kernels.low_precision import fp8, hopper_fp8, hopper_fp8_wgrad, products
-from symmoe.kernels.operands import ScatteredWeight
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import ScatteredWeight, TensorTable
 
 MAX_SPILLED = since(("3.6", 8), ("3.9", 20))  # bytes: of a tile, not of its stages
 # Of the product: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of

@@ -31,7 +31,7 @@ from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import quantize, wire
 from symmoe.kernels.low_precision.block_scaled import scale_tiles
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 from symmoe.kernels.triton import bias
 
 MODULES = quantize, scale_tiles, wire, bias

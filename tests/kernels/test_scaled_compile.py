@@ -15,8 +15,7 @@ from low_precision_launches import BF16, FP16, FP32, PRODUCT_SHAPES, gemm_operan
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.low_precision import products
 from symmoe.kernels.low_precision.block_scaled import scaled
-from symmoe.kernels.operands import ScatteredWeight
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import ScatteredWeight, TensorTable
 
 UNITS = {BLACKWELL: "tcgen05", WORKSTATION: "mma", HOPPER: None}
 MAX_TENSOR_COLUMNS = 512  # of tensor memory, which an SM has

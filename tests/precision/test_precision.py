@@ -17,8 +17,7 @@ from symmoe import kernels, pack_weight_ptrs, precision
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.operands import ScatteredWeight
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import ScatteredWeight, TensorTable
 from symmoe.precision import (
     MXFP8,
     NVFP4,

@@ -8,7 +8,7 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.hopper import act as hopper_act
 from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
 from symmoe.kernels.triton import (
     bias,

@@ -12,9 +12,8 @@ from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import act_quantized, quantize, wire
 from symmoe.kernels.low_precision.block_scaled import scale_tiles
-from symmoe.kernels.operands import Operand
+from symmoe.kernels.operands import Operand, ScaleTable, TensorTable
 from symmoe.kernels.quantized_gemm import num_blocks
-from symmoe.kernels.tensor_table import ScaleTable, TensorTable
 from symmoe.kernels.triton import bias
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,7 +10,7 @@ from symmoe.kernels import twin
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),

@@ -11,7 +11,7 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
 ROWS, PACKED, SLOTS, PROBS, VALUES, RETURNED = range(6)  # buffers of a rank's arena

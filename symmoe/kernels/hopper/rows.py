@@ -14,15 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels import control
 from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.gluon_names import thread_barrier, tma_load, tma_store
+from symmoe.kernels.hopper.gluon_names import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    tma,
+    tma_load,
+    tma_store,
+)
 from symmoe.kernels.hopper.pipeline import make_barriers
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 

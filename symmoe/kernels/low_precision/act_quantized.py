@@ -19,8 +19,7 @@ from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
     TILE,
     as_stored,

@@ -21,15 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import control, formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.gluon_names import copy_async
+from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.pipeline import Groups, add
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits

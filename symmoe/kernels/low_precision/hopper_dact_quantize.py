@@ -23,14 +23,11 @@ from dataclasses import dataclass
 
 import torch
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import control, formats
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.hopper.gluon_names import copy_async
+from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.pipeline import Groups, locate_tile, row_tile_prefix
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits

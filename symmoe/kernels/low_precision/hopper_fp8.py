@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
+from symmoe.kernels.hopper.gluon_names import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
-from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_M,
     CHUNK,
@@ -44,9 +44,8 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
-from symmoe.kernels.operands import as_pair
+from symmoe.kernels.operands import as_pair, packed_and_table
 from symmoe.kernels.quantized_gemm import BLOCK
-from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.tiles import matrix_pointer
 
 E4M3 = torch.float8_e4m3fn

@@ -6,15 +6,12 @@ no code is transposed; multiplying and rounding again costs less. Formulas and b
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import control, formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.gluon_names import copy_async
+from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
@@ -29,7 +26,7 @@ from symmoe.kernels.low_precision.hopper_columns import (
     largest,
     scales_of,
 )
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.operands import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import launch_grid, matrix_pointer
 
 COPIED = gl.constexpr(copied_layout(4))

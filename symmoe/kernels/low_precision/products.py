@@ -9,9 +9,8 @@ import torch
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.launch.launch import launch
 from symmoe.kernels.low_precision import fp8
-from symmoe.kernels.operands import as_pair
+from symmoe.kernels.operands import as_pair, packed_and_table
 from symmoe.kernels.quantized_gemm import FLOAT8_BLOCK, check_gemm, check_wgrad
-from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.gemm import zero_matrices
 from symmoe.kernels.triton.tiles import launch_grid
 

@@ -13,8 +13,7 @@ import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
@@ -29,8 +28,7 @@ from symmoe.kernels.low_precision.codes import (
     random_words,
     spread,
 )
-from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.operands import TensorTable, check_column_scale, packed_and_table
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.bias import spread_rows, sum_spread_tile
 from symmoe.kernels.triton.tiles import (

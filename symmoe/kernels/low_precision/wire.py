@@ -11,8 +11,14 @@ import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,

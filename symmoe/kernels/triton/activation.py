@@ -14,8 +14,7 @@ import triton.language as tl
 from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.tiles import store_rounded, tile_mask
 
 SILU = tl.constexpr(definition.SILU)

@@ -24,17 +24,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import (
     Constants,
     Describe,
     Named,
+    ceil_div,
     fast_jit,
     kept_constants,
     launch,
 )
-from symmoe.kernels.operands import as_pair
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.operands import TensorTable, as_pair, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
     TRITON_DTYPES,

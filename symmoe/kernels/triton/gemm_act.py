@@ -20,10 +20,8 @@ import triton.language as tl
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Named, fast_jit, kept_sizes, launch
-from symmoe.kernels.operands import as_pair
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.launch.launch import Named, ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.operands import TensorTable, as_pair
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,

@@ -10,8 +10,15 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_constants,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
-from symmoe.kernels.tensor_table import packed_and_table
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_constants,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
+from symmoe.kernels.operands import packed_and_table
 from symmoe.kernels.triton.plan import (
     INT32_MAX,
     OTHER_SLOTS,

@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.routing_rule import SMALLEST, TINY, RoutingRule
 from symmoe.kernels.triton import plan
 from symmoe.kernels.triton.plan import NO_SLOT

@@ -12,7 +12,6 @@ from triton.language.extra import cuda
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.kernels.launch.integers import next_power_of_2
 from symmoe.kernels.launch.launch import (
     Constants,
     Named,
@@ -20,6 +19,7 @@ from symmoe.kernels.launch.launch import (
     kept_constants,
     kept_sizes,
     launch,
+    next_power_of_2,
 )
 
 _NAMED = {

@@ -16,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, Describe
+from symmoe.kernels.launch.launch import Constants, Describe, ceil_div
 
 ZERO_BLOCK = tl.constexpr(
     2048

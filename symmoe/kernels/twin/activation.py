@@ -19,7 +19,6 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import (
@@ -46,7 +45,9 @@ from symmoe.kernels.twin.gemm import (
 class ActivationKernels:
     @staticmethod
     @writes("out")
-    def scaled_activation(h: Tensor, scale: Tensor, out: Tensor, activation: Activation) -> None:
+    def scaled_activation(
+        h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation
+    ) -> None:
         """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
         value, _ = value_and_slopes(h, activation)
         torch.mul(value, scale[:, None], out=out)
@@ -54,11 +55,11 @@ class ActivationKernels:
     @staticmethod
     @writes("dh", "dscale")
     def scaled_activation_grad(
-        dout: Tensor,
-        h: Tensor,
-        scale: Tensor,
-        dh: Tensor,
-        dscale: Tensor,
+        dout: torch.Tensor,
+        h: torch.Tensor,
+        scale: torch.Tensor,
+        dh: torch.Tensor,
+        dscale: torch.Tensor,
         activation: Activation,
     ) -> None:
         """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W], may be one; scale, dscale fp32[N]."""
@@ -69,9 +70,9 @@ class ActivationKernels:
     def grouped_gemm_act(
         rows: Rows,
         weight: Matrices,
-        row_range: Tensor,
-        row_scale: Tensor,
-        results: tuple[Tensor, Tensor],
+        row_range: torch.Tensor,
+        row_scale: torch.Tensor,
+        results: tuple[torch.Tensor, torch.Tensor],
         activation: Activation,
         *,
         bias: MaybeTensor = None,
@@ -91,10 +92,10 @@ class ActivationKernels:
     def grouped_gemm_dact(
         dout: Rows,
         weight: Matrices,
-        row_range: Tensor,
-        hidden: tuple[Tensor, Tensor],
-        gradients: tuple[Tensor, Tensor, MaybeTensor, MaybeTensor],
-        workspace: Tensor,
+        row_range: torch.Tensor,
+        hidden: tuple[torch.Tensor, torch.Tensor],
+        gradients: tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor],
+        workspace: torch.Tensor,
         activation: Activation,
         *,
         num_sms: int | None = None,
@@ -134,7 +135,7 @@ class ActivationKernels:
     @staticmethod
     @writes("dscale")
     def sum_dact_partials(
-        workspace: Tensor, row_range: Tensor, dscale: Tensor, num_partials: int
+        workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
     ) -> None:
         """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact have filled.
 
@@ -146,8 +147,13 @@ class ActivationKernels:
 
 
 def activation_gradients(
-    dout: Tensor, h: Tensor, scale: Tensor, dh: Tensor, dscale: Tensor, activation: Activation
-) -> Tensor:
+    dout: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    dh: torch.Tensor,
+    dscale: torch.Tensor,
+    activation: Activation,
+) -> torch.Tensor:
     """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = value_and_slopes(h, activation)
     grad = dout.float()

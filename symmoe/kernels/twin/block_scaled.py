@@ -8,14 +8,12 @@ import ctypes
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats
 from symmoe.kernels.formats import HADAMARD_SIZE
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import ScaleTable, given
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
-from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.gemm import groups
 
 _MASK = 0xFFFFFFFF
@@ -77,7 +75,7 @@ def numbers_of_e2m1(data: torch.Tensor) -> torch.Tensor:
     return torch.where(codes >= 8, -size, size)
 
 
-def hadamard(x: Tensor, signs: int) -> Tensor:
+def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     """y = H D x for every 16 elements of the last dimension, as quantising kernels transform tokens.
 
     D changes signs. H is Sylvester's Hadamard matrix of size 16 over 4. H D is orthonormal, so a contraction of two
@@ -98,14 +96,14 @@ def hadamard(x: Tensor, signs: int) -> Tensor:
     return _butterflies(blocks * _sign_vector(signs, x.device)).flatten(-2)
 
 
-def inverse_hadamard(y: Tensor, signs: int) -> Tensor:
+def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
     """D H y: the inverse of :func:`hadamard` up to rounding, with its arguments, result and errors."""
     _check(y, signs)
     blocks = y.float().unflatten(-1, (-1, HADAMARD_SIZE))
     return (_butterflies(blocks) * _sign_vector(signs, y.device)).flatten(-2)
 
 
-def _butterflies(x: Tensor) -> Tensor:
+def _butterflies(x: torch.Tensor) -> torch.Tensor:
     """H x by sums and differences of elements at distances 1, 2, 4 and 8; then a quarter of it."""
     step = 1
     while step < HADAMARD_SIZE:
@@ -115,7 +113,7 @@ def _butterflies(x: Tensor) -> Tensor:
     return x * 0.25
 
 
-def _sign_vector(signs: int, device: torch.device) -> Tensor:
+def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
     return 1.0 - 2.0 * (signs >> torch.arange(HADAMARD_SIZE, device=device) & 1)
 
 
@@ -127,7 +125,7 @@ def check_signs(signs: int) -> None:
         )
 
 
-def _check(x: Tensor, signs: int) -> None:
+def _check(x: torch.Tensor, signs: int) -> None:
     check_signs(signs)
     if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % HADAMARD_SIZE:
         raise ArgumentError(
@@ -136,8 +134,8 @@ def _check(x: Tensor, signs: int) -> None:
 
 
 def matrices_of(
-    scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
+    scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of the scales of every matrix that has rows [M, Q], and of its tiles [tiles down, tiles across, 512]."""
     if isinstance(scale, ScaleTable):
         yield from _matrices_of_table(scale, swizzled)
@@ -150,7 +148,9 @@ def matrices_of(
         first = last
 
 
-def _matrices_of_table(table: ScaleTable, swizzled: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _matrices_of_table(
+    table: ScaleTable, swizzled: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     extents, start = table.extents.tolist(), swizzled.data_ptr()
     columns = table.sources.tolist(), table.destinations.tolist(), table.shapes.tolist()
     for source, destination, shape in zip(*columns, strict=True):

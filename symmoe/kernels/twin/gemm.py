@@ -20,12 +20,10 @@ import ctypes
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, writes
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, writes
 
 MIN_ROWS = 16  # MKL sums in another order for fewer: than 4, or 16, as the CPU is, or if two threads share them
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
@@ -119,8 +117,8 @@ class GemmKernels:
     def grouped_gemm(
         rows: Rows,
         weight: Matrices,
-        row_range: Tensor,
-        out: Tensor,
+        row_range: torch.Tensor,
+        out: torch.Tensor,
         *,
         bias: Bias = None,
         accumulate: bool = False,
@@ -144,8 +142,8 @@ class GemmKernels:
     def grouped_gemm_dgrad(
         dout: Rows,
         weight: Matrices,
-        row_range: Tensor,
-        out: Tensor,
+        row_range: torch.Tensor,
+        out: torch.Tensor,
         *,
         accumulate: bool = False,
         zero_tail: bool = False,
@@ -164,7 +162,7 @@ class GemmKernels:
     def grouped_gemm_wgrad(
         dout: Rows,
         rows: Rows,
-        row_range: Tensor,
+        row_range: torch.Tensor,
         out: Matrices,
         *,
         accumulate: bool = False,
@@ -184,7 +182,7 @@ class GemmKernels:
     @staticmethod
     @writes("dbias")
     def grouped_bias_grad(
-        dout: Rows, row_range: Tensor, dbias: Tensor, *, scale: MaybeTensor = None
+        dout: Rows, row_range: torch.Tensor, dbias: torch.Tensor, *, scale: MaybeTensor = None
     ) -> None:
         """dbias[g] = sum over the rows r of group g of dout[r] * scale[r]; no rows give zeros.
 
@@ -201,9 +199,9 @@ class GemmKernels:
     @writes("dscale")
     def grouped_bias_dot(
         dout: Rows,
-        bias: Tensor,
-        row_range: Tensor,
-        dscale: Tensor,
+        bias: torch.Tensor,
+        row_range: torch.Tensor,
+        dscale: torch.Tensor,
         *,
         accumulate: bool = False,
     ) -> None:

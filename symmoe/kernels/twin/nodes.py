@@ -4,7 +4,6 @@ There are N nodes with G ranks each, T tokens of this rank, and A lines that it 
 """
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels import control
 from symmoe.kernels.control import InNodeIntegers, Peers, PlanIntegers, RankMaps
@@ -15,10 +14,10 @@ class NodeKernels:
     @staticmethod
     @writes("numbers", "token_to_rail_row")
     def rail_rows(
-        topk_idx: Tensor,
+        topk_idx: torch.Tensor,
         maps: RankMaps,
-        numbers: Tensor,
-        token_to_rail_row: Tensor,
+        numbers: torch.Tensor,
+        token_to_rail_row: torch.Tensor,
         *,
         num_experts: int,
         most: int,
@@ -49,7 +48,7 @@ class NodeKernels:
 
     @staticmethod
     @writes("peers")
-    def tell_header(number: Tensor, peers: Peers, source: int, *, word: int) -> None:
+    def tell_header(number: torch.Tensor, peers: Peers, source: int, *, word: int) -> None:
         """Writes number, int32 [1], into a word of the header of a rank (`source`, in the group) in every count table
         of the node; into the half of the next barrier."""
         for rank in range(peers.num_ranks):
@@ -57,7 +56,9 @@ class NodeKernels:
 
     @staticmethod
     @writes("rows", "cleared")
-    def own_counts(ranks: Tensor, peers: Peers, rows: Tensor, cleared: Tensor) -> None:
+    def own_counts(
+        ranks: torch.Tensor, peers: Peers, rows: torch.Tensor, cleared: torch.Tensor
+    ) -> None:
         """Reads the rows of ranks, int64 [G], from this rank's count table, the half of the last barrier: int32
         [G, row_words]. cleared: int32 [., row_words], gets zeros."""
         rows.copy_(peers.count_table(peers.rank, peers.epoch)[ranks])
@@ -65,7 +66,9 @@ class NodeKernels:
 
     @staticmethod
     @writes("peers", "received")
-    def other_counts(rows: Tensor, ranks: Tensor, peers: Peers, received: Tensor) -> None:
+    def other_counts(
+        rows: torch.Tensor, ranks: torch.Tensor, peers: Peers, received: torch.Tensor
+    ) -> None:
         """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.
         received: int64 [R, NUM_PUBLISHED], gets 0, or negative numbers if the call has failed."""
         peers.count_table(peers.rank, peers.epoch)[ranks] = rows
@@ -74,7 +77,7 @@ class NodeKernels:
 
     @staticmethod
     @writes("out")
-    def take_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
+    def take_rows(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         """Copies rows [T, .] of whole 4-byte words to out [A, .]: row a is row index[a], int32 [A]; 0 if T is 0."""
         out.copy_(rows[index] if len(rows) else torch.zeros_like(out))
 
@@ -82,8 +85,8 @@ class NodeKernels:
     @writes("found")
     def plan_in_node(
         plan: PlanIntegers,
-        token_to_rail_row: Tensor,
-        numbers: Tensor,
+        token_to_rail_row: torch.Tensor,
+        numbers: torch.Tensor,
         maps: RankMaps,
         found: InNodeIntegers,
     ) -> None:

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers, PlanIntegers
@@ -23,7 +22,7 @@ _OVERFLOWS = control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW
 class PlanKernels:
     @staticmethod
     @writes("row_range")
-    def splits_to_row_range(splits: Tensor, row_range: Tensor, num_rows: int) -> None:
+    def splits_to_row_range(splits: torch.Tensor, row_range: torch.Tensor, num_rows: int) -> None:
         """row_range of whole groups, int32[2, G], from their numbers of rows: splits int32 or int64 [G].
 
         Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
@@ -36,7 +35,7 @@ class PlanKernels:
     @staticmethod
     @writes("block_counts")
     def count_slots(
-        topk_idx: Tensor, block_counts: Tensor, *, num_experts: int, num_ranks: int
+        topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int
     ) -> None:
         """Counts slots per expert and tokens per destination rank in each block of tokens.
 
@@ -62,8 +61,8 @@ class PlanKernels:
     @staticmethod
     @writes("block_counts", "peers")
     def send_counts(
-        block_counts: Tensor,
-        topk_idx: Tensor,
+        block_counts: torch.Tensor,
+        topk_idx: torch.Tensor,
         header: tuple[int, ...],
         peers: Peers,
         *,
@@ -98,8 +97,8 @@ class PlanKernels:
     @writes("status", "plan")
     def lay_out(
         peers: Peers,
-        received: Tensor,
-        status: Tensor,
+        received: torch.Tensor,
+        status: torch.Tensor,
         plan: PlanIntegers,
         *,
         capacity: int,
@@ -199,7 +198,7 @@ class PlanKernels:
 
     @staticmethod
     @writes("posted")
-    def post_report(report: Tensor, posted: Tensor, *, plan: int) -> None:
+    def post_report(report: torch.Tensor, posted: torch.Tensor, *, plan: int) -> None:
         """Writes the report of the plan with this generation to its row of `posted`, which the host reads: as
         control.REPORT_SLOTS says, pinned host memory on GPUs.
 
@@ -212,7 +211,7 @@ class PlanKernels:
     @staticmethod
     @writes("plan")
     def assign_rows(
-        topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool
+        topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIntegers, *, drop: bool
     ) -> None:
         """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
         order of token, then k.
@@ -256,7 +255,7 @@ def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int
 
 
 def split_rows(
-    source_to_row_start: Tensor, source_to_rows: Tensor, rank: int, ranks: Sequence[int]
+    source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, rank: int, ranks: Sequence[int]
 ) -> None:
     """source_to_rows of lay_out."""
     starts, first_rank, last_rank = source_to_row_start.long(), ranks[0], ranks[-1]

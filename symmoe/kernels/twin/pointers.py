@@ -6,11 +6,10 @@ import operator
 import struct
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels.operands import writes
 
-HostBytes = Tensor | bytes | bytearray | memoryview
+HostBytes = torch.Tensor | bytes | bytearray | memoryview
 
 
 def host_bytes(source: HostBytes) -> memoryview:
@@ -28,7 +27,7 @@ def host_bytes(source: HostBytes) -> memoryview:
 class PointerKernels:
     @staticmethod
     @writes("destination")
-    def copy_host_to_device(source: HostBytes, destination: Tensor) -> None:
+    def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
         """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
         source: contiguous memory of the host, of any size up to that of destination. The caller may change it when the
         call returns."""
@@ -38,7 +37,7 @@ class PointerKernels:
     @staticmethod
     @writes()
     def read_addresses(
-        tensors: list[Tensor], device: torch.device, *, alignment: int, contiguous: bool
+        tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
     ) -> bytes | None:
         """The addresses of tensors as native int64; None if one of them is not what it must be.
 

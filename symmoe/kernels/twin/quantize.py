@@ -18,7 +18,6 @@ q is byte
 """
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels import formats
 from symmoe.kernels.act_quantized import DactOperands
@@ -29,12 +28,12 @@ from symmoe.kernels.operands import (
     Buffers,
     Matrices,
     MaybeTensor,
+    ScaleTable,
     check_column_scale,
     given,
     writes,
 )
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS
-from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.activation import ActivationKernels, activation_gradients
 from symmoe.kernels.twin.gemm import (
     GemmKernels,
@@ -52,15 +51,15 @@ class QuantizeKernels:
     @staticmethod
     @writes("out", "sums.0")
     def quantize_rows(
-        rows: Tensor,
-        row_range: Tensor,
+        rows: torch.Tensor,
+        row_range: torch.Tensor,
         out: Buffers,
         block_format: BlockFormat,
         *,
         row_index: MaybeTensor = None,
         amax: MaybeTensor = None,
         seeds: MaybeTensor = None,
-        sums: tuple[Tensor, MaybeTensor] | None = None,
+        sums: tuple[torch.Tensor, MaybeTensor] | None = None,
     ) -> None:
         """Quantises every row of every group, with scales along the features; and sums rows for a bias gradient.
 
@@ -87,7 +86,7 @@ class QuantizeKernels:
 
     @staticmethod
     @writes("dbias")
-    def sum_dbias(bias_sums: Tensor, row_range: Tensor, dbias: Tensor) -> None:
+    def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
         """What grouped_bias_grad makes of the rows, bit for bit, from the sums of quantize_rows; whole groups.
 
         dbias [G, C] in any dtype.
@@ -100,8 +99,8 @@ class QuantizeKernels:
     @staticmethod
     @writes("out")
     def quantize_columns(
-        rows: Tensor,
-        row_range: Tensor,
+        rows: torch.Tensor,
+        row_range: torch.Tensor,
         out: Buffers,
         block_format: BlockFormat,
         *,
@@ -128,9 +127,9 @@ class QuantizeKernels:
     @staticmethod
     @writes("amax")
     def group_amax(
-        rows: Tensor,
-        row_range: Tensor,
-        amax: Tensor,
+        rows: torch.Tensor,
+        row_range: torch.Tensor,
+        amax: torch.Tensor,
         *,
         row_index: MaybeTensor = None,
         signs: int | None = None,
@@ -146,7 +145,7 @@ class QuantizeKernels:
 
     @staticmethod
     @writes("amax")
-    def weight_amax(weight: Matrices, amax: Tensor) -> None:
+    def weight_amax(weight: Matrices, amax: torch.Tensor) -> None:
         """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
         for g in range(weight.shape[0]):
             amax[g] = _largest_finite(matrix(weight, g).float())
@@ -185,9 +184,9 @@ class QuantizeKernels:
     @staticmethod
     @writes("out")
     def act_quantize(
-        h: Tensor,
-        row_scale: Tensor,
-        row_range: Tensor,
+        h: torch.Tensor,
+        row_scale: torch.Tensor,
+        row_range: torch.Tensor,
         out: Buffers,
         activation: Activation,
         block_format: BlockFormat,
@@ -206,12 +205,12 @@ class QuantizeKernels:
     @staticmethod
     @writes("out", "workspace")
     def dact_quantize(
-        da: Tensor,
-        h: Tensor,
-        row_scale: Tensor,
-        row_range: Tensor,
+        da: torch.Tensor,
+        h: torch.Tensor,
+        row_scale: torch.Tensor,
+        row_range: torch.Tensor,
         out: DactOperands,
-        workspace: Tensor,
+        workspace: torch.Tensor,
         activation: Activation,
         block_format: BlockFormat,
     ) -> None:
@@ -237,7 +236,7 @@ class QuantizeKernels:
     @staticmethod
     @writes("swizzled")
     def swizzle_scales(
-        scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor
+        scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor
     ) -> None:
         """Compact scales into tiles: those of grouped rows, each group's padded to whole tiles, or of any matrices.
 
@@ -260,7 +259,9 @@ class QuantizeKernels:
 
     @staticmethod
     @writes("scale")
-    def unswizzle_scales(swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
+    def unswizzle_scales(
+        swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor
+    ) -> None:
         """The inverse of swizzle_scales for grouped rows; scales of rows that belong to no group are not written."""
         from symmoe.kernels.twin.block_scaled import matrices_of
 

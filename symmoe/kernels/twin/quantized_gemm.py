@@ -15,11 +15,10 @@ before it are fp32. (On GPUs a multiplication and an addition may be one operati
 """
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import Bias, Matrices, Operand, ScatteredWeight, writes
+from symmoe.kernels.operands import Bias, Matrices, Operand, ScatteredWeight, TensorTable, writes
 from symmoe.kernels.quantized_gemm import (
     BLOCK,
     FLOAT8_BLOCK,
@@ -28,7 +27,6 @@ from symmoe.kernels.quantized_gemm import (
     check_wgrad,
     num_blocks,
 )
-from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin import gemm
 from symmoe.kernels.twin.quantize import QuantizeKernels, numbers_of
 
@@ -39,10 +37,10 @@ class QuantizedGemmKernels:
     def grouped_gemm_quantized(
         rows: Operand,
         weight: Operand | ScatteredWeight,
-        row_range: Tensor,
-        out: Tensor,
+        row_range: torch.Tensor,
+        out: torch.Tensor,
         *,
-        group_range: Tensor | None = None,
+        group_range: torch.Tensor | None = None,
         bias: Bias = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
@@ -92,7 +90,7 @@ class QuantizedGemmKernels:
     def grouped_gemm_wgrad_quantized(
         dout: Operand,
         rows: Operand,
-        row_range: Tensor,
+        row_range: torch.Tensor,
         out: Matrices,
         *,
         accumulate: bool = False,
@@ -141,7 +139,7 @@ class QuantizedGemmKernels:
 
 
 def _add_blocks(
-    total: Tensor, rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
+    total: torch.Tensor, rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
 ) -> None:
     """Adds the scaled sums of the blocks of a group's rows to zeros, one after the other."""
     partial = torch.empty_like(total)
@@ -156,7 +154,9 @@ def _add_blocks(
         total += partial * (rows.scale[span, b, None] * features)
 
 
-def _numbers(data: Tensor, scale: Tensor, line_range: Tensor, block_format: BlockFormat) -> Tensor:
+def _numbers(
+    data: torch.Tensor, scale: torch.Tensor, line_range: torch.Tensor, block_format: BlockFormat
+) -> torch.Tensor:
     """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
     values = numbers_of(data, block_format)
     shape = data.shape[0], block_format.num_blocks(values.shape[1])

@@ -4,7 +4,6 @@ Every rank has S places, each for a replica of one expert of another rank. M num
 """
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers, PlanIntegers
@@ -87,7 +86,10 @@ class ReplicaKernels:
     @staticmethod
     @writes("plan", "block_counts")
     def choose_copies(
-        topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor
+        topk_idx: torch.Tensor,
+        block_starts: torch.Tensor,
+        plan: PlanIntegers,
+        block_counts: torch.Tensor,
     ) -> None:
         """Gives every slot one of its expert's copies: this rank's first slots of an expert to that on the lowest rank.
         And counts them.
@@ -120,9 +122,9 @@ class ReplicaKernels:
     @writes("peers")
     def push_replicas(
         weights: Pair,
-        place_to_expert: Tensor,
+        place_to_expert: torch.Tensor,
         peers: Peers,
-        received: Tensor,
+        received: torch.Tensor,
         *,
         column: int,
         starts: tuple[int, int],
@@ -146,9 +148,9 @@ class ReplicaKernels:
     @writes("gradients")
     def add_from_replicas(
         gradients: Pair,
-        places: tuple[Tensor, Tensor],
+        places: tuple[torch.Tensor, torch.Tensor],
         peers: Peers,
-        received: Tensor,
+        received: torch.Tensor,
         *,
         column: int,
         starts: tuple[int, int],
@@ -176,7 +178,9 @@ class ReplicaKernels:
                 store_sum(gradient, g, total, accumulate=False)
 
 
-def _present(pair: Pair, starts: tuple[int, int], received: Tensor) -> list[tuple[Matrices, int]]:
+def _present(
+    pair: Pair, starts: tuple[int, int], received: torch.Tensor
+) -> list[tuple[Matrices, int]]:
     """What of the pair there is, with its start; nothing if the call has failed."""
     if int(received.min()) < 0:
         return []

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels import control
 from symmoe.kernels.operands import writes
@@ -15,7 +14,7 @@ from symmoe.kernels.twin.plan import PlanKernels
 class RouterKernels:
     @staticmethod
     @writes("logits")
-    def router_gemm(x: Tensor, weight: Tensor, logits: Tensor) -> None:
+    def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
         """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E].
 
         Products and sums are as good as those of fp32, but their bits are not those of fp32 sums in any order.
@@ -25,11 +24,11 @@ class RouterKernels:
     @staticmethod
     @writes("dx", "d_weight")
     def router_gemm_grads(
-        d_logits: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        dx: Tensor | None,
-        d_weight: Tensor | None,
+        d_logits: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        dx: torch.Tensor | None,
+        d_weight: torch.Tensor | None,
     ) -> None:
         """dx = d_logits @ weight and d_weight = d_logits^T @ x; what is None is not computed.
 
@@ -44,15 +43,15 @@ class RouterKernels:
     @staticmethod
     @writes("topk_idx", "probs", "scores", "block_counts")
     def choose_experts(
-        logits: Tensor,
-        bias: Tensor | None,
-        given_idx: Tensor | None,
-        topk_idx: Tensor,
-        probs: Tensor,
-        scores: Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        given_idx: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
         *,
         rule: RoutingRule,
-        block_counts: Tensor | None = None,
+        block_counts: torch.Tensor | None = None,
     ) -> None:
         """scores = the rule's function of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
         of those in its best groups, best first, ties to the lower index; probs[t, k] = the score of expert
@@ -84,11 +83,11 @@ class RouterKernels:
     @staticmethod
     @writes("d_logits")
     def choose_experts_grad(
-        d_probs: Tensor | None,
-        d_scores: Tensor | None,
-        topk_idx: Tensor,
-        scores: Tensor,
-        d_logits: Tensor,
+        d_probs: torch.Tensor | None,
+        d_scores: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        scores: torch.Tensor,
+        d_logits: torch.Tensor,
         *,
         rule: RoutingRule,
     ) -> None:
@@ -116,13 +115,13 @@ class RouterKernels:
     @staticmethod
     @writes("sums", "slopes", "loss")
     def router_losses(
-        logits: Tensor,
-        scores: Tensor,
-        expert_load: Tensor,
-        token_mask: Tensor | None,
-        sums: Tensor,
-        slopes: Tensor,
-        loss: Tensor,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        expert_load: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        sums: torch.Tensor,
+        slopes: torch.Tensor,
+        loss: torch.Tensor,
         *,
         balance_coef: float,
         z_coef: float,
@@ -156,13 +155,13 @@ class RouterKernels:
     @staticmethod
     @writes("d_logits", "d_scores")
     def router_losses_grad(
-        d_loss: Tensor,
-        logits: Tensor,
-        scores: Tensor,
-        token_mask: Tensor | None,
-        slopes: Tensor,
-        d_logits: Tensor | None,
-        d_scores: Tensor | None,
+        d_loss: torch.Tensor,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        slopes: torch.Tensor,
+        d_logits: torch.Tensor | None,
+        d_scores: torch.Tensor | None,
         *,
         normalises: bool,
     ) -> None:
@@ -181,14 +180,14 @@ class RouterKernels:
             d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
 
 
-def _softmax(x: Tensor, d_scores: Tensor | None) -> Tensor:
+def _softmax(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
     """Scores [T, E] of logits x; with d_scores, the gradient of the logits of scores x."""
     if d_scores is None:
         return x.softmax(1)
     return x * (d_scores - (d_scores * x).sum(1, keepdim=True))
 
 
-def _sigmoid(x: Tensor, d_scores: Tensor | None) -> Tensor:
+def _sigmoid(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
     """As _softmax."""
     if d_scores is None:
         return 1 / (1 + (-x).exp())  # not torch.sigmoid, see twin/activation.py

@@ -9,7 +9,6 @@ import time
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
@@ -25,13 +24,13 @@ class SyncKernels:
     def barrier(
         peers: Peers,
         words: tuple[int, ...],
-        received: Tensor,
-        status: Tensor,
+        received: torch.Tensor,
+        status: torch.Tensor,
         *,
         call: int,
         fault: bool,
         timeout_ns: int,
-        nan_on_failure: Tensor | None = None,
+        nan_on_failure: torch.Tensor | None = None,
     ) -> None:
         """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
 
@@ -110,12 +109,12 @@ class SyncKernels:
     def wait_for_signal(
         peers: Peers,
         rank: int,
-        arrived: Tensor,
-        status: Tensor,
+        arrived: torch.Tensor,
+        status: torch.Tensor,
         *,
         phase: int,
         timeout_ns: int,
-        nan_on_failure: Tensor | None = None,
+        nan_on_failure: torch.Tensor | None = None,
     ) -> None:
         """Waits for `rank`'s signal since the last barrier.
 
@@ -145,7 +144,7 @@ class SyncKernels:
 
     @staticmethod
     @writes("counts", "progress")
-    def count_exchange(counts: Tensor, progress: Tensor, *, which: int) -> None:
+    def count_exchange(counts: torch.Tensor, progress: torch.Tensor, *, which: int) -> None:
         """Adds 1 to counts[which], int64[2], and writes it to progress[which], int64[2] that the host reads: pinned
         host memory on GPUs."""
         counts[which] += 1
@@ -153,7 +152,7 @@ class SyncKernels:
 
     @staticmethod
     @writes("fault")
-    def hear_of_faults(heard: Tensor, fault: Tensor) -> None:
+    def hear_of_faults(heard: torch.Tensor, fault: torch.Tensor) -> None:
         """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""
         torch.maximum(fault, heard.amax().view(1), out=fault)
 

@@ -21,13 +21,12 @@ multiples of 256, as those of leases are.
 """
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels.control import Peers
 from symmoe.kernels.operands import writes
 
-Slots = tuple[Tensor, Tensor, Tensor | None]
-Region = tuple[Tensor, Tensor, Tensor, Tensor]
+Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Region = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 _WORD = torch.complex128  # the largest that torch copies as one: 16 bytes
@@ -37,10 +36,10 @@ class RowKernels:
     @staticmethod
     @writes("peers")
     def push_rows(
-        x: Tensor,
-        token_to_row: Tensor,
+        x: torch.Tensor,
+        token_to_row: torch.Tensor,
         peers: Peers,
-        received: Tensor,
+        received: torch.Tensor,
         *,
         column: int,
         ranks: range | None = None,
@@ -68,7 +67,7 @@ class RowKernels:
         slots: Slots,
         region: Region,
         peers: Peers,
-        received: Tensor,
+        received: torch.Tensor,
         *,
         row_column: int,
         prob_column: int,
@@ -103,11 +102,11 @@ class RowKernels:
     @staticmethod
     @writes("index")
     def index_rows(
-        wire: tuple[Tensor, Tensor | None],
-        packed: tuple[Tensor, Tensor],
-        num_rows: Tensor,
-        trip: tuple[Tensor, Tensor],
-        index: tuple[Tensor, Tensor, Tensor | None],
+        wire: tuple[torch.Tensor, torch.Tensor | None],
+        packed: tuple[torch.Tensor, torch.Tensor],
+        num_rows: torch.Tensor,
+        trip: tuple[torch.Tensor, torch.Tensor],
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     ) -> None:
         """Turns the slots that arrived into index tensors of this rank.
 
@@ -143,11 +142,11 @@ class RowKernels:
     @staticmethod
     @writes("rows")
     def place_rows(
-        x: Tensor,
-        slot_to_rank: Tensor,
-        slot_to_row: Tensor,
-        rows: Tensor,
-        received: Tensor,
+        x: torch.Tensor,
+        slot_to_rank: torch.Tensor,
+        slot_to_row: torch.Tensor,
+        rows: torch.Tensor,
+        received: torch.Tensor,
         *,
         rank: int,
     ) -> None:
@@ -164,9 +163,9 @@ class RowKernels:
     @staticmethod
     @writes("rows")
     def fan_out(
-        rows: Tensor,
-        packed_to_row: Tensor,
-        source_to_packed_start: Tensor,
+        rows: torch.Tensor,
+        packed_to_row: torch.Tensor,
+        source_to_packed_start: torch.Tensor,
         *,
         rank: int,
         source: int | None = None,
@@ -185,11 +184,11 @@ class RowKernels:
     @staticmethod
     @writes("peers")
     def push_sums(
-        rows: Tensor,
-        packed_to_row: Tensor,
-        source_to_packed_start: Tensor,
+        rows: torch.Tensor,
+        packed_to_row: torch.Tensor,
+        source_to_packed_start: torch.Tensor,
         peers: Peers,
-        received: Tensor,
+        received: torch.Tensor,
         *,
         column: int,
         source: int | None = None,
@@ -217,7 +216,10 @@ class RowKernels:
     @staticmethod
     @writes("packed_values")
     def gather_values(
-        row_values: Tensor, packed_to_row: Tensor, num_packed: Tensor, packed_values: Tensor
+        row_values: torch.Tensor,
+        packed_to_row: torch.Tensor,
+        num_packed: torch.Tensor,
+        packed_values: torch.Tensor,
     ) -> None:
         """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K].
 
@@ -231,11 +233,11 @@ class RowKernels:
     @staticmethod
     @writes("out")
     def pull_rows(
-        source_rank: Tensor,
-        source_row: Tensor,
+        source_rank: torch.Tensor,
+        source_row: torch.Tensor,
         peers: Peers,
-        received: Tensor,
-        out: Tensor,
+        received: torch.Tensor,
+        out: torch.Tensor,
         *,
         column: int,
     ) -> None:
@@ -257,10 +259,10 @@ class RowKernels:
     @staticmethod
     @writes("out")
     def sum_home(
-        rows: tuple[Tensor, Tensor],
-        index: tuple[Tensor, Tensor, Tensor, Tensor],
-        trip: tuple[Tensor, Tensor],
-        out: Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        trip: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
         *,
         rank: int,
         num_ctas: int | None = None,
@@ -296,11 +298,11 @@ class RowKernels:
     @staticmethod
     @writes("out")
     def pull_values(
-        slot_to_rank: Tensor,
-        token_to_packed_row: Tensor,
+        slot_to_rank: torch.Tensor,
+        token_to_packed_row: torch.Tensor,
         peers: Peers,
-        received: Tensor,
-        out: Tensor,
+        received: torch.Tensor,
+        out: torch.Tensor,
         *,
         column: int,
     ) -> None:

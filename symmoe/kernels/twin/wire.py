@@ -4,7 +4,6 @@ A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, th
 """
 
 import torch
-from torch import Tensor
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups
@@ -16,7 +15,7 @@ from symmoe.kernels.twin.quantize import QuantizeKernels
 class WireKernels:
     @staticmethod
     @writes("wire")
-    def encode_rows(rows: Tensor, wire: Tensor, block_format: BlockFormat) -> None:
+    def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
         """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
         num_rows, width = rows.shape
         data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
@@ -36,7 +35,11 @@ class WireKernels:
     @staticmethod
     @writes("out")
     def unpack_rows(
-        wire: Tensor, row_range: Tensor, out: Buffers, *, row_index: Tensor | None = None
+        wire: torch.Tensor,
+        row_range: torch.Tensor,
+        out: Buffers,
+        *,
+        row_index: torch.Tensor | None = None,
     ) -> None:
         """out = data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
 
@@ -50,7 +53,7 @@ class WireKernels:
 
     @staticmethod
     @writes("out")
-    def decode_rows(wire: Tensor, out: Tensor, block_format: BlockFormat) -> None:
+    def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
         """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
         num_rows, width = out.shape
         num_blocks = block_format.num_blocks(width)
@@ -65,13 +68,13 @@ class WireKernels:
     @staticmethod
     @writes("out")
     def requantize_columns(
-        wire: Tensor,
-        row_range: Tensor,
+        wire: torch.Tensor,
+        row_range: torch.Tensor,
         out: Buffers,
         block_format: BlockFormat,
         dtype: torch.dtype,
         *,
-        row_index: Tensor | None = None,
+        row_index: torch.Tensor | None = None,
     ) -> None:
         """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), which is not stored.
 

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, operands, quantized_gemm
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
-from symmoe.kernels.tensor_table import ScaleTable
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_constants, launch
+from symmoe.kernels.operands import ScaleTable
 from symmoe.kernels.triton.tiles import locate_rows, row_tile_prefix
 
 TILE = tl.constexpr(formats.TILE)
