@@ -25,7 +25,8 @@ from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, in_storage, plan_
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
-from symmoe.kernels.gemm_parts import Part, bounds_of
+from symmoe.kernels.gemm_parts import Part
+from symmoe.kernels.operands import bounds_of
 from symmoe.precision.recipes import Recipe, precision_problem, precision_word
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget

@@ -99,3 +99,8 @@ def max_tiles(num_rows: int, num_groups: int) -> int:
     The first tile of a group is the one after the last tile of the group before; tiles past the last one stay unused.
     """
     return (num_rows + num_groups * (TILE - 1)) // TILE
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that can be indexed, and stored by kernels, whatever the format: uint8 where a number has one byte."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -9,9 +9,7 @@ import torch
 
 from symmoe.errors import raise_for, word_problem
 from symmoe.kernels import formats
-from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gemm_parts import bounds_of, equal_groups
-from symmoe.kernels.operands import Buffers, Operand, given
+from symmoe.kernels.operands import Buffers, Operand, bounds_of, equal_groups, given
 from symmoe.kernels.twin import quantize as twin
 
 Layout = Literal["rows", "columns", "weight", "weight_transposed"]
@@ -47,7 +45,7 @@ class Quantized:
 
     data: torch.Tensor
     scale: torch.Tensor
-    block_format: BlockFormat
+    block_format: formats.BlockFormat
     layout: Layout
     num_rows: int
     amax: torch.Tensor | None = None

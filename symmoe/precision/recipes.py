@@ -6,7 +6,6 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,8 +17,15 @@ from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.gemm_parts import checked_row_range, equal_groups
-from symmoe.kernels.operands import FLOATS, Buffers, TensorTable, check_column_scale, check_operand
+from symmoe.kernels.operands import (
+    FLOATS,
+    Buffers,
+    TensorTable,
+    check_column_scale,
+    check_operand,
+    checked_row_range,
+    equal_groups,
+)
 from symmoe.precision.quantized import Layout, Quantized
 
 
@@ -213,7 +219,7 @@ class Recipe(ABC):
         return forward, transposed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Float8Block(Recipe):
     """E4M3 with an fp32 scale for 128 features (or tokens) of a row, and for 128 x 128 of a weight (DeepSeek-V3, 2024).
 

@@ -9,8 +9,7 @@ from row_ranges import random_ranges
 from symmoe.kernels import twin
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.operands import TensorTable
+from symmoe.kernels.operands import TensorTable, range_of
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
@@ -321,7 +320,7 @@ def hopper_quantize_columns_kernel(
     async_copy.wait_group(0)
 
 
-def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> bool:
+def takes_columns(block_format: formats.BlockFormat, rows: torch.Tensor, width: int) -> bool:
     """Whether these kernels make the format of rows, or of rows of the wire: E4M3 in blocks of TILE tokens."""
     in_tiles = block_format.element == "e4m3" and block_format.block == formats.TILE
     return in_tiles and width % 8 == 0 and rows.data_ptr() % control.ACCESS_BYTES == 0

@@ -8,7 +8,6 @@ no code is transposed; multiplying and rounding again costs less. Formulas and b
 import torch
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
@@ -130,7 +129,9 @@ def hopper_quantize_weight_pairs_kernel(
     async_copy.wait_group(0)
 
 
-def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorTable) -> bool:
+def takes_weight_pairs(
+    block_format: formats.BlockFormat, weight: torch.Tensor | TensorTable
+) -> bool:
     """Whether the kernel makes the format of weights [G, M, K]: E4M3 in square blocks of TILE, all of them whole."""
     in_tiles = (
         block_format.element == "e4m3"

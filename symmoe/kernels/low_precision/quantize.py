@@ -17,7 +17,6 @@ from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_siz
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
-    as_stored,
     block_scales,
     column_scale,
     element_codes,
@@ -355,8 +354,8 @@ def quantize_rows(
         rows,
         row_index,
         row_range,
-        as_stored(data),
-        as_stored(scale),
+        formats.as_bytes(data),
+        formats.as_bytes(scale),
         amax,
         seeds,
         *(sums or (None, None)),
@@ -384,7 +383,7 @@ def quantize_columns(
         rows,
         row_index,
         row_range,
-        as_stored(data),
+        formats.as_bytes(data),
         column_scale(scale),
         amax,
         seeds,
@@ -401,7 +400,7 @@ def quantize_weights(weight, out, block_format, *, amax=None):
         (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
         _of_weights(weight, strides, format=block_format, **_WEIGHTS),
         *packed_and_table(weight),
-        *map(as_stored, out),
+        *map(formats.as_bytes, out),
         amax,
     )
 
@@ -422,7 +421,7 @@ def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=Non
         (ceil_div(width, tile["columns"]), ceil_div(num_lines, tile["lines"]), num_groups),
         _of_weights(weight, format=block_format, **tile),
         *packed_and_table(weight),
-        *map(as_stored, (*out, *transposed_out)),
+        *map(formats.as_bytes, (*out, *transposed_out)),
         amax,
     )
 

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.launch import (
     Constants,
     ceil_div,
@@ -249,12 +248,14 @@ def _grid(rows: torch.Tensor) -> tuple[int, int]:
     return ceil_div(rows.shape[0], ROW_TILE[0]), ceil_div(rows.shape[1], ROW_TILE[1])
 
 
-def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+def _scales_of(wire: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
     """The wire as items of scales."""
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
-def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Any) -> Constants:
+def _constants(
+    block_format: formats.BlockFormat, row_bytes: int, width: int, **tile: Any
+) -> Constants:
     """scale_items: scales that would fill a row of the wire."""
     item_bytes = block_format.scale_dtype.itemsize
     return kept_sizes(

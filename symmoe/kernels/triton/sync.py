@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.launch import (
     Constants,
     Named,
@@ -231,7 +230,7 @@ def barrier_kernel(
             )
 
 
-def _constants(peers: Peers) -> Constants:
+def _constants(peers: control.Peers) -> Constants:
     return kept_sizes(
         rank=peers.rank,
         num_ranks=peers.num_ranks,

@@ -11,7 +11,6 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats
-from symmoe.kernels.formats import HADAMARD_SIZE
 from symmoe.kernels.operands import ScaleTable, given
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.twin.gemm import groups
@@ -92,21 +91,21 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
         ArgumentError: K is not a multiple of 16, or signs has other bits.
     """
     _check(x, signs)
-    blocks = x.float().unflatten(-1, (-1, HADAMARD_SIZE))
+    blocks = x.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
     return _butterflies(blocks * _sign_vector(signs, x.device)).flatten(-2)
 
 
 def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
     """D H y: the inverse of :func:`hadamard` up to rounding, with its arguments, result and errors."""
     _check(y, signs)
-    blocks = y.float().unflatten(-1, (-1, HADAMARD_SIZE))
+    blocks = y.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
     return (_butterflies(blocks) * _sign_vector(signs, y.device)).flatten(-2)
 
 
 def _butterflies(x: torch.Tensor) -> torch.Tensor:
     """H x by sums and differences of elements at distances 1, 2, 4 and 8; then a quarter of it."""
     step = 1
-    while step < HADAMARD_SIZE:
+    while step < formats.HADAMARD_SIZE:
         left, right = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((left + right, left - right), dim=-2).flatten(-3)
         step *= 2
@@ -114,22 +113,23 @@ def _butterflies(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
-    return 1.0 - 2.0 * (signs >> torch.arange(HADAMARD_SIZE, device=device) & 1)
+    return 1.0 - 2.0 * (signs >> torch.arange(formats.HADAMARD_SIZE, device=device) & 1)
 
 
 def check_signs(signs: int) -> None:
     """ArgumentError if signs is not 16 bits."""
-    if not 0 <= signs < 1 << HADAMARD_SIZE:
+    if not 0 <= signs < 1 << formats.HADAMARD_SIZE:
         raise ArgumentError(
-            f"signs ({signs}) must have {HADAMARD_SIZE} bits: 0 to {(1 << HADAMARD_SIZE) - 1}"
+            f"signs ({signs}) must have {formats.HADAMARD_SIZE} bits: 0 to {(1 << formats.HADAMARD_SIZE) - 1}"
         )
 
 
 def _check(x: torch.Tensor, signs: int) -> None:
     check_signs(signs)
-    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % HADAMARD_SIZE:
+    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % formats.HADAMARD_SIZE:
         raise ArgumentError(
-            f"x is {x.dtype} {list(x.shape)}; it must be floating point [..., K], K a multiple of {HADAMARD_SIZE}"
+            f"x is {x.dtype} {list(x.shape)}; it must be floating point [..., K], "
+            f"K a multiple of {formats.HADAMARD_SIZE}"
         )
 
 

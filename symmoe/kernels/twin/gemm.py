@@ -151,11 +151,10 @@ class GemmKernels:
     ) -> None:
         """out[r] = dout[r] @ weight[g] for every row r of every group g: dout of O features; weight [G, O, C];
         out [N, C]."""
-        for g, span in filled_groups(row_range):
-            addend = out[span].float() if accumulate else None
-            multiply_rows(out[span], take_rows(dout, span), matrix(weight, g), addend)
-        if zero_tail:
-            zero_rows(out, row_range)
+        turned = packed(weight).mT
+        GemmKernels.grouped_gemm(
+            dout, turned, row_range, out, accumulate=accumulate, zero_tail=zero_tail
+        )
 
     @staticmethod
     @writes("out")

@@ -6,7 +6,6 @@ There are N nodes with G ranks each, T tokens of this rank, and A lines that it 
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import InNodeIntegers, Peers, PlanIntegers, RankMaps
 from symmoe.kernels.operands import writes
 
 
@@ -15,7 +14,7 @@ class NodeKernels:
     @writes("numbers", "token_to_rail_row")
     def rail_rows(
         topk_idx: torch.Tensor,
-        maps: RankMaps,
+        maps: control.RankMaps,
         numbers: torch.Tensor,
         token_to_rail_row: torch.Tensor,
         *,
@@ -48,7 +47,7 @@ class NodeKernels:
 
     @staticmethod
     @writes("peers")
-    def tell_header(number: torch.Tensor, peers: Peers, source: int, *, word: int) -> None:
+    def tell_header(number: torch.Tensor, peers: control.Peers, source: int, *, word: int) -> None:
         """Writes number, int32 [1], into a word of the header of a rank (`source`, in the group) in every count table
         of the node; into the half of the next barrier."""
         for rank in range(peers.num_ranks):
@@ -57,7 +56,7 @@ class NodeKernels:
     @staticmethod
     @writes("rows", "cleared")
     def own_counts(
-        ranks: torch.Tensor, peers: Peers, rows: torch.Tensor, cleared: torch.Tensor
+        ranks: torch.Tensor, peers: control.Peers, rows: torch.Tensor, cleared: torch.Tensor
     ) -> None:
         """Reads the rows of ranks, int64 [G], from this rank's count table, the half of the last barrier: int32
         [G, row_words]. cleared: int32 [., row_words], gets zeros."""
@@ -67,7 +66,7 @@ class NodeKernels:
     @staticmethod
     @writes("peers", "received")
     def other_counts(
-        rows: torch.Tensor, ranks: torch.Tensor, peers: Peers, received: torch.Tensor
+        rows: torch.Tensor, ranks: torch.Tensor, peers: control.Peers, received: torch.Tensor
     ) -> None:
         """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.
         received: int64 [R, NUM_PUBLISHED], gets 0, or negative numbers if the call has failed."""
@@ -84,11 +83,11 @@ class NodeKernels:
     @staticmethod
     @writes("found")
     def plan_in_node(
-        plan: PlanIntegers,
+        plan: control.PlanIntegers,
         token_to_rail_row: torch.Tensor,
         numbers: torch.Tensor,
-        maps: RankMaps,
-        found: InNodeIntegers,
+        maps: control.RankMaps,
+        found: control.InNodeIntegers,
     ) -> None:
         """Finds where the tokens of a plan are inside each node.
 

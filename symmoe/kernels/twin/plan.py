@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers, PlanIntegers
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.operands import writes
 from symmoe.kernels.twin.sync import record
@@ -64,7 +63,7 @@ class PlanKernels:
         block_counts: torch.Tensor,
         topk_idx: torch.Tensor,
         header: tuple[int, ...],
-        peers: Peers,
+        peers: control.Peers,
         *,
         num_experts: int,
     ) -> None:
@@ -96,10 +95,10 @@ class PlanKernels:
     @staticmethod
     @writes("status", "plan")
     def lay_out(
-        peers: Peers,
+        peers: control.Peers,
         received: torch.Tensor,
         status: torch.Tensor,
-        plan: PlanIntegers,
+        plan: control.PlanIntegers,
         *,
         capacity: int,
         overflow: int,
@@ -211,7 +210,11 @@ class PlanKernels:
     @staticmethod
     @writes("plan")
     def assign_rows(
-        topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIntegers, *, drop: bool
+        topk_idx: torch.Tensor,
+        block_starts: torch.Tensor,
+        plan: control.PlanIntegers,
+        *,
+        drop: bool,
     ) -> None:
         """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
         order of token, then k.

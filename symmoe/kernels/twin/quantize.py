@@ -23,7 +23,6 @@ from symmoe.kernels import formats
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import (
     Buffers,
     Matrices,
@@ -54,7 +53,7 @@ class QuantizeKernels:
         rows: torch.Tensor,
         row_range: torch.Tensor,
         out: Buffers,
-        block_format: BlockFormat,
+        block_format: formats.BlockFormat,
         *,
         row_index: MaybeTensor = None,
         amax: MaybeTensor = None,
@@ -74,8 +73,8 @@ class QuantizeKernels:
         for g, span in filled_groups(row_range):
             lines = take_rows((rows, row_index), span).float()
             codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
-            _bytes(data)[span] = _pack(codes[:, :width], block_format)
-            _bytes(scale)[span] = scales
+            formats.as_bytes(data)[span] = _pack(codes[:, :width], block_format)
+            formats.as_bytes(scale)[span] = scales
             if sums is not None:
                 bias_sums, bias_scale = sums
                 terms = block_sums(
@@ -94,7 +93,9 @@ class QuantizeKernels:
         for g, span in groups(row_range):
             first = span.start // SLOT_ROWS + g
             num_slots = -(-(span.stop - span.start) // SLOT_ROWS)
-            dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
+            dbias[g] = sum_in_blocks(
+                bias_sums[first : first + num_slots].t(), formats.TILE // SLOT_ROWS
+            )
 
     @staticmethod
     @writes("out")
@@ -102,7 +103,7 @@ class QuantizeKernels:
         rows: torch.Tensor,
         row_range: torch.Tensor,
         out: Buffers,
-        block_format: BlockFormat,
+        block_format: formats.BlockFormat,
         *,
         row_index: MaybeTensor = None,
         amax: MaybeTensor = None,
@@ -153,7 +154,11 @@ class QuantizeKernels:
     @staticmethod
     @writes("out")
     def quantize_weights(
-        weight: Matrices, out: Buffers, block_format: BlockFormat, *, amax: MaybeTensor = None
+        weight: Matrices,
+        out: Buffers,
+        block_format: formats.BlockFormat,
+        *,
+        amax: MaybeTensor = None,
     ) -> None:
         """Quantises G matrices, with scales along the last dimension.
 
@@ -163,8 +168,8 @@ class QuantizeKernels:
         (data, scale), (num_groups, num_lines, num_columns) = out, weight.shape
         for g in range(num_groups):
             codes, scales = _quantize_lines(matrix(weight, g).float(), block_format, g, amax, None)
-            _bytes(data)[g] = _pack(codes[:num_lines, :num_columns], block_format)
-            _bytes(scale)[g] = scales
+            formats.as_bytes(data)[g] = _pack(codes[:num_lines, :num_columns], block_format)
+            formats.as_bytes(scale)[g] = scales
 
     @staticmethod
     @writes("out", "transposed_out")
@@ -172,7 +177,7 @@ class QuantizeKernels:
         weight: Matrices,
         out: Buffers,
         transposed_out: Buffers,
-        block_format: BlockFormat,
+        block_format: formats.BlockFormat,
         *,
         amax: MaybeTensor = None,
     ) -> None:
@@ -189,7 +194,7 @@ class QuantizeKernels:
         row_range: torch.Tensor,
         out: Buffers,
         activation: Activation,
-        block_format: BlockFormat,
+        block_format: formats.BlockFormat,
     ) -> None:
         """scaled_activation of h, rounded to the dtype of h and quantised by quantize_rows: rows of the second GEMM.
 
@@ -212,7 +217,7 @@ class QuantizeKernels:
         out: DactOperands,
         workspace: torch.Tensor,
         activation: Activation,
-        block_format: BlockFormat,
+        block_format: formats.BlockFormat,
     ) -> None:
         """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; columns of the activation again,
         so that a forward pass need not keep them; and the first GEMM's dbias, of the rounded dh. Whole groups.
@@ -251,7 +256,7 @@ class QuantizeKernels:
 
         for scales, tiles in matrices_of(scale, row_range, swizzled):
             padded = torch.nn.functional.pad(
-                scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE)
+                scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % formats.TILE)
             )
             # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
             parts = padded.reshape(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
@@ -269,7 +274,7 @@ class QuantizeKernels:
             parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(
                 0, 3, 2, 1, 4
             )
-            compact = parts.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)
+            compact = parts.reshape(tiles.shape[0] * formats.TILE, tiles.shape[1] * TILE_BLOCKS)
             scales.copy_(compact[: scales.shape[0], : scales.shape[1]])
 
 
@@ -289,7 +294,7 @@ def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
 
 def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
     """The columns of one group as lines [C, tokens], zeros up to a multiple of TILE tokens; transformed with signs."""
-    lines = torch.nn.functional.pad(rows.float(), (0, 0, 0, -rows.shape[0] % TILE)).T
+    lines = torch.nn.functional.pad(rows.float(), (0, 0, 0, -rows.shape[0] % formats.TILE)).T
     if signs is None:
         return lines
     from symmoe.kernels.twin.block_scaled import hadamard
@@ -299,7 +304,7 @@ def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
 
 def _quantize_lines(
     lines: torch.Tensor,
-    block_format: BlockFormat,
+    block_format: formats.BlockFormat,
     group: int,
     amax: torch.Tensor | None,
     seeds: torch.Tensor | None,
@@ -328,14 +333,14 @@ def _quantize_lines(
         words = None if seeds is None else random_words(int(seeds[group]), *padded.shape)
         codes = to_e2m1(scaled, words)
     nan = _NAN_BYTES.get(block_format.scale, torch.nan)
-    return codes, _bytes(scale).masked_fill(~is_finite, nan)
+    return codes, formats.as_bytes(scale).masked_fill(~is_finite, nan)
 
 
 _NAN_BYTES = {"e8m0": formats.E8M0_NAN, "e4m3": formats.E4M3_NAN}
 
 
 def _scales(
-    amax: torch.Tensor, block_format: BlockFormat, global_scale: torch.Tensor | None
+    amax: torch.Tensor, block_format: formats.BlockFormat, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored scales of blocks, and the multipliers of their elements."""
     if block_format.scale == "e4m3":
@@ -360,7 +365,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-formats.E4M3_MAX, formats.E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def numbers_of(data: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+def numbers_of(data: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
     """The numbers that data holds, unscaled, in fp32."""
     if block_format.element == "e4m3":
         return data.float()
@@ -369,16 +374,11 @@ def numbers_of(data: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     return numbers_of_e2m1(data)
 
 
-def _pack(codes: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+def _pack(codes: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
     """Codes as they are stored."""
     return codes if block_format.elements_per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that can be indexed and copied to, whatever the format of the numbers."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
     """tensor[:, column:] = values, as many columns as there are."""
-    _bytes(tensor)[:, column : column + values.shape[1]] = values
+    formats.as_bytes(tensor)[:, column : column + values.shape[1]] = values

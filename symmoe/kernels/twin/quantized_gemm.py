@@ -17,8 +17,15 @@ before it are fp32. (On GPUs a multiplication and an addition may be one operati
 import torch
 
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import Bias, Matrices, Operand, ScatteredWeight, TensorTable, writes
+from symmoe.kernels.operands import (
+    Bias,
+    Matrices,
+    Operand,
+    ScatteredWeight,
+    TensorTable,
+    equal_groups,
+    writes,
+)
 from symmoe.kernels.quantized_gemm import (
     BLOCK,
     FLOAT8_BLOCK,

@@ -6,7 +6,6 @@ Every rank has S places, each for a replica of one expert of another rank. M num
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers, PlanIntegers
 from symmoe.kernels.operands import Matrices, writes
 from symmoe.kernels.twin.gemm import matrix, store_sum
 from symmoe.kernels.twin.plan import PlanKernels, places_of_slots
@@ -17,7 +16,9 @@ Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one
 class ReplicaKernels:
     @staticmethod
     @writes("plan")
-    def place_replicas(peers: Peers, plan: PlanIntegers, *, slack: int, num_near: int) -> None:
+    def place_replicas(
+        peers: control.Peers, plan: control.PlanIntegers, *, slack: int, num_near: int
+    ) -> None:
         """Moves rows of ranks that have too many to replicas on ranks that have less, from the count table, the same
         way on every rank. Rows stay in a node: each `num_near` ranks that follow each other are for themselves.
 
@@ -88,7 +89,7 @@ class ReplicaKernels:
     def choose_copies(
         topk_idx: torch.Tensor,
         block_starts: torch.Tensor,
-        plan: PlanIntegers,
+        plan: control.PlanIntegers,
         block_counts: torch.Tensor,
     ) -> None:
         """Gives every slot one of its expert's copies: this rank's first slots of an expert to that on the lowest rank.
@@ -123,7 +124,7 @@ class ReplicaKernels:
     def push_replicas(
         weights: Pair,
         place_to_expert: torch.Tensor,
-        peers: Peers,
+        peers: control.Peers,
         received: torch.Tensor,
         *,
         column: int,
@@ -149,7 +150,7 @@ class ReplicaKernels:
     def add_from_replicas(
         gradients: Pair,
         places: tuple[torch.Tensor, torch.Tensor],
-        peers: Peers,
+        peers: control.Peers,
         received: torch.Tensor,
         *,
         column: int,
@@ -187,7 +188,7 @@ def _present(
     return [(each, start) for each, start in zip(pair, starts, strict=True) if each is not None]
 
 
-def _used(place_to_expert: torch.Tensor, peers: Peers) -> list[tuple[tuple[int, int], int]]:
+def _used(place_to_expert: torch.Tensor, peers: control.Peers) -> list[tuple[tuple[int, int], int]]:
     """((rank, place), expert) of the places that have a replica, of the ranks of these peers."""
     places = place_to_expert[peers.in_group(0) :][: peers.num_ranks]
     return [((int(r), int(p)), int(places[r, p])) for r, p in (places >= 0).nonzero()]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.kernels.operands import writes
 
 _SPINS_BEFORE_SLEEP = 200
@@ -22,7 +21,7 @@ class SyncKernels:
     @staticmethod
     @writes("peers", "received", "status", "nan_on_failure")
     def barrier(
-        peers: Peers,
+        peers: control.Peers,
         words: tuple[int, ...],
         received: torch.Tensor,
         status: torch.Tensor,
@@ -97,7 +96,7 @@ class SyncKernels:
 
     @staticmethod
     @writes("peers")
-    def send_signal(peers: Peers, rank: int) -> None:
+    def send_signal(peers: control.Peers, rank: int) -> None:
         """Tells `rank` that what this rank has written there since the last barrier is complete; does
         nothing after a failure."""
         counters, _, signals = peers.host_words
@@ -107,7 +106,7 @@ class SyncKernels:
     @staticmethod
     @writes("peers", "arrived", "status", "nan_on_failure")
     def wait_for_signal(
-        peers: Peers,
+        peers: control.Peers,
         rank: int,
         arrived: torch.Tensor,
         status: torch.Tensor,

@@ -6,8 +6,7 @@ A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, th
 import torch
 
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import Buffers, writes
+from symmoe.kernels.operands import Buffers, equal_groups, writes
 from symmoe.kernels.twin.gemm import filled_groups, take_rows
 from symmoe.kernels.twin.quantize import QuantizeKernels
 

@@ -12,8 +12,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import max_tiles
-from symmoe.kernels.gemm_parts import checked_row_range
-from symmoe.kernels.operands import check_operand
+from symmoe.kernels.operands import check_operand, checked_row_range
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES
 
 

@@ -21,7 +21,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
 from symmoe.kernels.low_precision.block_scaled.scale_tiles import TILE, TILE_BLOCKS, TILE_BYTES
 from symmoe.kernels.triton.gemm import Gemm, add_bias, zero_tail_rows
@@ -68,7 +67,7 @@ class ScaledGemm(Gemm):
     """The constants of grouped_gemm_scaled_kernel. native: whether the GPU multiplies with block scales. step, across:
     bytes of a line, and tiles of its scales, in a contraction step."""
 
-    block_format: BlockFormat
+    block_format: formats.BlockFormat
     native: bool
     step: int
     across: int
@@ -93,7 +92,7 @@ class ScaledGemm(Gemm):
 class ScaledWgrad(Wgrad):
     """The constants of grouped_gemm_wgrad_scaled_kernel."""
 
-    block_format: BlockFormat
+    block_format: formats.BlockFormat
     native: bool
 
 
@@ -311,7 +310,7 @@ def grouped_gemm_wgrad_scaled_kernel(
 
 @functools.cache
 def plan_gemm(
-    block_format: BlockFormat,
+    block_format: formats.BlockFormat,
     unit: Unit,
     num_groups: int,
     out_width: int,
@@ -342,7 +341,7 @@ def plan_gemm(
 
 @functools.cache
 def plan_wgrad(
-    block_format: BlockFormat,
+    block_format: formats.BlockFormat,
     unit: Unit,
     dtype: torch.dtype,
     accumulate: bool,
@@ -372,7 +371,7 @@ def plan_wgrad(
     return wgrad, wgrad.constants(descriptors, enable_fp_fusion=False)
 
 
-def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
+def _gemm_config(block_format: formats.BlockFormat, unit: Unit, out_width: int) -> TileConfig:
     if unit != "tcgen05":
         return CONFIG
     return next(
@@ -380,7 +379,7 @@ def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileC
     )
 
 
-def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
+def _check_tiles(config: TileConfig, block_format: formats.BlockFormat) -> tuple[int, int]:
     """Bytes of a line, and tiles of their scales, of a contraction step; ArgumentError if it cuts tiles of scales."""
     unit = block_format.block * quantized_gemm.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
@@ -390,7 +389,7 @@ def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, in
     return config.block_k // block_format.elements_per_byte, config.block_k // unit
 
 
-def _describe_scales(down: int, across: int, block_format: BlockFormat) -> Describe:
+def _describe_scales(down: int, across: int, block_format: formats.BlockFormat) -> Describe:
     """Function from scales in tiles to their TMA descriptor: see tile_scales."""
     # E8M0 stays uint8, which is what dot_scaled takes for it. E4M3 must be E4M3 from the start: Triton would not move
     # scales from shared to tensor memory that a kernel casts in between.
