@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +226,7 @@ class PlanRequest:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
         with torch.no_grad(), (heap := self.heap).one_call:
             generation = heap.epoch + 1
-            launch = partial(self.launch, generation)
+            launch = functools.partial(self.launch, generation)
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
             storage, *found = heap.run(self.key, launch, inputs, plan=generation)
             plan = self.plan(storage, generation)
