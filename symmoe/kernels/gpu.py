@@ -19,7 +19,6 @@ _KERNELS = {
     if name in twin.__all__ and each.__module__ == module.__name__
 }
 globals().update(_KERNELS)
-__all__ = twin.__all__
 
 
 def __getattr__(name: str) -> Any:

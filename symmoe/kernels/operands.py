@@ -1,7 +1,7 @@
 """Operands of kernels that are more than one tensor, which of them a kernel writes, and checks of operands.
 
-The words are those of twin/__init__.py. Operands are tuples, in which a program finds tensors. Tables
-of matrices anywhere in memory do not keep these alive.
+The words are those of twin/__init__.py. Operands are tuples, in which a program finds tensors. Tables of matrices
+anywhere in memory do not keep these alive.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

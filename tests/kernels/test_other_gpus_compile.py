@@ -16,7 +16,7 @@ from compiled_launches import kernels_of, meta
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
 from low_precision_launches import ELEMENTS, PRODUCT_SHAPES, gemm_operands, wgrad_operands
 
-from symmoe.kernels import architectures, gpu
+from symmoe.kernels import architectures, gpu, twin
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import products as gpu_products
@@ -28,7 +28,7 @@ OTHERS = [
     for (major, minor), kind in architectures.ARCHITECTURES.items()
     if not kind.is_measured
 ]
-FOUND = {sys.modules[getattr(gpu, name).__module__] for name in gpu.__all__}
+FOUND = {sys.modules[getattr(gpu, name).__module__] for name in twin.__all__}
 MODULES = sorted({*FOUND, gpu_fp8, gpu_scaled}, key=lambda each: each.__name__)
 KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*MODULES)}
 

@@ -211,7 +211,6 @@ def test_every_kernel_has_the_signature_of_its_twin():
     pytest.importorskip("triton")
     from symmoe.kernels import gpu, twin
 
-    assert gpu.__all__ == sorted(twin.__all__)
     assert len(twin.__all__) >= 19
     tuning = {"num_sms", "num_ctas"}
     for name in twin.__all__:

@@ -10,7 +10,7 @@ of the same name, with the same arguments and the same meaning, for each of its 
 * Results are written to the caller's tensors: `writes` names the parameters. All tensors are on one device,
   contiguous unless the text says otherwise.
 * On GPUs no function makes the host wait for the device, and only the router's GEMMs allocate device memory. Bits
-of results do not depend on the grid of a launch.
+  of results do not depend on the grid of a launch.
 * row_range: int32[2, G]. Rows row_range[0, g]:row_range[1, g] of group g are computed and written, none if the end is
   not past the begin. Other rows influence nothing, and are not written unless the text says so. A range of only some
   rows of every group gives these the bits of one call for all rows. A begin that is the group's first row plus a

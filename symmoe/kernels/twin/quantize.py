@@ -186,6 +186,9 @@ class QuantizeKernels:
         QuantizeKernels.quantize_weights(weight, out, block_format, amax=amax)
         QuantizeKernels.quantize_weights(packed(weight).mT, transposed_out, block_format, amax=amax)
 
+    # The next two are compositions of what they fuse, which has the same bits: numbers are rounded to the dtype of h
+    # first.
+
     @staticmethod
     @writes("out")
     def act_quantize(
@@ -276,9 +279,6 @@ class QuantizeKernels:
             )
             compact = parts.reshape(tiles.shape[0] * formats.TILE, tiles.shape[1] * TILE_BLOCKS)
             scales.copy_(compact[: scales.shape[0], : scales.shape[1]])
-
-
-# The next two are compositions of what they fuse, which has the same bits: numbers are rounded to the dtype of h first.
 
 
 def _largest_finite(values: torch.Tensor) -> torch.Tensor | float:
