@@ -38,7 +38,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     # a steady step of a layer on two CPU ranks, see test_bounds.py
     "files of a step": (24, 33),
     "frames in forward": (10, 19),
-    "calls in forward": (300, 657),
+    "calls in forward": (300, 634),
     "calls before the first kernel": (60, 111),
 }
 MOST_PARAMETERS = 8

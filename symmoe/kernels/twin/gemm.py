@@ -17,7 +17,6 @@ ALIGNMENT, and never fewer than MIN_ROWS rows. The sums of biases are in the ord
 """
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 
@@ -29,16 +28,16 @@ MIN_ROWS = 16  # MKL sums in another order for fewer: than 4, or 16, as the CPU 
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 
 
-def groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
     """Every group and its rows, in order; also groups without rows."""
-    return (
+    return [
         (g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist())
-    )
+    ]
 
 
-def filled_groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def filled_groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
     """Every group that has rows, and these rows."""
-    return ((g, span) for g, span in groups(row_range) if span.start < span.stop)
+    return [(g, span) for g, span in groups(row_range) if span.start < span.stop]
 
 
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
