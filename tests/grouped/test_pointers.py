@@ -247,7 +247,7 @@ def test_the_compiled_reader_does_the_work(monkeypatch):
 
     tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).t()]
     expected = [tensor.data_ptr() for tensor in tensors]
-    monkeypatch.setattr(gpu_pointers.twin, "read_addresses", lambda *_, **__: None)
+    monkeypatch.setattr(gpu_pointers.PointerKernels, "read_addresses", lambda *_, **__: None)
 
     def read(tensors, **changes):
         options = {"alignment": 16, "contiguous": False, **changes}
