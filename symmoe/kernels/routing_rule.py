@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 
 # Of a token's logits over all experts. The function and its gradient: twin/route.py and triton/route.py. Those of
 # softmax are shares of the token; others are normalised where shares are needed.
@@ -27,8 +27,8 @@ class RoutingRule:
     route_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("score", self.score, get_args(Score)))
+        raise_for(choice_problem("score", self.score, get_args(Score)))
 
     def best_of_group(self, num_experts: int) -> int:
         """How many experts say what a group is worth."""
-        return 1 if self.score == "softmax" else min(2, num_experts // self.num_groups)
+        return 1 if self.score == "softmax" else min(2, num_experts // self.num_expert_groups)

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 from symmoe.kernels import formats
-from symmoe.kernels.operands import Buffers, Operand, bounds_of, equal_groups, given
+from symmoe.kernels.operands import Buffers, Operand, bounds_of, equal_groups, require_tensor
 from symmoe.kernels.twin import quantize as twin
 
 Layout = Literal["rows", "columns", "weight", "weight_transposed"]
@@ -53,7 +53,7 @@ class Quantized:
     signs: int | None = None
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("layout", self.layout, get_args(Layout)))
+        raise_for(choice_problem("layout", self.layout, get_args(Layout)))
 
     @property
     def row_start(self) -> torch.Tensor | None:
@@ -119,7 +119,7 @@ class Quantized:
 
     @property
     def _row_range(self) -> torch.Tensor:
-        return given("row_range", self.row_range)
+        return require_tensor("row_range", self.row_range)
 
     def _columns(self) -> torch.Tensor:
         groups, belongs = self._row_groups()

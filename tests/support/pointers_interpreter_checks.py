@@ -2,8 +2,8 @@
 are those of pack_weight_ptrs: matrices of different shapes in one launch."""
 
 import torch
+from symmoe.pointers import pack_weight_ptrs
 
-from symmoe import pack_weight_ptrs
 from symmoe.kernels import twin
 from symmoe.kernels.low_precision.block_scaled import scale_tiles
 

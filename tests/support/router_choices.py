@@ -19,8 +19,8 @@ RULES = (
 
 def fits(rule: RoutingRule, num_experts: int, top_k: int) -> bool:
     """Whether MoEConfig would take them together."""
-    return num_experts % rule.num_groups == 0 and top_k <= rule.top_groups * (
-        num_experts // rule.num_groups
+    return num_experts % rule.num_expert_groups == 0 and top_k <= rule.topk_groups * (
+        num_experts // rule.num_expert_groups
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats
-from symmoe.kernels.operands import ScaleTable, given
+from symmoe.kernels.operands import ScaleTable, require_tensor
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.twin.gemm import groups
 
@@ -141,7 +141,7 @@ def matrices_of(
         yield from _matrices_of_table(scale, swizzled)
         return
     first = 0
-    for _, span in groups(given("row_range", row_range)):
+    for _, span in groups(require_tensor("row_range", row_range)):
         last = first + tiles_down(span.stop - span.start)
         if last > first:
             yield scale.view(torch.uint8)[span], swizzled[first:last]

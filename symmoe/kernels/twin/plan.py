@@ -121,7 +121,7 @@ class PlanKernels:
             plan: gets what says where rows are, the report and, where there are no places, expert_load.
             capacity: rows that this rank can take; -1: its host waits for the report before it launches more.
             overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to the capacity, that of all ranks, instead of
-                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_NO_ROOM, and not recorded.
+                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_OVER_BUDGET, and not recorded.
             ranks: consecutive ones, of this node, or all of the group.
         """
         num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
@@ -142,7 +142,7 @@ class PlanKernels:
         drop = overflow == control.OVERFLOW_DROP
         error = _find_error(headers, sizes, received, drop)
         if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
-            error = control.PLAN_NO_ROOM, *error[1:]
+            error = control.PLAN_OVER_BUDGET, *error[1:]
         kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
         failed = error[0] != control.PLAN_OK
         if failed:
@@ -179,7 +179,7 @@ class PlanKernels:
         plan.replica_ranges.copy_(
             torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
         )
-        if not plan.place_to_expert.numel():
+        if not plan.replica_to_expert.numel():
             plan.expert_load.copy_(load.flatten())
 
         report = plan.report.zero_()
@@ -189,7 +189,11 @@ class PlanKernels:
         report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
         report[control.SUM_MAX_PACKED] = regions.sum(0).max()
         report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-        if capacity >= 0 and failed and error[0] not in (control.PLAN_FAULT, control.PLAN_NO_ROOM):
+        if (
+            capacity >= 0
+            and failed
+            and error[0] not in (control.PLAN_FAULT, control.PLAN_OVER_BUDGET)
+        ):
             peers.counters(rank)[control.FAULTED] = (
                 1  # on every rank: no trip of this plan moves rows
             )

@@ -29,7 +29,6 @@ from symmoe.kernels.operands import (
     MaybeTensor,
     ScaleTable,
     check_column_scale,
-    given,
     writes,
 )
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS
@@ -344,7 +343,7 @@ def _scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored scales of blocks, and the multipliers of their elements."""
     if block_format.scale == "e4m3":
-        global_scale = given("amax", global_scale)
+        global_scale = require_tensor("amax", global_scale)
         relative = (amax / formats.E2M1_MAX / global_scale).clamp(
             formats.MIN_BLOCK_SCALE, formats.E4M3_MAX
         )

@@ -27,10 +27,10 @@ class ReplicaKernels:
         least and a place: as many as the first is above the mean, the second below it, or the expert has. Of equal ones
         the lowest number counts. Rows stay where their tokens are as far as both go there; other rows are given out in
         the order of source ranks and of the ranks with copies. So there are at most R * S moves, and a rank stays above
-        the limit only if no place is left that could help. plan: gets expert_load, place_to_expert, place_rows,
+        the limit only if no place is left that could help. plan: gets expert_load, replica_to_expert, replica_rows,
         expert_to_place and copy_slots.
         """
-        num_ranks, num_places = plan.place_to_expert.shape
+        num_ranks, num_replica_slots = plan.replica_to_expert.shape
         num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
         counts = peers.count_table(peers.rank, peers.epoch)[
             :, first : first + num_experts
@@ -42,27 +42,30 @@ class ReplicaKernels:
             torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device),
             [0] * num_ranks,
         )
-        plan.place_to_expert.fill_(-1)
+        plan.replica_to_expert.fill_(-1)
         plan.expert_to_place.fill_(-1)
-        plan.place_rows.zero_()
+        plan.replica_rows.zero_()
         for near in (range(first, first + num_near) for first in range(0, num_ranks, num_near)):
             total = sum(rows[near.start : near.stop])
             mean, limit = -(-total // num_near), -(-total * (1000 + slack) // (1000 * num_near))
-            for _ in range(num_near * num_places):
+            for _ in range(num_near * num_replica_slots):
                 giver = max(near, key=rows.__getitem__)
-                taker = min(near, key=lambda rank: (used[rank] == num_places, rows[rank]))
+                taker = min(near, key=lambda rank: (used[rank] == num_replica_slots, rows[rank]))
                 expert = max(
                     range(num_experts),
                     key=lambda expert: (expert // per_rank == giver, left[expert]),
                 )
                 number = min(
                     rows[giver] - mean,
-                    mean - rows[taker] if used[taker] < num_places else 0,
+                    mean - rows[taker] if used[taker] < num_replica_slots else 0,
                     left[expert],
                 )
                 if rows[giver] <= limit or number <= 0:
                     break
-                plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = (
+                (
+                    plan.replica_to_expert[taker, used[taker]],
+                    plan.replica_rows[taker, used[taker]],
+                ) = (
                     expert,
                     number,
                 )
@@ -86,7 +89,7 @@ class ReplicaKernels:
 
     @staticmethod
     @writes("plan", "block_counts")
-    def choose_copies(
+    def route_to_replicas(
         topk_idx: torch.Tensor,
         block_starts: torch.Tensor,
         plan: control.PlanIntegers,
@@ -123,7 +126,7 @@ class ReplicaKernels:
     @writes("peers")
     def push_replicas(
         weights: Pair,
-        place_to_expert: torch.Tensor,
+        replica_to_expert: torch.Tensor,
         peers: control.Peers,
         received: torch.Tensor,
         *,
@@ -138,7 +141,7 @@ class ReplicaKernels:
         """
         for weight, start in _present(weights, starts, received):
             num_own, *shape = weight.shape
-            for (rank, place), expert in _used(place_to_expert, peers):
+            for (rank, place), expert in _used(replica_to_expert, peers):
                 if expert // num_own == peers.in_group(peers.rank):
                     places = peers.region(
                         rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype
@@ -161,7 +164,7 @@ class ReplicaKernels:
 
         gradients: of the weights of push_replicas. Those that a rank has made of replicas, [S, M] of the same dtype,
         begin `starts` bytes after received[., column].
-        places: place_to_expert, expert_to_place.
+        places: replica_to_expert, expert_to_place.
         """
         for gradient, start in _present(gradients, starts, received):
             (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
@@ -188,7 +191,9 @@ def _present(
     return [(each, start) for each, start in zip(pair, starts, strict=True) if each is not None]
 
 
-def _used(place_to_expert: torch.Tensor, peers: control.Peers) -> list[tuple[tuple[int, int], int]]:
+def _used(
+    replica_to_expert: torch.Tensor, peers: control.Peers
+) -> list[tuple[tuple[int, int], int]]:
     """((rank, place), expert) of the places that have a replica, of the ranks of these peers."""
-    places = place_to_expert[peers.in_group(0) :][: peers.num_ranks]
+    places = replica_to_expert[peers.in_group(0) :][: peers.num_ranks]
     return [((int(r), int(p)), int(places[r, p])) for r, p in (places >= 0).nonzero()]

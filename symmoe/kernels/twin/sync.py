@@ -151,7 +151,7 @@ class SyncKernels:
 
     @staticmethod
     @writes("fault")
-    def hear_of_faults(heard: torch.Tensor, fault: torch.Tensor) -> None:
+    def receive_fault_flags(heard: torch.Tensor, fault: torch.Tensor) -> None:
         """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""
         torch.maximum(fault, heard.amax().view(1), out=fault)
 
