@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -70,8 +69,8 @@ class Model(nn.Module):
 
 @contextmanager
 def opened(
-    num_ranks: int, make: Callable[..., tuple[Any, Any]], *given: Any, **options: Any
-) -> Iterator[tuple[dist.ProcessGroup, Any, Any]]:
+    num_ranks: int, make: Callable[..., tuple], *given, **options
+) -> Iterator[tuple[dist.ProcessGroup, object, object]]:
     """The group of all ranks, or of this process only; and of a heap over it the model and the optimizer that `make`
     makes."""
     alone = num_ranks == 1
@@ -86,7 +85,7 @@ def opened(
 
 def build(
     heap: symmoe.SymmetricHeap, weights: str, seed: int, config: symmoe.MoEConfig = CONFIG
-) -> tuple[Any, Any]:
+) -> tuple:
     """Model and optimizer in state `seed`."""
     model = Model(heap, weights, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -104,7 +103,7 @@ def save_on(rank: int, num_ranks: int, directory: str, weights: str, seed: int) 
 
 def load_on(
     rank: int, num_ranks: int, directory: str, weights: str, *, fresh: bool = False
-) -> tuple[Bits, Bits, Any]:
+) -> tuple[Bits, Bits, object]:
     """What is loaded into a model of other values, what this rank should have then by the formula, and the rest."""
     with opened(num_ranks, build, weights, 999) as (group, model, optimizer):
         if fresh:
@@ -158,7 +157,7 @@ def test_every_bit_survives_the_change_of_ranks(
     assert len(tensors["model.dense.weight"].chunks) == 1
 
 
-def stored_in(checkpoint: Path) -> dict[str, Any]:
+def stored_in(checkpoint: Path) -> dict:
     """What torch finds in its files."""
     return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
@@ -245,7 +244,7 @@ def test_experts_with_replicas_are_written_once(rank: int, num_ranks: int, tmp_p
 
 
 def disagree(rank: int, num_ranks: int, directory: str, case: str) -> str:
-    given: dict[str, Any] = {"x": torch.arange(4.0), "e": part_of_four(2 * rank, 2), "step": 1}
+    given: dict = {"x": torch.arange(4.0), "e": part_of_four(2 * rank, 2), "step": 1}
     given |= DISAGREEMENTS[case][0] if rank == 1 and case else {}
     tensors = {name: given.pop(name) for name in "xe"}
     return end_of(save_checkpoint, directory, model=tensors, **given)
@@ -255,9 +254,7 @@ def part_of_four(start: int, length: int) -> ExpertShard:
     return ExpertShard(tensor=torch.ones(length, 3), start=start, num_experts=4)
 
 
-DISAGREEMENTS: dict[
-    str, tuple[dict[str, Any], str]
-] = {  # what rank 1 has, and what is said on all ranks
+DISAGREEMENTS: dict[str, tuple[dict, str]] = {  # what rank 1 has, and what is said on all ranks
     "a bit": (
         {"x": torch.tensor([0.0, 1.0, 2.0000002, 3.0])},
         "CheckpointError: on rank 0: model.x differs between rank 0 and rank 1",
@@ -310,7 +307,7 @@ def test_a_rank_reads_its_own_rows_only(cluster, tmp_path: Path, monkeypatch: py
     rows: list[tuple[int, int, int]] = []
     real = HuggingFaceStorageReader.read_data
 
-    def recorded(reader: HuggingFaceStorageReader, plan: Any, planner: Any) -> Any:
+    def recorded(reader: HuggingFaceStorageReader, plan, planner):
         rows.extend(
             (i.storage_index.offset[0], i.storage_offsets[0], i.lengths[0]) for i in plan.items
         )
@@ -354,7 +351,7 @@ def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])
-def test_wrong_arguments(tmp_path: Path, keep_last: Any):
+def test_wrong_arguments(tmp_path: Path, keep_last):
     save = partial(save_checkpoint, tmp_path, model=state())
     assert_refused(
         (partial(save, 1, keep_last=keep_last), "keep_last"),
@@ -430,8 +427,8 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     events: list[tuple[str, str]] = []
     sizes: dict[str, int] = {}
 
-    def recorded(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def record(what: Any, *rest: Any) -> Any:
+    def recorded(call: str, real: Callable) -> Callable:
+        def record(what, *rest):
             path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
             events.append((call, path.name))
             sizes[path.name] = path.stat().st_size
@@ -488,7 +485,7 @@ def test_every_flipped_bit_is_caught(saved: Path):
     assert newest(saved) == 2
 
 
-OTHERS: dict[str, Any] = {  # what the model has, but not the checkpoint, and the error
+OTHERS: dict = {  # what the model has, but not the checkpoint, and the error
     "missing": ({"new": torch.ones(1)}, "has no model.new"),
     "unexpected": (
         {"a": {"none": torch.empty(0, 3)}},
@@ -517,7 +514,7 @@ def test_another_model_is_refused_untouched(saved: Path, case: str):
     assert flat(tensors) == flat(state(99))
 
 
-def tamper(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def tamper(path: Path, edit: Callable) -> None:
     """Changes a manifest as somebody would who can seal it again."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     edit(manifest)
@@ -526,9 +523,7 @@ def tamper(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     (path / "manifest.json.sha256").write_bytes(seal_of(data))
 
 
-def tamper_file(
-    path: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
-) -> None:
+def tamper_file(path: Path, edit: Callable) -> None:
     """Changes a file's tensors, or where its header says that they are, as somebody would who can hash it again."""
     with safe_open(path / FILE, framework="pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}
@@ -544,7 +539,7 @@ def tamper_file(
     tamper(path, lambda manifest: manifest["files"].update({FILE: digest}))
 
 
-def rename_file(manifest: dict[str, Any], name: str) -> None:
+def rename_file(manifest: dict, name: str) -> None:
     manifest["files"][name] = manifest["files"].pop(FILE)
 
 
@@ -595,7 +590,7 @@ HEADERS = {
     ids=lambda what: what[0] if isinstance(what, tuple) else what.__name__,
 )
 def test_what_is_made_in_bad_faith_is_refused(
-    saved: Path, edit: Callable[..., None], change: tuple[str, Any]
+    saved: Path, edit: Callable[..., None], change: tuple[str, object]
 ):
     shutil.copy(
         saved / "step-00000002" / FILE, saved / FILE
@@ -754,7 +749,7 @@ def test_no_state_is_allocated_that_the_files_cannot_hold(
     assert bits(model, optimizer) == before
 
 
-def some_experts(heap: symmoe.SymmetricHeap, seed: int, weights: str) -> tuple[Any, Any]:
+def some_experts(heap: symmoe.SymmetricHeap, seed: int, weights: str) -> tuple:
     """Of two layers' experts, 3 is trained, and 2 with other hyperparameters; 3 has made one step more."""
     torch.manual_seed(seed)
     first = heap.rank * (EXPERTS // heap.num_ranks)
@@ -823,7 +818,7 @@ FACTORED = {
 }
 
 
-def factored(heap: symmoe.SymmetricHeap, kind: str, seed: int, *, bias: bool) -> tuple[Any, Any]:
+def factored(heap: symmoe.SymmetricHeap, kind: str, seed: int, *, bias: bool) -> tuple:
     torch.manual_seed(100 * seed + heap.rank)
     num = EXPERTS // heap.num_ranks
     model = nn.Sequential(GroupedLinear(num, 8, 8, bias=bias), GroupedLinear(num, 8, 24, bias=bias))
@@ -848,7 +843,7 @@ def factored_goes_on(
     assert state_bits(other, its_optimizer) == state_bits(model, optimizer)
 
 
-def state_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+def state_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
     """Values of other types too."""
     of_state = [sorted(optimizer.state[parameter].items()) for parameter in model.parameters()]
     return [*map(raw, model.parameters()), repr(of_state)]

@@ -13,7 +13,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -58,7 +57,7 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
     """Rank 1 ends. Rank 0 comes to a meeting when gloo knows that already, and rank 2 later."""
     gone, meetings, isend = Path(directory, "gone"), Bootstrap(None, timeout_s=60.0), dist.isend
 
-    def refuse(tensor: torch.Tensor, *, group_dst: int, **options: Any) -> Any:
+    def refuse(tensor: torch.Tensor, *, group_dst: int, **options):
         if group_dst == 1:
             raise RuntimeError("Connection closed by peer")
         return isend(tensor, group_dst=group_dst, **options)
@@ -126,7 +125,7 @@ def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
-    def slowly(path: Path, data: bytes, write: Any = files.write) -> None:
+    def slowly(path: Path, data: bytes, write=files.write) -> None:
         wait_for(Path(directory, "interrupted"))
         time.sleep(0.2)
         write(path, data)
@@ -171,7 +170,7 @@ def interrupted_everywhere(
     while not has_ended:
         lines, seed = 0, 1 + line
 
-        def trace(frame: Any, event: str, _: Any, moment: int = line) -> Any:
+        def trace(frame, event: str, _, moment: int = line):
             nonlocal lines
             code = frame.f_code
             # Before the block of Peers begins, nobody could be told; while it is left, a second one would be needed.
@@ -189,7 +188,7 @@ def interrupted_everywhere(
                     raise Interrupt
             return trace
 
-        def first(frame: Any, event: str, _: Any) -> Any:
+        def first(frame, event: str, _):
             return trace if "peers" in frame.f_locals else first
 
         given = {"model": state(seed, rank, num_ranks), "keep_last": 2}
@@ -255,14 +254,14 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert newest(saved) == 4
 
 
-def nowhere(rank: int, num_ranks: int, directory: str, wrong: Any, loads: bool) -> str:
+def nowhere(rank: int, num_ranks: int, directory: str, wrong, loads: bool) -> str:
     call = load_checkpoint if loads else save_checkpoint
     place = directory if rank == 0 else wrong
     return end_of(call, place, step=2, model=state(2, rank, num_ranks))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
-def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong: Any):
+def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong):
     ranks = cluster(2)
     text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
     assert ranks.run(nowhere, str(tmp_path), wrong, False) == [text] * 2

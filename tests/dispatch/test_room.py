@@ -4,7 +4,6 @@ import gc
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import oracle
@@ -116,7 +115,7 @@ def few_fit_on_rails(rank: int):
     """In this context a message to another node has room for one token in some of this rank's calls."""
     room, calls = RowHistory.room, itertools.count(rank)
 
-    def found(*args: Any) -> RowBudget | None:
+    def found(*args) -> RowBudget | None:
         its = room(*args)
         return (
             its if its is None or next(calls) % 5 else replace(its, rail_rows=min(1, its.rail_rows))

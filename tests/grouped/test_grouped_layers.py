@@ -1,7 +1,6 @@
 """Grouped layers by every way, one linear layer or experts: against a float64 oracle, and bit for bit each other."""
 
 from functools import partial
-from typing import Any
 
 import grouped_cases as cases
 import numpy as np
@@ -26,7 +25,7 @@ def filled(case, inputs, **options) -> GroupedMLP:
     return model
 
 
-def cut(matrix: list[cases.Case]) -> list[Any]:
+def cut(matrix: list[cases.Case]) -> list:
     """With those of fp16 slow, which are as those of bf16."""
     return [
         pytest.param(case, marks=[pytest.mark.slow] * (case.dtype == torch.float16))

@@ -3,7 +3,6 @@
 import copy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def assert_same(found: State, wanted: State) -> None:
 # -- Lightning --------------------------------------------------------------------------------------------------------
 def lightning_run(
     rank: int, num_ranks: int, folder: Path, task: str, steps: int = 4
-) -> tuple[State, State, Any]:
+) -> tuple[State, State, object]:
     """Fits with an average of weights, going on or not, or validates: what the module has, the average, and what a
     callback was given back."""
     lightning = pytest.importorskip("lightning")
@@ -86,9 +85,9 @@ def lightning_run(
         """Keeps what there is after two steps and at the end. Saves state dicts of its own, by other names, and
         something in the optimizer's."""
 
-        given: Any = None
+        given: object = None
 
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, module, *_) -> None:
             if task == "fit" and trainer.global_step == 2:
                 trainer.save_checkpoint(folder / "averaged.ckpt")
                 its = average._average_model.module.state_dict()
@@ -96,7 +95,7 @@ def lightning_run(
             if trainer.global_step == steps:
                 kept.append(values(module.state_dict()))
 
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
             doubled = {name: 2 * tensor for name, tensor in module.layers.state_dict().items()}
             checkpoint["mine"] = {"of": {"layers": doubled}, "bf16": checkpoint["state_dict"]}
@@ -104,11 +103,11 @@ def lightning_run(
                 name: tensor.bfloat16() for name, tensor in checkpoint["state_dict"].items()
             }
 
-        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             self.given = checkpoint["mine"]
 
     class Short(lightning.Callback):
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             checkpoint["list"] = [parameter.detach() for parameter in module.parameters()]
 
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -179,7 +178,7 @@ def test_hooks_of_accelerate_get_models_and_weights(
     accelerator = Accelerator(cpu=True, rng_types=[])
     layers = two_layers(trainer_heap, 1)
     accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
-    seen: list[Any] = []
+    seen: list = []
 
     def halved(models: list[nn.Module], weights: list[State], path: str) -> None:
         seen.append((models == accelerator._models, len(weights), path))

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -181,7 +180,7 @@ LOOPS: dict[str, Callable[[nn.Module, cases.Job], cases.Run]] = {
     "Fabric": with_fabric,
     "Lightning": with_lightning,
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict] = {
     "plain": {},
     "bf16": {"bf16": True},
     "LoRA": {"lora": True},
@@ -201,14 +200,14 @@ def reference(options: str) -> cases.Run:
     return cases.with_torch(model, job)
 
 
-def adapters() -> Any:
+def adapters():
     import peft
 
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return peft.LoraConfig(r=4, lora_alpha=64, target_parameters=names, target_modules=["q_proj"])
 
 
-def swapped(heap: symmoe.SymmetricHeap, job: cases.Job, *, seed: int = 0) -> Any:
+def swapped(heap: symmoe.SymmetricHeap, job: cases.Job, *, seed: int = 0):
     model = swap_moe(cases.small_model(seed=seed), heap)
     if job.recomputes:
         model.train().gradient_checkpointing_enable()
@@ -221,7 +220,7 @@ def swapped(heap: symmoe.SymmetricHeap, job: cases.Job, *, seed: int = 0) -> Any
 
 
 def on_ranks(
-    rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str
+    rank: int, num_ranks: int, loop: str, options: dict, folder: str
 ) -> tuple[cases.Run, cases.Run]:
     """A run that saves, and one of another model that goes on where that saved."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:

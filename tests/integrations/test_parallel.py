@@ -6,7 +6,6 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -99,7 +98,7 @@ def test_reference_learns_and_clips(alone):
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
-def slow(function: str, **fields: Any) -> Any:
+def slow(function: str, **fields):
     return pytest.param(function, fields, marks=pytest.mark.slow)
 
 
@@ -136,7 +135,7 @@ CURVES = [  # (kind of case, arguments of `sharded`)
 
 
 @pytest.mark.parametrize(("function", "fields"), CURVES, ids=str)
-def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: dict[str, Any]):
+def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: dict):
     results = cluster(math.prod(fields["layout"])).run(sharded, **fields)
     for result in results:
         assert_same_training(result, alone)
@@ -387,7 +386,7 @@ QUANTIZED = dataclasses.replace(
 )
 
 
-def counted(kernel: str) -> Any:
+def counted(kernel: str):
     return patch.object(twin, kernel, wraps=getattr(twin, kernel))
 
 

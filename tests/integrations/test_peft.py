@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import run_on
@@ -35,7 +34,7 @@ from symmoe.integrations.peft import get_peft_model, load_adapters, save_adapter
 from symmoe.integrations.transformers import Trainer, swap_moe
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict] = {
     "target_parameters": {"target_parameters": EXPERTS, "target_modules": ["q_proj"]},
     "all-linear": {"target_modules": "all-linear"},
     "experts, gaussian": {
@@ -51,14 +50,14 @@ def config_of(name: str) -> peft.LoraConfig:
     return peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **copy.deepcopy(CONFIGS[name]))
 
 
-def wrapped_by_peft(model: Any, config: peft.LoraConfig) -> peft.PeftModel:
+def wrapped_by_peft(model, config: peft.LoraConfig) -> peft.PeftModel:
     """The same adapters for models that peft sees alike."""
     torch.manual_seed(7)
     return peft.get_peft_model(model, config)
 
 
 def wrapped(
-    model: Any, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str
+    model, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str
 ) -> peft.PeftModel:
     """The same adapters, and this rank's experts."""
     if order == "wrap first":
@@ -91,7 +90,7 @@ def moved(
     order: str,
     source: str,
     out: str,
-) -> dict[str, Any]:
+) -> dict:
     """Adapters of a file, into a swapped model and back, with the outputs."""
     model = wrapped(random_model(family), config_of(config), heap, order)
     load_adapters(model, source)

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cluster import run_on
@@ -70,7 +69,7 @@ def one_step(
     )
 
 
-def slow(function: str, num_ranks: int, family: str, **options: Any) -> Any:
+def slow(function: str, num_ranks: int, family: str, **options):
     given = function, num_ranks, family, options
     return pytest.param(*given, marks=pytest.mark.slow)
 
@@ -81,7 +80,7 @@ def compare(
     family: str,
     ranks_per_node: int | None = None,
     hidden_act: str = "silu",
-    **options: Any,
+    **options,
 ) -> None:
     """Outputs, all gradients and their norm."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
@@ -122,7 +121,7 @@ COMPARED = [  # (kind of case, ranks, family, arguments of `compare`); nodes are
 
 @pytest.mark.parametrize(("function", "num_ranks", "family", "options"), COMPARED, ids=str)
 def test_outputs_and_all_gradients_equal_the_unmodified_model(
-    cluster, function: str, num_ranks: int, family: str, options: dict[str, Any]
+    cluster, function: str, num_ranks: int, family: str, options: dict
 ):
     cluster(num_ranks).run(compare, family, **options)
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import small_model as small
@@ -82,7 +81,7 @@ def losses_of(
     rank: int,
     num_ranks: int,
     reduce: Callable[[], object] = lambda: None,
-    **options: Any,
+    **options,
 ) -> list[float]:
     """The mean loss of every step. options: of curve_of."""
     shares = small.equal_shares(num_ranks)

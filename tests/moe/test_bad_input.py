@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import bad_calls
@@ -252,7 +251,7 @@ def _to_meta(module: torch.nn.Module, name: str) -> None:
 def test_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
     """Parameters that have no memory, in the first call and later."""
 
-    def new_layer(**options: Any) -> MoELayer:
+    def new_layer(**options) -> MoELayer:
         return MoELayer(
             layer_of(heap).config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options
         )
@@ -504,7 +503,7 @@ def test_transforms(rank: int, num_ranks: int, findings: Findings):
 
 
 CONFIG = MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K)
-TRANSFORMED: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
+TRANSFORMED: dict[str, tuple[Callable[[], object], tuple]] = {
     "GroupedLinear": (lambda: symmoe.GroupedLinear(2, H, H), ([2, 4],)),
     "GroupedMLP": (lambda: GroupedMLP(2, H, H), ([2, 4], torch.ones(T))),
     "ScaledSwiGLU": (symmoe.ScaledSwiGLU, (torch.ones(T),)),
@@ -537,11 +536,11 @@ KERNELS_OF_A_STEP = (
 def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str):
     """One rank has an error of its own in the middle of a call: the others raise it too, at once. The heap lives."""
 
-    def spoiled(call: Callable[[], object], broken: Any, culprit: int) -> None:
+    def spoiled(call: Callable[[], object], broken, culprit: int) -> None:
         """`call` with a module, or the kernel of that name, out of order on one rank."""
         findings.where = f"{broken}, culprit {culprit}, rank {rank} of {num_ranks}"
 
-        def fail(name: object, kernel: Any = None, /, *args: object, **options: object) -> object:
+        def fail(name: object, kernel=None, /, *args: object, **options: object) -> object:
             if isinstance(broken, str) and name != broken:
                 return kernel(*args, **options)
             raise OSError("no space left")
@@ -585,7 +584,7 @@ def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
         layer, started, text = layer_of(heap), time.monotonic(), "no space left"
 
-        def fail(name: str, kernel: Any, /, *args: object, **options: object) -> object:
+        def fail(name: str, kernel, /, *args: object, **options: object) -> object:
             if rank == 0 and name == broken:
                 raise OSError(text)
             return kernel(*args, **options)

@@ -34,7 +34,6 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -128,7 +127,7 @@ def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, r
     os.write(report, b"begun\n")
     lines = 0
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace(frame, event: str, _):
         nonlocal lines
         file = frame.f_code.co_filename
         if not (file.startswith(SOURCES) and file.endswith(kill.module)):
@@ -268,11 +267,11 @@ def choose(number: int, seed: int, lengths: list[tuple[Kill, list[int], float]])
     return dataclasses.replace(kill, victims=victims, moment=moment)
 
 
-def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
+def check_kill(number: int, kill: Kill, scratch: Path) -> dict:
     """Kills one save, and looks at what is left."""
     directory, label = fresh(scratch), label_of(number, kill.step)
     reports = run_ranks(directory, label, kill)
-    record: dict[str, Any] = {
+    record: dict = {
         "case": number,
         **dataclasses.asdict(kill),
         "reports": reports,
@@ -318,7 +317,7 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
 
 
 # --- flips ---
-def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str, Any]:
+def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict:
     """Inverts one bit, loads, and puts the bit back."""
     draw = random.Random(f"flip {seed} {number}")
     kind = TARGETS[number % len(TARGETS)]
@@ -331,7 +330,7 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
     }[kind]
     whole = path.read_bytes()
     position, bit = draw.randrange(len(whole)), draw.randrange(8)
-    record: dict[str, Any] = {
+    record: dict = {
         "flip": number,
         "file": path.name,
         "kind": kind,
@@ -361,7 +360,7 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
 
 
 # --- the command ---
-def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def run(options: argparse.Namespace, scratch: Path) -> dict:
     """All cases that were asked for."""
     one = options.case is not None or options.flip is not None
     kills = [options.case] if options.case is not None else range(0 if one else options.kills)
@@ -408,7 +407,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _tell(name: str, record: dict[str, Any]) -> None:
+def _tell(name: str, record: dict) -> None:
     if record["problems"]:
         print(f"{name}: {record}", flush=True)
 

@@ -17,7 +17,6 @@ import random
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -235,7 +234,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         rounds.close()
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     """Sums over cases and ranks."""
     kinds: dict[str, dict[str, int]] = {}
     for facts in (outcome.facts for outcome in outcomes if outcome.facts):

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
-Arguments = dict[str, Any]
+Arguments = dict
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,18 @@ class Bad:
     parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
     error: str = "ArgumentError"  # name of the class
     base: tuple[
-        tuple[str, Any], ...
+        tuple[str, object], ...
     ] = ()  # keyword arguments that all ranks pass on top of the usual ones
 
 
-def wrong(name: str, make: Any, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
+def wrong(name: str, make, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
     """The argument `name` is `make`, or, if that is a function, what it makes of the right one."""
     return Bad(
         lambda heap, good: {name: make(good[name]) if callable(make) else make}, parts, error, base
     )
 
 
-def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], Any], *parts: str) -> Bad:
+def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], object], *parts: str) -> Bad:
     return Bad(lambda heap, good: {name: make(heap, good)}, parts)
 
 
@@ -67,9 +66,7 @@ class Wrapper(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func, types, args: tuple = (), kwargs: dict | None = None):
         raise NotImplementedError(func)
 
 
@@ -320,7 +317,7 @@ def plan_of(heap: SymmetricHeap, seed: int = 5) -> Plan:
     return make_plan(routing(heap, seed), num_experts=2 * heap.num_ranks, heap=heap)
 
 
-def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
+def layer_of(heap: SymmetricHeap, **options) -> MoELayer:
     """With the same weights whenever it is made."""
     torch.manual_seed(0)
     usual = {
@@ -357,7 +354,7 @@ class Stage:
         x = torch.randn((T, H), generator=generator).to(heap.device)
         probs = torch.rand((T, K), generator=generator).to(heap.device)
         if name == "make_plan":
-            self.function: Callable[..., Any] = make_plan
+            self.function: Callable = make_plan
             self.good = {
                 "topk_idx": ids,
                 "num_experts": 2 * heap.num_ranks,
@@ -393,7 +390,7 @@ class Stage:
             "grad_out": buffer[: plan.num_rows],
         }
 
-    def call(self, **changes: Any) -> tuple[str, str]:
+    def call(self, **changes) -> tuple[str, str]:
         """(class, text) of the error, at the latest when the rank waits for its stream."""
         return outcome(
             lambda: [self.function(**{**self.good, **changes}), self._heap.synchronize()]
@@ -465,7 +462,7 @@ def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, 
 RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(hadamard_signs=5))
 
 
-def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict, str, object]]:
     """(fields of all configurations, one field, the culprit's value): what plans compare and what only this rank
     computes with."""
     changes = {

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,7 +27,7 @@ CAPTURE = 1  # the number of every graph of the stand-in
 
 
 @contextmanager
-def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def in_a_graph(by_host: Callable) -> Iterator[None]:
     """In this context calls do what a graph has of them: no host looks for errors. What hosts find out, room and what
     they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
     with ExitStack() as patches:
@@ -57,11 +56,11 @@ class HostGraph:
         heaps: list[SymmetricHeap],
     ) -> None:
         self._parameters, self._function, self._heaps = list(model.parameters()), function, heaps
-        self._found: list[Any] = []
+        self._found: list = []
         before = [state.clone() for state in states]
 
-        def noting(method: Callable[..., Any]) -> Callable[..., Any]:
-            def call(owner: Any, *given: Any, **options: Any) -> Any:
+        def noting(method: Callable) -> Callable:
+            def call(owner, *given, **options):
                 result = method(owner, *given, **options)
                 self._found.append((result, getattr(owner, "rail_rows", None)))
                 return result
@@ -79,7 +78,7 @@ class HostGraph:
             parameter.grad = None
         found = iter(self._found)
 
-        def again(owner: Any, *_given: Any, **_options: Any) -> Any:
+        def again(owner, *_given, **_options):
             result, rail_rows = next(found)
             if rail_rows is not None:
                 owner.rail_rows = rail_rows
@@ -99,7 +98,7 @@ class HostGraph:
 
 
 def capture(
-    model: nn.Module, step: Callable[..., Any] | None = None, **options: float
+    model: nn.Module, step: Callable | None = None, **options: float
 ) -> symmoe.CapturedStep:
     """The step, or that of make_step; on CPUs with a stand-in for CUDA graphs."""
     captured = symmoe.capture_step(step or make_step(model), model, **options)
@@ -372,7 +371,7 @@ def deterministic(_: str) -> Iterator[None]:
     torch.backends.cudnn.deterministic = False
 
 
-AROUND: dict[str, Callable[[str], Any]] = {
+AROUND: dict[str, Callable[[str], object]] = {
     "autocast": lambda device: torch.autocast(device, torch.bfloat16),
     "autocast in fp16": lambda device: torch.autocast(device, torch.float16),
     "deterministic": deterministic,

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ class Case:
     delayed: bool = False  # weight gradients come from backward_dw
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict:
         """Of a grouped layer."""
         flags = {"accumulate_into_main_grad": self.main_grad, "delay_wgrad": self.delayed}
         return {"bias": self.bias, "dtype": self.dtype, **flags}
@@ -424,7 +423,7 @@ def check_discrete_weights(way: str, case: Case, sizes: Sizes = TINY, device: st
     assert_buffers_used(discrete, buffers, inputs.sizes)
 
 
-def check_splits(way: str, given: Any, sizes: Sizes, device: str = "cpu") -> None:
+def check_splits(way: str, given, sizes: Sizes, device: str = "cpu") -> None:
     """Splits in any form are those of `sizes`."""
     case = Case(buffers=())
     inputs = inputs_of(way, case, sizes=sizes, device=device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -118,7 +117,7 @@ def curve_of(
     steps=20,
     group=None,
     loss_of: Callable[..., torch.Tensor] = rank_loss,
-) -> list[tuple[float, Any]]:
+) -> list[tuple[float, object]]:
     """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
     a gradient of the wrong scale. loss_of: this rank's, called as rank_loss."""
     optimizer = torch.optim.SGD(

@@ -2,7 +2,6 @@
 
 import random
 import time
-from typing import Any
 
 import torch
 from layers import WAYS, make_layer, tokens_of
@@ -96,7 +95,7 @@ RANK_TO_TOKENS = (
     1,
 )  # experts of several tiles; ranks that by themselves would cut a call differently
 MOST_TOKENS = max(RANK_TO_TOKENS)
-Kind = tuple[str, str, dict[str, Any]]  # order, stash, limits
+Kind = tuple[str, str, dict]  # order, stash, limits
 EXACT: Kind = ("rank", "all", {})
 STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": MOST_TOKENS})
 

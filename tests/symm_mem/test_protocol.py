@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -245,7 +244,7 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
         heap.send_signal = lambda peer: None
     else:  # its own wait does not end first
 
-        def wait_for_signal(rank: int, *args: Any, **options: Any) -> torch.Tensor:
+        def wait_for_signal(rank: int, *args, **options) -> torch.Tensor:
             heap.timeout_s = 1.0 if rank == num_ranks - 1 else HANG_S
             return wait(rank, *args, **options)
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import compare
 import numpy as np
@@ -146,7 +145,7 @@ def test_marks_that_are_used_again_are_read_in_time():
 
 
 def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, heap: SymmetricHeap):
-    log: list[Any] = []
+    log: list = []
 
     @contextmanager
     def block(experts: GroupedMLP) -> Iterator[None]:
@@ -154,7 +153,7 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
         yield
         log.append("end")
 
-    def measure(_: Run, variants: list[Variant]) -> Any:
+    def measure(_: Run, variants: list[Variant]):
         log.append([variant.name for variant in variants])
         return {variant.name: np.ones((1, 2)) for variant in variants}, dict.fromkeys(log[-1], 0.0)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -92,7 +91,7 @@ def device(index: int, **other: str) -> Device:
     return known | {names.get(name, name): value for name, value in other.items()}
 
 
-def gpu(index: int, **other: Any) -> SimpleNamespace:
+def gpu(index: int, **other) -> SimpleNamespace:
     """As torch has it."""
     known = {
         "name": "NVIDIA H200",
@@ -170,11 +169,11 @@ def test_levels_and_what_is_shown():
 # -- what is wrong ------------------------------------------------------------------------------------------------
 
 
-def of_system(has_gpu: bool, **change: Any) -> list[Finding]:
+def of_system(has_gpu: bool, **change) -> list[Finding]:
     return check_system(HOST._replace(**change), has_gpu=has_gpu)
 
 
-def of_limits(has_gpu: bool, **change: Any) -> list[Finding]:
+def of_limits(has_gpu: bool, **change) -> list[Finding]:
     return check_limits(HOST._replace(**change), has_gpu=has_gpu)
 
 
@@ -784,13 +783,13 @@ def test_the_heap_of_the_self_test_has_room_for_what_it_moves(rank: int, num_ran
 def test_the_self_test_sees_wrong_rows(
     heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch, wrong_part: str
 ):
-    def dispatch(*args: Any, **kwargs: Any):
+    def dispatch(*args, **kwargs):
         rows, probs = symmoe.dispatch_tokens(*args, **kwargs)
         if wrong_part == "rows":
             rows[3], rows[4] = rows[4].clone(), rows[3].clone()  # two rows have changed places
         return rows, probs
 
-    def combine(rows: torch.Tensor, plan: Any) -> torch.Tensor:
+    def combine(rows: torch.Tensor, plan) -> torch.Tensor:
         if wrong_part == "sums":
             rows[-1, 0] += 1
         return symmoe.combine_tokens(rows, plan)

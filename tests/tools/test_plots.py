@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     """Figures by the name of their file, as they are when they are written."""
     seen, save = {}, Figure.savefig
 
-    def keep(figure: Figure, path: str, **options: Any) -> None:
+    def keep(figure: Figure, path: str, **options) -> None:
         seen[Path(path).name] = figure
         save(figure, path, **options)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import captured_cases as cases
@@ -124,7 +123,7 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
 
 
 def train(
-    rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None, **more: Any
+    rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None, **more
 ) -> tuple[tuple[int, ...], list]:
     """Steps with given routings: counts of a captured step, or no counts, and of each step its tensors or its error.
 
@@ -320,9 +319,7 @@ class Registered:
 register_pytree_node(
     Registered, lambda node: ([node.x, node.y], "xy"), lambda parts, _: Registered(*parts)
 )
-BATCHES: dict[
-    str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]
-] = {
+BATCHES: dict[str, tuple[Callable, Callable]] = {
     "list": (lambda x, y: [x, [y]], lambda batch: (batch[0], batch[1][0])),
     "tuple": (lambda x, y: (x, y), tuple),
     "NamedTuple": (Pair, tuple),
@@ -352,7 +349,7 @@ BATCHES: dict[
 }
 
 
-def captured_linear(step: Callable[..., Any], **options) -> tuple[CapturedStep, nn.Linear]:
+def captured_linear(step: Callable, **options) -> tuple[CapturedStep, nn.Linear]:
     """A captured step of `step(linear, *arguments)`, with a stand-in for its graph."""
     linear = nn.Linear(2, 2)
     return cases.capture(linear, lambda batch: step(linear, batch), num_eager=1, **options), linear
@@ -363,7 +360,7 @@ def test_arguments_and_results_of_all_kinds(kind: str):
     """A replay reads the tensors that it is given, and what it returns stays."""
     make, tensors_of = BATCHES[kind]
 
-    def step(linear: nn.Linear, batch: Any) -> Any:
+    def step(linear: nn.Linear, batch):
         x, y = tensors_of(batch)
         return make(linear(x).sum(0), (x * y).sum(0))
 
@@ -548,7 +545,7 @@ def test_what_one_rank_refuses_all_do(rank: int, num_ranks: int, culprits: tuple
         model = cases.Model(heap)
         captured = cases.capture(model, num_eager=2)
         for number in range(6):
-            batch: Any = [torch.ones(5, cases.H)]
+            batch: object = [torch.ones(5, cases.H)]
             if number in (1, 4) and rank in culprits:
                 batch = [torch.ones(5, cases.H), {1}]
             error, text = outcome(captured, batch, scale=1.0)
