@@ -10,12 +10,10 @@ from unittest import mock
 import bad_calls
 import pytest
 import torch
-import torch.distributed as dist
 from bad_calls import NUM_BYTES, H, K, Stage, T, goes_on, layer_of, plan_of, routing
 from cluster import run_on
 from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import expect, outcome
-from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
 
 import symmoe
@@ -188,45 +186,6 @@ def test_plans(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHea
         findings.equal("y by the old plan", combine_tokens(rows, old, order="slot"), K * x)
         del rows
         findings.equal("leased bytes", heap.leased_bytes, 0)
-
-
-@run_on(2)
-def test_plans_of_different_heaps(rank: int, num_ranks: int, findings: Findings):
-    """Rank 0 brings a plan of heap B, rank 1 one of heap A. No rank can tell it from a peer that does not come, so that
-    is what both raise, there and then on the other heap."""
-    timeout_s = 1.0
-    findings.where = f"rank {rank}"
-    x, heaps = (
-        torch.randn(T, H),
-        [SymmetricHeap(num_bytes=NUM_BYTES, backend="host") for _ in range(2)],
-    )
-    plans = [plan_of(heap) for heap in heaps]
-    buffers = [heap.lease((T * K * num_ranks, H), torch.float32).tensor.fill_(7) for heap in heaps]
-    for heap in heaps:
-        heap.timeout_s = heap.start_timeout_s = timeout_s
-    timeout = "rank {} did not reach 'dispatch: ready' within timeout_s=1: expected epoch"
-    for index, wanted, text in (
-        (1 - rank, "PeerTimeout", timeout.format(1 - rank)),
-        (rank, "PeerAborted", f"rank {1 - rank} gave up: {timeout.format(rank)}"),
-    ):
-        dist.barrier()
-        start = time.monotonic()
-        out = buffers[index][: plans[index].row_capacity]
-        name, found = outcome(dispatch_tokens, x, plans[index], out=out)
-        findings.check(name == wanted and found.startswith(text), f"{name}: {found}")
-        findings.check(
-            wanted == "PeerAborted" or time.monotonic() - start > 0.9 * timeout_s,
-            "it was not waited",
-        )
-        findings.check(bool(out.isnan().all()), "rows are not NaN")
-    for heap in heaps:
-        findings.equal("the next error", outcome(plan_of, heap)[0], "HeapPoisoned")
-    for heap in heaps:
-        heap.timeout_s = HANG_S  # nobody waits
-        findings.equal("closing", outcome(heap.close), ("", ""))
-    dist.barrier()
-    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
-        goes_on(heap, findings)
 
 
 PLACES = (

@@ -291,7 +291,6 @@ def _keeps_its_own(name: str, it: Training, tokens: torch.Tensor) -> None:
 
 
 scalar_not_averaged = plants("backward")(partial(_keeps_its_own, "scale"))
-router_not_averaged = plants("backward")(partial(_keeps_its_own, "moe.1.router.weight"))
 
 
 @plants("backward")
@@ -309,12 +308,6 @@ def own_loss_twice(it: Training, tokens: torch.Tensor) -> None:
 def without_a_bias(it: Training) -> None:
     it.model.norms[1].bias.grad = None
     it.step()
-
-
-@plants("step")
-def frozen_too(it: Training) -> None:
-    it.step()
-    it.model.frozen.weight.data += RATE
 
 
 @plants("step")
@@ -343,13 +336,6 @@ def bias_by_own_load(it: Training) -> None:
 def rate_falls_twice(it: Training) -> None:
     it.step()
     it.optimizer.param_groups[0]["lr"] *= 0.999**it.context.num_ranks
-
-
-@plants("step")
-def momentum_in_bf16(it: Training) -> None:
-    it.step()
-    for state in it.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].bfloat16()
 
 
 @plants("step")

@@ -8,16 +8,8 @@ import torch
 from heap_calls import outcome, round_trip
 
 import symmoe
-from symmoe import (
-    GroupedMLP,
-    MoEConfig,
-    MoELayer,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
-from symmoe.precision import MXFP8, NVFP4, Float8Block, draw_signs
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.precision import NVFP4, Float8Block, draw_signs
 
 PACKAGE = Path(symmoe.__file__).resolve().parent
 CONSTRUCTORS = {
@@ -113,26 +105,3 @@ def test_a_step_under_another_default_device(options: dict):
     assert all(map(torch.equal, got, want))
     with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
         assert round_trip(heap)
-
-
-@pytest.mark.parametrize("precision", [None, MXFP8(), NVFP4(), Float8Block()], ids=str)
-@pytest.mark.parametrize(
-    "splits", [[3, 5], torch.tensor([3, 5], dtype=torch.int16)], ids=["list", "int16"]
-)
-@pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_grouped_layers_under_another_default_device(
-    weights: str, splits: object, precision: object
-):
-    """As with torch.set_default_device: what is made in a call belongs on the device of its arguments."""
-    torch.manual_seed(0)
-    model = GroupedMLP(2, 128, 128, bias=True, weights=weights, precision=precision)
-    results = []
-    for device in ("cpu", "meta"):
-        x = torch.ones(8, 128, device="cpu").cumsum(0).requires_grad_()
-        model.zero_grad()
-        with torch.device(device):
-            torch.manual_seed(0)
-            y = model(x, splits, x.detach()[:, 0])
-            y.backward(y.detach())
-        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *results))
