@@ -258,7 +258,13 @@ def put_around(wrap: Wrap | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.M
 
 
 def check_wrapped(
-    rank: int, num_ranks: int, device: str, ep: int, wrap: Wrap | None, init_method: str
+    rank: int,
+    num_ranks: int,
+    device: str,
+    ep: int,
+    wrap: Wrap | None,
+    init_method: str,
+    ranks_per_node: int | None = None,
 ) -> tuple[tuple[int, int, int], list[str]]:
     """Counts, and what is wrong: steps of a model in DDP or FSDP2, each with an optimizer's, have the bits of eager
     ones. In step 13 ranks of the first EP group need more room, in step 16 the last rank has an id out of range."""
@@ -269,7 +275,8 @@ def check_wrapped(
             "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=num_ranks
         )
     mesh = init_device_mesh(device, (num_ranks // ep, ep), mesh_dim_names=("efsdp", "ep"))
-    with open_heap(device, num_bytes=64 << 20, group=mesh.get_group("ep")) as heap:
+    options = {"group": mesh.get_group("ep"), "ranks_per_node": ranks_per_node}
+    with open_heap(device, num_bytes=64 << 20, **options) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
