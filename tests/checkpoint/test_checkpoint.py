@@ -32,7 +32,6 @@ import symmoe
 from symmoe import checkpoint as checkpoints
 from symmoe.checkpoint import ExpertShard, load_checkpoint, read_manifest, save, save_checkpoint
 from symmoe.checkpoint.manifest import parse, seal_of
-from symmoe.errors import ArgumentError, CheckpointError
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision import MXFP8, Float8Block
@@ -335,7 +334,7 @@ def test_files_are_the_owners_alone(saved: Path):
 def test_a_folder_of_one_step_is_not_the_jobs(saved: Path):
     text = f"one step: pass the directory .* {saved}, and the step as `step`"
     looks = (partial(look, saved / "step-00000002") for look in (read_manifest, newest))
-    assert_refused(*((look, text) for look in looks), error=CheckpointError)
+    assert_refused(*((look, text) for look in looks), error=symmoe.errors.CheckpointError)
 
 
 def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
@@ -397,7 +396,7 @@ def test_latest_of_a_deleted_checkpoint(saved: Path, caplog: pytest.LogCaptureFi
         (partial(newest, saved), "has no complete checkpoint"),
         (partial(newest, saved, 7), "no checkpoint of step 7; it has steps"),
         (partial(newest, saved / "nowhere"), "cannot be read"),
-        error=CheckpointError,
+        error=symmoe.errors.CheckpointError,
     )
 
 
@@ -471,15 +470,15 @@ def test_every_flipped_bit_is_caught(saved: Path):
             flipped[position] ^= 1 << draw_.randrange(8)
             path.write_bytes(flipped)
             tensors = state(99)
-            with pytest.raises(CheckpointError, match=path.name):
+            with pytest.raises(symmoe.errors.CheckpointError, match=path.name):
                 load_checkpoint(saved, model=tensors)
             assert flat(tensors) == flat(state(99))
         for cut in (whole[:-1], whole + b"\0", b""):
             path.write_bytes(cut)
-            with pytest.raises(CheckpointError, match=path.name):
+            with pytest.raises(symmoe.errors.CheckpointError, match=path.name):
                 load_checkpoint(saved, model=state(99))
         path.unlink()
-        with pytest.raises(CheckpointError, match=path.name):
+        with pytest.raises(symmoe.errors.CheckpointError, match=path.name):
             load_checkpoint(saved, model=state(99))
         path.write_bytes(whole)
     assert newest(saved) == 2
@@ -509,7 +508,7 @@ OTHERS: dict = {  # what the model has, but not the checkpoint, and the error
 @pytest.mark.parametrize("case", OTHERS)
 def test_another_model_is_refused_untouched(saved: Path, case: str):
     tensors = state(99)
-    with pytest.raises(CheckpointError, match=OTHERS[case][1]):
+    with pytest.raises(symmoe.errors.CheckpointError, match=OTHERS[case][1]):
         load_checkpoint(saved, model=tensors | OTHERS[case][0])
     assert flat(tensors) == flat(state(99))
 
@@ -597,7 +596,7 @@ def test_what_is_made_in_bad_faith_is_refused(
     )  # "a name with a path" is that of a good file
     edit(saved / "step-00000002", change[1])
     tensors = state(99)
-    with pytest.raises(CheckpointError, match=r"step-00000002|model\."):
+    with pytest.raises(symmoe.errors.CheckpointError, match=r"step-00000002|model\."):
         load_checkpoint(saved, model=tensors, step=2)
     assert flat(tensors) == flat(state(99))
 
@@ -615,7 +614,7 @@ OLDER = b'{"format": "symmoe-checkpoint", "version": 1, "tensors": {}}'
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nul", b"1e999", OLDER])
 def test_bytes_that_are_no_manifest_or_an_older_one(data: bytes):
     is_other = r".*, 1\]; this symmoe reads .*, 3\]" if data is OLDER else ""
-    with pytest.raises(CheckpointError, match=r"^manifest\.json: " + is_other):
+    with pytest.raises(symmoe.errors.CheckpointError, match=r"^manifest\.json: " + is_other):
         parse(data, Path("manifest.json"))
 
 
@@ -716,16 +715,16 @@ def test_another_optimizer_is_refused(tmp_path: Path, kind: str):
     model, optimizer = stepped("AdamW", 1)
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
     other, text = OTHER_OPTIMIZERS[kind]
-    with pytest.raises(CheckpointError, match=text):
+    with pytest.raises(symmoe.errors.CheckpointError, match=text):
         load_checkpoint(tmp_path, model=model, optimizer=other(*model.parameters()))
 
 
 def test_an_optimizer_is_the_models_and_in_the_checkpoint(tmp_path: Path):
     model, optimizer = stepped("AdamW", 1)
-    with pytest.raises(ArgumentError, match="not in model"):
+    with pytest.raises(symmoe.errors.ArgumentError, match="not in model"):
         save_checkpoint(tmp_path, 2, model=nn.Linear(2, 2), optimizer=optimizer)
     save_checkpoint(tmp_path, 2, model=model)
-    with pytest.raises(CheckpointError, match="has no optimizer state"):
+    with pytest.raises(symmoe.errors.CheckpointError, match="has no optimizer state"):
         load_checkpoint(tmp_path, model=model, optimizer=optimizer)
 
 
@@ -744,7 +743,7 @@ def test_no_state_is_allocated_that_the_files_cannot_hold(
     before = bits(model, optimizer)
     key = f"optimizer.model.1.{key}"
     tamper_file(tmp_path / "step-00000001", lambda tensors, parts: parts.update({key: offsets}))
-    with pytest.raises(CheckpointError, match=f"{key} {problem}"):
+    with pytest.raises(symmoe.errors.CheckpointError, match=f"{key} {problem}"):
         load_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
     assert bits(model, optimizer) == before
 
@@ -858,7 +857,8 @@ def test_states_that_have_not_the_shape_of_their_parameter(
     model, optimizer = factored(heap, kind, 3, bias=True)
     before = state_bits(model, optimizer)
     with pytest.raises(
-        CheckpointError, match=r"for all experts of a rank together.* as many ranks as saved"
+        symmoe.errors.CheckpointError,
+        match=r"for all experts of a rank together.* as many ranks as saved",
     ):
         load_checkpoint(tmp_path / "bias", model=model, optimizer=optimizer)
     assert state_bits(model, optimizer) == before
@@ -877,4 +877,6 @@ def test_random_numbers_go_on():
     assert (torch.rand(4).tolist(), random.random(), random.gauss(0, 1)) == expected
     wrong = ({}, {"python": [3, [1], None], "torch": ""}, {**state, "torch": "!"})
     calls = (partial(checkpoints.set_rng_state, each) for each in wrong)
-    assert_refused(*((call, "random number") for call in calls), error=CheckpointError)
+    assert_refused(
+        *((call, "random number") for call in calls), error=symmoe.errors.CheckpointError
+    )

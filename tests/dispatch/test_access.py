@@ -312,36 +312,3 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     assert (last, heap.offset_of(lease.tensor)) == (("", "False"), lease.offset)
     loss.backward()
     assert round_trip(heap)
-
-
-def test_a_layer_is_not_pickled(heap: SymmetricHeap):
-    [layer], [other] = layers_on(heap), layers_on(heap)
-    name, text = outcome(pickle.dumps, layer)
-    assert name == "ArgumentError"
-    assert "belongs to this process and cannot be pickled: save the layer's state_dict()" in text
-    torch.nn.init.zeros_(other.router.weight)
-    other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
-    assert torch.equal(other.router.weight, layer.router.weight)
-    assert round_trip(heap)
-
-
-def test_workers_of_a_data_loader(heap: SymmetricHeap):
-    """Forked in the middle of training, with the heap in the dataset."""
-
-    class Tokens(torch.utils.data.Dataset):
-        kept = heap
-
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.full((CONFIG["hidden"],), float(index))
-
-    [layer] = layers_on(heap)
-    want = train(layer, 3)
-    loader = torch.utils.data.DataLoader(
-        Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork"
-    )
-    for batch in loader:
-        layer(batch)[0].sum().backward()
-    assert all(map(is_same, train(layer, 3), want))

@@ -12,7 +12,6 @@ from torch import nn
 
 import symmoe
 from symmoe.checks.arguments import Buffer, overlap_problem
-from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
 
 PLAIN = cases.Case(buffers=())
@@ -82,7 +81,7 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
     """The rule for every reuse: what comes out is right, or there is an error."""
     try:
         compute()
-    except (ArgumentError, StaleLease):
+    except (symmoe.errors.ArgumentError, symmoe.errors.StaleLease):
         return
     except RuntimeError as error:
         if "inplace" not in str(error):
@@ -174,7 +173,7 @@ def test_refused_in_forward(op, name, make, parts):
     wrong, other = make(op, x), buffer()
     want, kept = op(x), x.clone()
     for context in (nullcontext, torch.no_grad, torch.inference_mode):
-        with context(), pytest.raises(ArgumentError) as caught:
+        with context(), pytest.raises(symmoe.errors.ArgumentError) as caught:
             op(x, **{BOTH[name == "out"]: other, name: wrong})
         text = str(caught.value)
         assert text.startswith(name)
@@ -191,7 +190,7 @@ def test_refused_in_forward(op, name, make, parts):
 @pytest.mark.parametrize("shift", [0, 1, 1 - N])
 def test_the_two_buffers_overlap(op, shift):
     memory = buffer(3 * N, H)
-    with pytest.raises(ArgumentError, match="overlaps a tensor of shape"):
+    with pytest.raises(symmoe.errors.ArgumentError, match="overlaps a tensor of shape"):
         op(op.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
 
 
@@ -247,7 +246,9 @@ CALLS_WITH_RELEASED_MEMORY = [
 
 @pytest.mark.parametrize(("name", "call"), CALLS_WITH_RELEASED_MEMORY)
 def test_every_tensor_of_a_call_must_live(heap, name, call):
-    with pytest.raises(StaleLease, match=rf"^{name} is memory of lease 'mine' \(generation 1\)"):
+    with pytest.raises(
+        symmoe.errors.StaleLease, match=rf"^{name} is memory of lease 'mine' \(generation 1\)"
+    ):
         call(lambda like: released(heap, like))
     call(lambda like: heap.lease(tuple(like.shape), like.dtype).tensor.copy_(like))
 
@@ -255,7 +256,7 @@ def test_every_tensor_of_a_call_must_live(heap, name, call):
 def test_a_gradient_whose_lease_was_released(op, heap):
     x = op.inputs.x.clone().requires_grad_()
     y = op(x)
-    with pytest.raises(StaleLease, match=r"^d_y is memory of lease 'mine'"):
+    with pytest.raises(symmoe.errors.StaleLease, match=r"^d_y is memory of lease 'mine'"):
         y.backward(released(heap, op.inputs.d_y))
     assert x.grad is None
     y.backward(op.inputs.d_y)
@@ -266,7 +267,7 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
     grad_input_out = buffer()
     x = single.inputs.x.clone().requires_grad_()
     y = single(x, grad_input_out=grad_input_out)
-    with pytest.raises(ArgumentError, match=r"grad_input_out.*overlaps"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"grad_input_out.*overlaps"):
         y.backward(grad_input_out)
     y = single(x, grad_input_out=grad_input_out)
     y.backward(single.inputs.d_y)
@@ -497,7 +498,9 @@ def test_gradient_lease_released_before_backward(op, heap):
     grad_input_out.release()
     (other,) = leases(heap, 1)
     other.tensor.fill_(cases.SENTINEL)
-    with pytest.raises(StaleLease, match="grad_input_out is memory of lease 'lease 1'"):
+    with pytest.raises(
+        symmoe.errors.StaleLease, match="grad_input_out is memory of lease 'lease 1'"
+    ):
         y.backward(op.inputs.d_y)
     assert (other.tensor == cases.SENTINEL).all(), "memory of somebody else is not written"
     assert x.grad is None
@@ -602,7 +605,7 @@ def test_a_backward_that_fails_can_be_tried_again(heap):
     )
     y, main_grad = op(x, grad_input_out=grad_input_out), op.fc1.weight.main_grad
     op.fc1.weight.main_grad = None
-    with pytest.raises(ArgumentError, match="main_grad is missing"):
+    with pytest.raises(symmoe.errors.ArgumentError, match="main_grad is missing"):
         y.backward(op.inputs.d_y)
     op.fc1.weight.main_grad = main_grad
     grad_input_out.fill_(cases.SENTINEL)
@@ -698,6 +701,8 @@ def test_a_second_backward_through_combine(heap):
     first = leaf.grad.clone()
     y.backward(step.d_y)
     cases.assert_same_bits(leaf.grad, 2 * first)
-    with pytest.raises(ArgumentError, match=r"^grad_out was let go of .*retain_graph=True"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match=r"^grad_out was let go of .*retain_graph=True"
+    ):
         y.backward(step.d_y)
     assert step.run(on_heap=True)

@@ -14,6 +14,7 @@ from grouped_cases import (
     run_experts,
 )
 from torch import nn
+from worker import assert_refused
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
@@ -96,10 +97,10 @@ def test_is_a_container():
 def test_empty():
     x = torch.randn(2)
     assert Sequential()(x) is x
-    with pytest.raises(ArgumentError, match="extra_inputs has 1 elements; 0 are needed"):
-        Sequential()(x, x)
-    with pytest.raises(ArgumentError, match="op_kwargs has index 0"):
-        Sequential()(x, op_kwargs={0: {}})
+    assert_refused(
+        (lambda: Sequential()(x, x), "extra_inputs has 1 elements; 0 are needed"),
+        (lambda: Sequential()(x, op_kwargs={0: {}}), "op_kwargs has index 0"),
+    )
 
 
 def nests(modules):
@@ -374,14 +375,20 @@ def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
 
 def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
     fc1, _ = linears()
-    with pytest.raises(ArgumentError, match=r"x has shape \[12, 8\]; it must be \[..., N, 24\]"):
-        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(
-            INPUTS.x, SPLITS, INPUTS.scale, SPLITS
-        )
-    with pytest.raises(ArgumentError, match=r"splits has shape \[4\]; it must be \[3\]"):
-        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(
-            INPUTS.x, SPLITS, INPUTS.scale, SPLITS
-        )
+    assert_refused(
+        (
+            lambda: Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(
+                INPUTS.x, SPLITS, INPUTS.scale, SPLITS
+            ),
+            r"x has shape \[12, 8\]; it must be \[..., N, 24\]",
+        ),
+        (
+            lambda: Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(
+                INPUTS.x, SPLITS, INPUTS.scale, SPLITS
+            ),
+            r"splits has shape \[4\]; it must be \[3\]",
+        ),
+    )
     assert not num_fused
 
 
@@ -613,12 +620,18 @@ def test_buffers_of_nested_are_compared_with_those_outside():
     first, second = in_a_row(2)
     model, shared = Sequential(first, Sequential(second)), buffer()
     op_kwargs = {0: {"grad_input_out": shared}, 1: {"op_kwargs": {0: {"out": shared}}}}
-    with pytest.raises(
-        ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"
-    ):
-        model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs)
-    with pytest.raises(ArgumentError, match=r"^out of module 1\.0 \(GroupedLinear\) .* overlaps"):
-        model(INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}})
+    assert_refused(
+        (
+            lambda: model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs),
+            r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps",
+        ),
+        (
+            lambda: model(
+                INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}}
+            ),
+            r"^out of module 1\.0 \(GroupedLinear\) .* overlaps",
+        ),
+    )
     assert (shared == SENTINEL).all()
 
 
@@ -723,14 +736,18 @@ def test_buffers_of_a_fused_part_and_of_others(how, num_fused):
         model[2].register_forward_hook(lambda *_: None)
     inputs = {"linears": (SPLITS, SPLITS), "hooked": (SPLITS, INPUTS.scale, SPLITS)}
     given, shared = inputs.get(how, (SPLITS, INPUTS.scale, SPLITS) * 2), buffer()
-    with pytest.raises(
-        ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"
-    ):
-        model(INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}})
-    with pytest.raises(
-        ArgumentError, match=rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"
-    ):
-        model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}})
+    assert_refused(
+        (
+            lambda: model(
+                INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}}
+            ),
+            r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps",
+        ),
+        (
+            lambda: model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}}),
+            rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps",
+        ),
+    )
     assert (shared == SENTINEL).all()
     assert not num_fused
 

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import symmoe
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.errors import ArgumentError
 
 CONFIG = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order="slot")
 State = dict[str, torch.Tensor]
@@ -136,7 +135,7 @@ def lightning_run(
         assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
         if task == "fit":
             trainer.callbacks.append(Short())
-            with pytest.raises(ArgumentError, match=r"^list is a list with tensors"):
+            with pytest.raises(symmoe.errors.ArgumentError, match=r"^list is a list with tensors"):
                 trainer.save_checkpoint(folder / "no.ckpt")
         last = values(module.state_dict())  # the average
         return last, kept, doubled.given and copy.deepcopy(doubled.given)
@@ -210,7 +209,9 @@ def test_hooks_of_accelerate_get_models_and_weights(
     with pytest.raises(symmoe.errors.CheckpointError, match=r"has no model\.0\."):
         accelerator.load_state(path)
     accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(layers))
-    with pytest.raises(ArgumentError, match="registered object 0 has this rank's experts"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match="registered object 0 has this rank's experts"
+    ):
         accelerator.save_state(str(tmp_path / "average"))
 
 

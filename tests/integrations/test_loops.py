@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import save_checkpoint, swap_moe
 
 BOUND = 1e-6  # of losses, relative
@@ -308,11 +307,13 @@ def test_accelerate_refuses(rank: int, num_ranks: int, tmp_path: Path) -> None:
             (lambda: accelerator.load_state(), r"input_dir .None. must be"),
         )
         accelerator.prepare(swap_moe(cases.small_model(), heap))
-        with pytest.raises(ArgumentError, match="prepared are 2 models and 0 optimizers"):
+        with pytest.raises(
+            symmoe.errors.ArgumentError, match="prepared are 2 models and 0 optimizers"
+        ):
             accelerator.save_state(str(tmp_path))
     with (
         launched(rank, num_ranks),
-        pytest.raises(ArgumentError, match=r"mixed_precision .'fp16'. must be"),
+        pytest.raises(symmoe.errors.ArgumentError, match=r"mixed_precision .'fp16'. must be"),
     ):
         accelerator = Accelerator(cpu=True, mixed_precision="fp16")
 
@@ -356,5 +357,5 @@ def test_lightning_refuses(
         strategy=FabricStrategy(precision=MixedPrecision("16-mixed", "cpu")),
     )
     fabric.launch()
-    with pytest.raises(ArgumentError, match=r"precision .'16-mixed'. must be"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"precision .'16-mixed'. must be"):
         fabric.setup(plain)

@@ -47,7 +47,6 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 import symmoe
-from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
 from symmoe.integrations import megatron
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 from symmoe.symm_mem.row_budget import with_margin
@@ -648,7 +647,7 @@ def test_heap_of_an_interleaved_stage_is_exact(
     num_layers = 1 if recompute else in_flight * layers_per_chunk
     num_tokens = cases.SEQUENCE * cases.BATCH
     planned = megatron.heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
-    too_small = pytest.raises(HeapExhausted, match="lease '")
+    too_small = pytest.raises(symmoe.errors.HeapExhausted, match="lease '")
     for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
         with megatron.open_heap(num_bytes) as heap:
             options = megatron.DispatchOptions(
@@ -927,23 +926,31 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
         for i in range(4):
             assert torch.equal(linear.weight[i], state[f"{name}.weight{i}"])
     factory = experts.sharded_state_dict("mlp.experts.")["mlp.experts.linear_fc2.weight"]
-    with pytest.raises(ArgumentError, match=r"flattened part slice\(0, 8"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"flattened part slice\(0, 8"):
         factory.build_fn("key", factory.data.flatten()[:8], factory.replica_id, slice(0, 8))
 
 
 @pytest.mark.parametrize(
     ("what", "error", "text"),
     [
-        ("expert tensor parallelism", ArgumentError, "expert_tensor_parallel_size (2) must be 1"),
-        ("another group's heap", ArgumentError, "open the heap over that group"),
-        ("capacity with others' experts", ArgumentError, "capacity (64) needs SymmExperts"),
+        (
+            "expert tensor parallelism",
+            symmoe.errors.ArgumentError,
+            "expert_tensor_parallel_size (2) must be 1",
+        ),
+        ("another group's heap", symmoe.errors.ArgumentError, "open the heap over that group"),
+        (
+            "capacity with others' experts",
+            symmoe.errors.ArgumentError,
+            "capacity (64) needs SymmExperts",
+        ),
         (
             "a choice without scores",
-            ArgumentError,
+            symmoe.errors.ArgumentError,
             "moe_router_load_balancing_type ('sinkhorn') and moe_router_fusion (F",
         ),
-        ("too small a capacity", CapacityError, "more than capacity (8)"),
-        ("too small a heap", HeapExhausted, "lease 'received rows'"),
+        ("too small a capacity", symmoe.errors.CapacityError, "more than capacity (8)"),
+        ("too small a heap", symmoe.errors.HeapExhausted, "lease 'received rows'"),
     ],
 )
 @run_on(2, fixture="ranks")

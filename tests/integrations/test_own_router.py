@@ -7,9 +7,9 @@ import torch.distributed as dist
 from cluster import run_on
 from small_model import on_layout, open_heap, set_weights
 from torch import nn
+from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.parallel import data_parallel, parallelize
 
 H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
@@ -186,7 +186,7 @@ def test_wrong_arguments_raise_on_every_rank(
     for culprit in range(num_ranks):
         for name, (spoil, text) in WRONG.items():
             topk_idx, probs = spoil(*good) if rank == culprit else good
-            with pytest.raises(ArgumentError) as caught:
+            with pytest.raises(symmoe.errors.ArgumentError) as caught:
                 layer(x, topk_idx=topk_idx, probs=probs)
             assert text in str(caught.value), name
             assert (f"on rank {culprit}: " in str(caught.value)) == (rank != culprit), name
@@ -210,9 +210,15 @@ def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
         symmoe.MoELayer(symmoe.MoEConfig(**SHAPE), heap),
         tokens(0),
     )
-    with pytest.raises(ArgumentError, match="has no router"), symmoe.balanced_routing(bare):
+    with (
+        pytest.raises(symmoe.errors.ArgumentError, match="has no router"),
+        symmoe.balanced_routing(bare),
+    ):
         pass
-    with pytest.raises(ArgumentError, match="is called with probs"), symmoe.balanced_routing(layer):
+    with (
+        pytest.raises(symmoe.errors.ArgumentError, match="is called with probs"),
+        symmoe.balanced_routing(layer),
+    ):
         layer(x, topk_idx=torch.zeros(len(x), TOP_K).int(), probs=torch.ones(len(x), TOP_K))
 
 
@@ -229,7 +235,10 @@ def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
 )
 def test_a_configuration_without_a_router_has_none_of_its_fields(field: dict):
     (name,) = field
-    with pytest.raises(ArgumentError, match=rf"{name} \(.*\) needs a router, but router is 'none'"):
-        symmoe.MoEConfig(**SHAPE, router="none", **field)
-    with pytest.raises(ArgumentError, match=r"router \('mine'\) must be one of"):
-        symmoe.MoEConfig(**SHAPE, router="mine")
+    assert_refused(
+        (
+            lambda: symmoe.MoEConfig(**SHAPE, router="none", **field),
+            rf"{name} \(.*\) needs a router, but router is 'none'",
+        ),
+        (lambda: symmoe.MoEConfig(**SHAPE, router="mine"), r"router \('mine'\) must be one of"),
+    )

@@ -25,7 +25,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 from symmoe.kernels import twin
 from symmoe.precision import Float8Block
@@ -352,7 +351,9 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
         weight.grad = DTensor.from_local(
             torch.ones(small.FEATURES, small.HIDDEN), weight.device_mesh, [Partial()]
         )
-        with pytest.raises(ArgumentError, match=r"last\.weight\.grad is a partial sum"):
+        with pytest.raises(
+            symmoe.errors.ArgumentError, match=r"last\.weight\.grad is a partial sum"
+        ):
             symmoe.clip_grad_norm(model, 1.0)
 
 
@@ -422,7 +423,9 @@ def test_constant_weights_are_quantised_once(
         with symmoe.constant_weights(model):
             small.rank_loss(model, 0, rank, shares).backward()
             optimizer.step()
-            with pytest.raises(ArgumentError, match="written to inside constant_weights"):
+            with pytest.raises(
+                symmoe.errors.ArgumentError, match="written to inside constant_weights"
+            ):
                 small.rank_loss(model, 0, rank, shares)
         before = small.rank_loss(model, 0, rank, shares)
         with symmoe.constant_weights(model):

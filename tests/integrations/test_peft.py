@@ -29,7 +29,6 @@ from trainer_cases import (
 from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError, CheckpointError
 from symmoe.integrations.peft import get_peft_model, load_adapters, save_adapters
 from symmoe.integrations.transformers import Trainer, swap_moe
 
@@ -223,10 +222,10 @@ def test_adapters_that_experts_cannot_have_are_refused(
         calls = [partial(getattr(adapted, name), folder) for name in refused]
         assert_refused(*((call, "of peft knows nothing of adapters of experts") for call in calls))
         missing = partial(load_adapters, adapted, folder), "No such file"
-        assert_refused(missing, error=CheckpointError)
+        assert_refused(missing, error=symmoe.errors.CheckpointError)
     save_adapters(adapted, f"{folder}/saved")
     other = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
-    with pytest.raises(CheckpointError, match=r"has shape .* in the model"):
+    with pytest.raises(symmoe.errors.CheckpointError, match=r"has shape .* in the model"):
         load_adapters(other, f"{folder}/saved")
     assert not list(Path(folder).glob("*.partial"))
     attention = get_peft_model(
@@ -276,7 +275,7 @@ def test_target_parameters_of_modules_of_symmoe(
         )
         if rank == 0 or what == "layer":
             with pytest.raises(
-                ArgumentError,
+                symmoe.errors.ArgumentError,
                 match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
             ):
                 model(x, what)

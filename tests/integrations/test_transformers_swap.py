@@ -26,7 +26,6 @@ from programs import printed_by
 from worker import assert_refused, open_heap
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
 from symmoe.integrations.transformers.forms import ExpertsForm, experts_modules
 
@@ -135,7 +134,7 @@ def test_activations_are_those_of_transformers(is_gated: bool):
         experts.act_fn = act = transformers.activations.ACT2FN[name]
         experts._apply_gate = lambda h, act=act: act(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
         experts.named_parameters = lambda first=first: [(first, None), ("down_proj", None)]
-        with contextlib.suppress(ArgumentError):
+        with contextlib.suppress(symmoe.errors.ArgumentError):
             activation = ExpertsForm.of(experts).activation
             want = experts._apply_gate(h) if is_gated else experts.act_fn(h)
             torch.testing.assert_close(
@@ -245,7 +244,7 @@ def test_wrong_arguments_on_one_rank_raise_on_all(
     odd = random_model("olmoe", num_experts=7)
     before = odd.model.layers[0].mlp.experts
     with pytest.raises(
-        ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"
+        symmoe.errors.ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"
     ):
         swap_moe(odd, heap)
     assert odd.model.layers[0].mlp.experts is before
@@ -256,6 +255,6 @@ def test_wrong_arguments_on_one_rank_raise_on_all(
         r"\[4, 2\].*\[3, 2\]": (x, idx, weights[:3]),
         "8": (x, idx + 8, weights),
     }.items():
-        with pytest.raises(ArgumentError, match=text):
+        with pytest.raises(symmoe.errors.ArgumentError, match=text):
             experts(*(bad if rank else (x, idx, weights)))
     assert experts(x, idx, weights).shape == x.shape

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import swap_moe
 
 STEPS = 20
@@ -169,7 +168,7 @@ def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> N
         else:
             small.rank_loss(ddp, 0, rank, shares).backward()
         assert_same_gradients(model, plain)
-        with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
+        with pytest.raises(symmoe.errors.ArgumentError, match="reduce_gradients would do it again"):
             symmoe.reduce_gradients(ddp)
 
 
@@ -330,7 +329,9 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
-    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"
+    ):
         losses_of(
             wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
         )
@@ -405,7 +406,7 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
         model, batch = small.model_of(trainer_heap), (torch.randn(5, small.FEATURES),)
     wrapped = WRONG[wrap][0](model)
     for _ in range(2):
-        with pytest.raises(ArgumentError, match=text):
+        with pytest.raises(symmoe.errors.ArgumentError, match=text):
             wrapped(*batch)
     small.model_of(trainer_heap)(torch.randn(5, small.FEATURES))[0].sum().backward()
 
@@ -415,7 +416,8 @@ def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -
     with small.on_layout(2, 2) as (mesh, heap):
         wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
         with pytest.raises(
-            ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"
+            symmoe.errors.ArgumentError,
+            match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel",
         ):
             wrapped(torch.randn(5, small.FEATURES))
         wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
@@ -431,9 +433,11 @@ def test_gradients_that_ddp_would_not_see(
             small.CONFIG.num_experts // 2, small.HIDDEN, small.CONFIG.ffn, **{option: True}
         )
         wrapped = DistributedDataParallel(symmoe.MoELayer(small.CONFIG, heap, experts=experts))
-        with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
+        with pytest.raises(
+            symmoe.errors.ArgumentError, match=f"experts.{option} .True. must be False"
+        ):
             wrapped(torch.randn(5, small.HIDDEN))
-    with pytest.raises(ArgumentError, match=r"model \(Linear\) has no MoELayer"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"model \(Linear\) has no MoELayer"):
         symmoe.prepare_for_ddp(nn.Linear(2, 2))
 
 

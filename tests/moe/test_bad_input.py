@@ -26,7 +26,6 @@ from symmoe import (
     kernels,
     make_plan,
 )
-from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.training.lora import add_lora
@@ -479,7 +478,9 @@ TRANSFORMED: dict[str, tuple[Callable[[], object], tuple]] = {
 def test_transforms_of_modules_without_a_heap(name: str, transform: str):
     make, others = TRANSFORMED[name]
     module = make()
-    with pytest.raises(ArgumentError, match=r"no rules for transforms of torch\.func"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match=r"no rules for transforms of torch\.func"
+    ):
         TRANSFORMS[transform](lambda x: module(x, *others), torch.ones(T, H))
 
 
@@ -560,6 +561,6 @@ def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
 
 @pytest.mark.parametrize(("name", "word", "words"), bad_calls.WORDS)
 def test_the_configuration_takes_the_same_words(name: str, word: object, words: str):
-    with pytest.raises(ArgumentError) as raised:
+    with pytest.raises(symmoe.errors.ArgumentError) as raised:
         MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K, **{name: word})
     assert str(raised.value) == f"{name} ({word!r}) must be one of {words}"

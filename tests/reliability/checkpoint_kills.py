@@ -45,7 +45,6 @@ from torch import nn
 
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
-from symmoe.errors import CheckpointError
 from symmoe.grouped.mlp import GroupedMLP
 
 NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
@@ -105,7 +104,7 @@ def loaded(directory: Path, *, step: int | None = None) -> tuple[int, str, dict[
     before = content(model, optimizer)
     try:
         result = load_checkpoint(directory, model=model, optimizer=optimizer, step=step)
-    except CheckpointError:
+    except symmoe.errors.CheckpointError:
         assert content(model, optimizer) == before, "a load that failed has changed the model"
         raise
     return result.step, result.extra, content(model, optimizer)
@@ -155,7 +154,7 @@ def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, r
         )
         sys.settrace(None)
         os.write(report, f"saved {lines} {time.perf_counter() - begun}\n".encode())
-    except CheckpointError as error:
+    except symmoe.errors.CheckpointError as error:
         sys.settrace(None)
         os.write(report, f"CheckpointError {' '.join(str(error).split())[:200]}\n".encode())
     os._exit(0)
@@ -311,7 +310,7 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict:
             for name in saved_in(directory)
         ):
             record["problems"].append(f"the next save has left {saved_in(directory)}")
-    except (CheckpointError, AssertionError) as error:
+    except (symmoe.errors.CheckpointError, AssertionError) as error:
         record["problems"].append(f"{type(error).__name__}: {error}")
     return record
 
@@ -344,7 +343,7 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict:
         record["outcome"] = "newest state" if same else "another state"
         if kind != "latest" or not same:
             problems.append(f"it was loaded nevertheless: {record['outcome']}")
-    except CheckpointError as error:
+    except symmoe.errors.CheckpointError as error:
         record["outcome"] = f"CheckpointError: {error}"
         if kind == "latest":
             problems.append("the newest checkpoint is whole, but was not loaded")

@@ -122,6 +122,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 # -- arguments of each call -------------------------------------------------------------------------------------------
 STATIC = (("capacity", 60), ("max_tokens", 9))
+REPLICAS = (("replica_places", 1),)
 
 
 def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -177,6 +178,10 @@ def plan_mistakes(num_experts: int) -> list[Bad]:
         wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC),
         wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC),
         wrong("max_tokens", 9, "max_tokens (9)", "capacity is None"),
+        wrong("replica_places", -1, "replica_places (-1)"),
+        wrong("replica_places", 1.0, "replica_places (1.0)"),
+        wrong("replica_places", 1100, "must be at most 1024"),
+        wrong("replica_slack", 2.0, "replica_slack (2.0)", base=REPLICAS),
         *ids_out_of_range(num_experts),
         *ids_out_of_range(num_experts, STATIC),
     ]
@@ -455,6 +460,8 @@ def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, 
         ({"hidden": None}, "hidden", str(H), "none", agreed),
         ({"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed),
         ({"dtype": None}, "dtype", "torch.float32", "none", agreed),
+        ({"replica_places": 2}, "replica places", "1", "2", REPLICAS),
+        ({"replica_slack": 0.1}, "slack per mille", "50", "100", REPLICAS),
     ]
 
 

@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
-from symmoe.errors import SymmoeError
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.symm_mem.several_nodes import Nodes
@@ -33,10 +31,10 @@ def in_a_graph(by_host: Callable) -> Iterator[None]:
     with ExitStack() as patches:
         for name, value in (("capture", CAPTURE), ("raises_at_once", False)):
             patches.enter_context(mock.patch.object(NoStreams, name, value))
-        patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
+        patches.enter_context(mock.patch.object(symmoe.SymmetricHeap, "check", return_value=None))
         patches.enter_context(
             mock.patch.object(
-                SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
+                symmoe.SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
             )
         )
         for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
@@ -53,7 +51,7 @@ class HostGraph:
         model: nn.Module,
         states: list[torch.Tensor],
         function: Callable[[], None],
-        heaps: list[SymmetricHeap],
+        heaps: list[symmoe.SymmetricHeap],
     ) -> None:
         self._parameters, self._function, self._heaps = list(model.parameters()), function, heaps
         self._found: list = []
@@ -112,13 +110,15 @@ def capture(
 class Model(nn.Module):
     """Two layers of experts, and a buffer that every step changes."""
 
-    def __init__(self, heap: SymmetricHeap, **options) -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap, **options) -> None:
         super().__init__()
         torch.manual_seed(heap.rank)
-        config = MoEConfig(
+        config = symmoe.MoEConfig(
             hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options
         )
-        self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
+        self.layers = nn.ModuleList([symmoe.MoELayer(config, heap) for _ in range(2)]).to(
+            heap.device
+        )
         # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
         self.dropout = nn.Dropout(0.1 if heap.device.type == "cuda" else 0.0)
         self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.clone
@@ -222,9 +222,9 @@ def check_exact(
 class Chosen(nn.Module):
     """Experts behind a dense layer and a router, which is told what to choose."""
 
-    def __init__(self, heap: SymmetricHeap, group: dist.ProcessGroup) -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap, group: dist.ProcessGroup) -> None:
         super().__init__()
-        config = MoEConfig(
+        config = symmoe.MoEConfig(
             hidden=H,
             ffn=I,
             num_experts=E,
@@ -233,7 +233,7 @@ class Chosen(nn.Module):
             aux_loss_coef=0.1,
             order="slot",
         )
-        self.dense, self.moe = nn.Linear(H, H), MoELayer(config, heap, expert_group=group)
+        self.dense, self.moe = nn.Linear(H, H), symmoe.MoELayer(config, heap, expert_group=group)
         self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64))
         set_weights(self, heap)
         self.to(heap.device)
@@ -250,7 +250,7 @@ class Chosen(nn.Module):
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
-def put_around(wrap: Wrap | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
+def put_around(wrap: Wrap | None, heap: symmoe.SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
     """A model in FSDP2 or DDP, or as it is. torch before 2.13 captures no DDP that was built on the default stream."""
     model = Chosen(heap, mesh.get_group("efsdp"))
     with torch.cuda.stream(torch.cuda.Stream()) if heap.device.type == "cuda" else nullcontext():
@@ -294,7 +294,8 @@ def check_wrapped(
                 ids[3, 1] += E * (rank == num_ranks - 1)
                 states = [(state, state.clone()) for state in captured.modules.states()]
                 with pytest.raises(
-                    SymmoeError, match=f"{E}" if rank >= num_ranks - ep else "in another EP group"
+                    symmoe.errors.SymmoeError,
+                    match=f"{E}" if rank >= num_ranks - ep else "in another EP group",
                 ):
                     captured(batch, scale=0.5)
                 for state, before in states:
@@ -337,8 +338,8 @@ def double(module: nn.Module, args: object, outputs: tuple) -> tuple:
     return 2 * outputs[0], outputs[1]
 
 
-def new_experts(layer: MoELayer) -> None:
-    experts = GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
+def new_experts(layer: symmoe.MoELayer) -> None:
+    experts = symmoe.GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
     experts.load_state_dict(
         {name: 2 * tensor for name, tensor in layer.experts.state_dict().items()}
     )

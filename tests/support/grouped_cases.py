@@ -14,7 +14,6 @@ from activation_formula import formula
 from torch import nn
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 
 SENTINEL = -77.0
@@ -379,7 +378,7 @@ def _oracle_of_case(
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
     """What is inside raises an ArgumentError whose text has all parts."""
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(symmoe.errors.ArgumentError) as caught:
         yield
     for part in parts:
         assert part in str(caught.value)

@@ -22,7 +22,6 @@ from programs import printed_by
 
 import symmoe
 from symmoe.cli import main
-from symmoe.errors import PeerError, WrongResult
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
 from symmoe.tools.doctor.findings import Finding, render, worst_level
@@ -689,7 +688,8 @@ def test_ranks_that_fail(
 
 
 @pytest.mark.parametrize(
-    ("error", "lingers"), [(PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)]
+    ("error", "lingers"),
+    [(symmoe.errors.PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)],
 )
 def test_a_rank_that_was_told_ends_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, lingers: bool
@@ -799,7 +799,7 @@ def test_the_self_test_sees_wrong_rows(
     right = (
         nullcontext()
         if wrong_part == "none"
-        else pytest.raises(WrongResult, match="moved wrong rows")
+        else pytest.raises(symmoe.errors.WrongResult, match="moved wrong rows")
     )
     with right:
         self_test.check(heap, Ranks(torch.device("cpu")), torch.bfloat16)

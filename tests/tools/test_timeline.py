@@ -585,21 +585,3 @@ def test_the_program_traces_on_several_ranks_and_on_one(
     }
     steps = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(item["name"] == "FC2" for item in steps) == 2  # ranks
-
-
-def test_the_program_traces_low_precision(tmp_path: Path):
-    numbers = ["--precision", "float8-block", "--quantized-wire", "both"]
-    trace_layer.main([*SIZES, *numbers, "--out", str(tmp_path / "step.json")])
-    operators = {
-        item["args"]["operator or kernel"]
-        for item in json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
-        if item["ph"] == "X" and item["args"]
-    }
-    # Both ways as bytes, and all six products.
-    assert {
-        "encode_rows",
-        "unpack_rows",
-        "grouped_gemm_quantized",
-        "grouped_gemm_wgrad_quantized",
-    } <= operators
-    assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators

@@ -23,8 +23,6 @@ from torch.utils._pytree import register_pytree_node
 from worker import open_heap
 
 import symmoe
-from symmoe import SymmetricHeap
-from symmoe.errors import ArgumentError, HeapPoisoned
 from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.training import captured_step
 from symmoe.training.captured_step import CapturedStep
@@ -99,7 +97,7 @@ def test_steps_that_reduce_are_exact(
 
 
 @run_on(2)
-def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """Also one that adds gradients up on the default stream: here every stream is."""
     model = cases.Model(heap)
     symmoe.prepare_for_ddp(model)
@@ -108,11 +106,12 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
     batch = [torch.ones(3, cases.H)]
     step(batch, scale=1.0)
     with pytest.raises(
-        ArgumentError, match="model must be the DistributedDataParallel that the step calls"
+        symmoe.errors.ArgumentError,
+        match="model must be the DistributedDataParallel that the step calls",
     ):
         symmoe.capture_step(step, model)
     ddp.find_unused_parameters = True
-    with pytest.raises(ArgumentError, match=r"find_unused_parameters \(True\)"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"find_unused_parameters \(True\)"):
         symmoe.capture_step(step, ddp)
     ddp.find_unused_parameters = False
     captured = cases.capture(ddp, num_eager=1)
@@ -123,13 +122,14 @@ def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricH
     ):
         captured(batch, scale=1.0)
     with pytest.raises(
-        ArgumentError, match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13"
+        symmoe.errors.ArgumentError,
+        match=r"built on CUDA's default stream.*torch\.cuda\.stream\(torch.*2\.13",
     ):
         captured(batch, scale=1.0)
 
 
 @pytest.fixture
-def model(heap: SymmetricHeap) -> cases.Model:
+def model(heap: symmoe.SymmetricHeap) -> cases.Model:
     return cases.Model(heap)
 
 
@@ -168,7 +168,9 @@ def test_a_layer_that_was_not_called_before(model):
     captured = cases.capture(model, lambda x: model(x)[0].sum() if switch else x.sum(), num_eager=1)
     captured(torch.ones(3, cases.H))
     switch.append(True)
-    with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match="calls a layer that earlier calls did not"
+    ):
         captured(torch.ones(3, cases.H))
     assert model.layers[0].heap.captured_reports is None
 
@@ -177,7 +179,9 @@ def test_a_layer_with_less_room_than_it_needs(model):
     tight = cases.Model(model.layers[0].heap, max_room=4)
     captured = cases.capture(tight, num_eager=1)
     captured([torch.ones(3, cases.H)], scale=1.0)
-    with pytest.raises(ArgumentError, match=r"needs room for 9 rows.*more than max_room \(4\)"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match=r"needs room for 9 rows.*more than max_room \(4\)"
+    ):
         captured([torch.ones(3, cases.H)], scale=1.0)
 
 
@@ -188,7 +192,7 @@ def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
     model.layers[0].heap.abort("enough")
     with (
         mock.patch.object(cases.HostGraph, "replay") as replay,
-        pytest.raises(HeapPoisoned, match="enough"),
+        pytest.raises(symmoe.errors.HeapPoisoned, match="enough"),
     ):
         captured([torch.ones(3, cases.H)], scale=1.0)
     assert not replay.called
@@ -198,12 +202,12 @@ def test_what_could_not_be_taken_back_is_refused(model):
     for option in ("accumulate_into_main_grad", "delay_wgrad"):
         fc2 = model.layers[1].experts.fc2
         setattr(fc2, option, True)
-        with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False"):
+        with pytest.raises(symmoe.errors.ArgumentError, match=rf"{option} \(True\) must be False"):
             symmoe.capture_step(cases.make_step(model), model)
         setattr(fc2, option, False)
-    with SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
+    with symmoe.SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
         both = nn.ModuleList([model, cases.Model(other)])
-        with pytest.raises(ArgumentError, match="layers on several heaps"):
+        with pytest.raises(symmoe.errors.ArgumentError, match="layers on several heaps"):
             symmoe.capture_step(cases.make_step(model), both)
 
 
@@ -320,14 +324,16 @@ def test_arguments_and_results_of_all_kinds(kind: str):
 def test_what_is_not_understood_is_refused_by_name(argument: object, text: str):
     captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
     for _ in range(3):
-        with pytest.raises(ArgumentError, match=text):
+        with pytest.raises(symmoe.errors.ArgumentError, match=text):
             captured(cases.Batch(torch.ones(3, 2), argument))
     assert captured(cases.Batch(torch.ones(3, 2), torch.ones(2))).dim() == 0
 
 
 def test_a_result_that_is_not_understood_is_refused_by_name():
     captured, _ = captured_linear(lambda linear, batch: {"loss": linear(batch).sum(), "x": {1}})
-    with pytest.raises(ArgumentError, match=r"result\['x'\] \(set\) cannot be captured"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match=r"result\['x'\] \(set\) cannot be captured"
+    ):
         captured(torch.ones(3, 2))
 
 
@@ -359,7 +365,8 @@ def test_numbers_on_the_cpu_and_tensors_elsewhere():
     assert one.tensors == []
     assert float(one.with_tensors([])["scale"]) == 1.0
     with pytest.raises(
-        ArgumentError, match=r"lengths\[1\] \[3\] is on cpu, the model on cuda:0: .* move it there"
+        symmoe.errors.ArgumentError,
+        match=r"lengths\[1\] \[3\] is on cpu, the model on cuda:0: .* move it there",
     ):
         Tree({"lengths": (1, torch.ones(3))}, gpu)
 
@@ -404,7 +411,7 @@ def test_what_a_replay_would_not_do_is_refused(change: Callable[..., None], text
     captured, _ = captured_linear(
         lambda linear, batch: (change(linear, batch), linear(batch).sum())[1]
     )
-    with pytest.raises(ArgumentError, match=text):
+    with pytest.raises(symmoe.errors.ArgumentError, match=text):
         call_often(captured)
     assert captured.num_replays == 0
 
@@ -440,7 +447,11 @@ def test_memory_that_moves_after_an_error(model):
         [torch.ones(3, cases.H)],
         [torch.ones(3, cases.H), {1}],
     ):
-        with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
+        with (
+            pytest.raises(symmoe.errors.ArgumentError, match="set")
+            if len(batch) == 2
+            else nullcontext()
+        ):
             captured(batch, scale=1.0)
     cases.other_memory(model.layers[0].experts.fc1.weight)
     for _ in range(2):
@@ -454,7 +465,7 @@ def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
         captured([torch.ones(3, cases.H)], scale=1.0)
     model.layers[0].experts.fc1.delay_wgrad = True
     captured([torch.ones(3, cases.H)], scale=1.0)  # eager, and so right
-    with pytest.raises(ArgumentError, match=r"delay_wgrad \(True\) must be False"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"delay_wgrad \(True\) must be False"):
         captured([torch.ones(3, cases.H)], scale=1.0)
 
 

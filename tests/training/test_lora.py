@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
-from worker import Watching
+from worker import Watching, assert_refused
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap
 from symmoe.errors import ArgumentError
@@ -141,10 +141,13 @@ def test_what_add_lora_refuses():
     ):
         with pytest.raises(ArgumentError, match=text):
             add_lora(GroupedMLP(GROUPS, H, I), **({"rank": RANK, "alpha": ALPHA} | arguments))
-    with pytest.raises(ArgumentError, match="has no GroupedMLP"):
-        add_lora(nn.Linear(2, 2), rank=RANK, alpha=ALPHA)
-    with pytest.raises(ArgumentError, match=r"fc1 \(LoRAGroupedLinear\) must be a GroupedLinear"):
-        add_lora(make_mlp(), rank=RANK, alpha=ALPHA)
+    assert_refused(
+        (lambda: add_lora(nn.Linear(2, 2), rank=RANK, alpha=ALPHA), "has no GroupedMLP"),
+        (
+            lambda: add_lora(make_mlp(), rank=RANK, alpha=ALPHA),
+            r"fc1 \(LoRAGroupedLinear\) must be a GroupedLinear",
+        ),
+    )
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
         mlp = GroupedMLP(GROUPS, H, I, **{option: True})
         with pytest.raises(ArgumentError, match=rf"fc1.{option} \(True\) must be False"):

@@ -10,6 +10,7 @@ from cluster import run_on
 from stacks import Stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from worker import assert_refused
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError
@@ -281,18 +282,20 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
             context,
         ):
             compiled(tokens())
-    with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
-        pass
     with replay_routing(model, routing):
         y = model(tokens(True), lambda layer, x: checkpoint(layer, x, use_reentrant=False)[0])
-        with pytest.raises(ArgumentError, match="is given its experts by another context already"):
-            replay_routing(model, routing).__enter__()
+        assert_refused(
+            (record_routing(nn.Linear(2, 2)).__enter__, "has no MoELayer"),
+            (replay_routing(model, routing).__enter__, "is given its experts by another context"),
+            (
+                replay_routing(model, routing_to_array(routing)).__enter__,
+                r"routing \(Tensor\) must be of dicts",
+            ),
+        )
     with replay_routing(model, routing):
         model(tokens())
         with pytest.raises(ArgumentError, match=r"layer 'layers.1' runs in call None"):
             y.sum().backward()
-    with pytest.raises(ArgumentError, match=r"routing \(Tensor\) must be of dicts"):
-        replay_routing(model, routing_to_array(routing)).__enter__()
 
 
 @pytest.mark.parametrize(
