@@ -171,6 +171,8 @@ def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
         "packed" if where in ("fresh", "side by side") else "table",
     ]
     cases.assert_same_results(got, want, cases.TINY)
+    if where == "fresh":  # and so can be reduced as one
+        assert packed_view([weight.grad for weight in layer.weight_parameters()]) is not None
 
 
 # -- where weights come to lie ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from heap_calls import outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,10 @@ def emptied(*shape):
     tensor = torch.ones(shape)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def test_nothing_to_copy_needs_no_memory():
+    assert outcome(copy_host_to_device, b"", emptied(4)) == ("", "")
 
 
 @pytest.mark.parametrize(
