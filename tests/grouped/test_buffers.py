@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -36,19 +37,10 @@ class Op:
     def __call__(self, x, **buffers):
         return self.call(x, self.scale, self.splits, **buffers)
 
-    def oracle(self, inputs: cases.Inputs, case: cases.Case = PLAIN) -> dict[str, torch.Tensor]:
-        """For the x, splits and d_y of `inputs`."""
-        mine = cases.Inputs(
-            **vars(inputs)
-            | {"scale": self.scale}
-            | {n: getattr(self.inputs, n) for n in ("w1", "b1")}
-        )
-        mine.w2, mine.b2 = self.inputs.w2, self.inputs.b2
-        return (
-            cases.linear_oracle(mine, case)
-            if self.name == "linear"
-            else cases.mlp_oracle(mine, case)
-        )
+    def gradient(self) -> torch.Tensor:
+        """Of the x of its inputs for their d_y, without buffers."""
+        x = self.inputs.x.clone().requires_grad_()
+        return torch.autograd.grad(self(x), x, self.inputs.d_y)[0][: cases.TINY.num_used]
 
 
 @pytest.fixture(params=cases.WAYS)
@@ -260,7 +252,7 @@ def test_a_gradient_whose_lease_was_released(op, heap):
         y.backward(released(heap, op.inputs.d_y))
     assert x.grad is None
     y.backward(op.inputs.d_y)
-    cases.assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+    cases.assert_same_bits(used_rows_of(x.grad), op.gradient())
 
 
 def test_gradient_buffer_is_where_the_gradient_comes_from(single):
@@ -271,9 +263,7 @@ def test_gradient_buffer_is_where_the_gradient_comes_from(single):
         y.backward(grad_input_out)
     y = single(x, grad_input_out=grad_input_out)
     y.backward(single.inputs.d_y)
-    cases.assert_near(
-        x.grad[: cases.TINY.num_used], single.oracle(single.inputs)["d_x"], torch.float32
-    )
+    cases.assert_same_bits(used_rows_of(x.grad), single.gradient())
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
@@ -491,71 +481,44 @@ def leases(heap, count):
     return [heap.lease((N, H), torch.float32, name=f"lease {i}") for i in range(count)]
 
 
-def test_gradient_lease_released_before_backward(op, heap):
-    out, grad_input_out = leases(heap, 2)
-    x = op.inputs.x.clone().requires_grad_()
-    y = op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)
-    grad_input_out.release()
-    (other,) = leases(heap, 1)
-    other.tensor.fill_(cases.SENTINEL)
-    with pytest.raises(
-        symmoe.errors.StaleLease, match="grad_input_out is memory of lease 'lease 1'"
-    ):
-        y.backward(op.inputs.d_y)
-    assert (other.tensor == cases.SENTINEL).all(), "memory of somebody else is not written"
-    assert x.grad is None
-    op(x, out=out.tensor, grad_input_out=other.tensor).backward(op.inputs.d_y)
-    cases.assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+ENDS = ("kept", "dropped", "released")
 
 
-def test_lease_dropped_before_backward(op, heap):
-    """A graph keeps the memory of what it still needs: nobody else gets it."""
-    out, grad_input_out = leases(heap, 2)
-    x = op.inputs.x.clone().requires_grad_()
-    y = op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)
-    del out, grad_input_out
-    gc.collect()
-    others = leases(heap, 4)
-    for other in others:
-        other.tensor.fill_(cases.SENTINEL)
-    y.backward(op.inputs.d_y)
-    cases.assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
-    cases.assert_near(used_rows_of(y.detach()), op.oracle(op.inputs)["y"], torch.float32)
-    assert all((other.tensor == cases.SENTINEL).all() for other in others)
-
-
-def test_input_lease_released_before_backward(op, heap):
-    """x is saved for the weight gradient; its memory belongs to somebody else by the time of backward."""
-    (lease,) = leases(heap, 1)
-    (want,) = torch.autograd.grad(op(op.inputs.x), op.fc1.weight, op.inputs.d_y)
-    y = op(lease.tensor.copy_(op.inputs.x))
-
-    def compute():
+@pytest.mark.parametrize("of_x", ENDS)
+@pytest.mark.parametrize("of_out", ENDS)
+@pytest.mark.parametrize("of_gradient", ENDS)
+def test_leases_that_end_before_backward(op, heap, of_x, of_out, of_gradient):
+    """A graph keeps the memory of what it still needs: nobody else gets it. Of what was released, it is right or an
+    error, and memory of somebody else is not written."""
+    source = op.inputs.x.nan_to_num().requires_grad_()
+    inputs = source, op.fc1.weight
+    wanted = torch.autograd.grad(used_rows_of(op(source)).square().sum(), inputs)
+    mine = leases(heap, 3)
+    of_rows, out, gradient = (lease.tensor for lease in mine)
+    y = op(of_rows.copy_(source), out=out, grad_input_out=gradient)
+    loss = used_rows_of(y).square().sum()  # keeps y
+    del of_rows, out, gradient, y
+    ends = of_x, of_out, of_gradient
+    for lease in itertools.compress(mine, (how == "released" for how in ends)):
         lease.release()
-        heap.lease((N, H), torch.float32).tensor.fill_(100.0)
-        y.backward(op.inputs.d_y)
-
-    right_or_error(compute, lambda: cases.assert_near(op.fc1.weight.grad, want, torch.float32))
-
-
-@pytest.mark.parametrize("how", ["released", "dropped"])
-def test_output_lease_released_while_a_result_is_saved(op, heap, how):
-    """y ** 2 keeps y, whose memory belongs to somebody else by the time of backward."""
-    (lease,) = leases(heap, 1)
-    x = op.inputs.x.nan_to_num().requires_grad_()
-    (want,) = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)
-    square = used_rows_of(op(x, out=lease.tensor)) ** 2
-    if how == "released":
-        lease.release()
-    del lease
+    mine[:] = itertools.compress(mine, (how == "kept" for how in ends))
     gc.collect()
-    for other in leases(heap, 3):
-        other.tensor.fill_(100.0)
+    others = [lease.tensor.fill_(cases.SENTINEL) for lease in leases(heap, 4)]
+    found = []
 
     def check():
-        cases.assert_near(used_rows_of(x.grad), used_rows_of(want), torch.float32)
+        cases.assert_near(*(used_rows_of(of_x) for of_x, _ in (found[0], wanted)), torch.float32)
+        cases.assert_near(found[0][1], wanted[1], torch.float32)
 
-    right_or_error(lambda: square.sum().backward(), check)
+    def compute():
+        found.append(torch.autograd.grad(loss, inputs))
+
+    if "released" in ends:
+        right_or_error(compute, check)
+    else:
+        compute()
+        check()
+    assert all((other == cases.SENTINEL).all() for other in others)
 
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
@@ -610,7 +573,7 @@ def test_a_backward_that_fails_can_be_tried_again(heap):
     op.fc1.weight.main_grad = main_grad
     grad_input_out.fill_(cases.SENTINEL)
     y.backward(op.inputs.d_y)
-    cases.assert_near(used_rows_of(grad_input_out), op.oracle(op.inputs)["d_x"], torch.float32)
+    cases.assert_same_bits(used_rows_of(grad_input_out), op.gradient())
 
 
 def test_a_graph_without_its_rows_gradient_lets_go_too(op, heap):
