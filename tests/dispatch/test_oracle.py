@@ -6,12 +6,7 @@ from collections import Counter
 import numpy as np
 import oracle
 import routings
-import torch
-from cluster import run_on
-from trip_checks import ORDERS, check_cases, check_combine, check_dispatch
-from worker import Findings
-
-from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from trip_checks import check_cases, check_combine, check_dispatch
 
 
 @routings.RANKS_AND_CASES
@@ -86,29 +81,3 @@ def test_removing_rows_one_by_one_is_the_water_level():
 def test_the_oracle_imports_nothing_of_the_package():
     with open(oracle.__file__, encoding="utf-8") as file:
         assert not re.search(r"^\s*(import|from)\s+symmoe", file.read(), re.MULTILINE)
-
-
-@run_on(1, 2)
-def test_autograd_refuses_rows_that_combine_overwrote(
-    rank, num_ranks, findings: Findings, heap: SymmetricHeap
-) -> None:
-    """Combine writes into no rows that autograd has saved."""
-    plan = make_plan(torch.tensor([[0, 1], [1, 0], [0, 1]]), num_experts=2 * num_ranks, heap=heap)
-    dispatch_tokens(torch.ones(3, 8), plan)
-    for order in ORDERS:
-        factor = torch.ones((), requires_grad=True)
-        with heap.lease((plan.row_capacity, 8), torch.float32) as lease:
-            lease.tensor.fill_(1.0)
-            product = factor * lease.tensor  # backward wants the lease's contents
-            combine_tokens(lease.tensor, plan, order=order)
-            product.sum().backward()
-            findings.equal(
-                f"gradient after order={order}", float(factor.grad), float(lease.tensor.numel())
-            )
-    # Another lease is another tensor: writing to it leaves this one's version alone.
-    with heap.lease((4,), torch.float32) as one, heap.lease((4,), torch.float32) as other:
-        version = one.tensor._version
-        other.tensor.zero_()
-        findings.equal(
-            "version of a lease after a write to its neighbour", one.tensor._version, version
-        )

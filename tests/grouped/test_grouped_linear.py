@@ -403,29 +403,25 @@ def test_main_grad_accumulates_in_fp32():
 
 
 @pytest.mark.parametrize("weights", FORMS)
-def test_trainer_protocol(weights):
+@pytest.mark.parametrize("has_flag", [True, False])
+def test_trainer_protocol(weights, has_flag):
     layer, inputs = layer_and_inputs(cases.Case(main_grad=True, buffers=()), weights=weights)
     hooks = []
     for parameter in layer.weight_parameters():
+        if not has_flag:
+            del parameter.grad_added_to_main_grad
         parameter.register_post_accumulate_grad_hook(
-            lambda p: hooks.append(p.grad_added_to_main_grad)
+            lambda p: hooks.append(getattr(p, "grad_added_to_main_grad", None))
         )
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert hooks == [True] * len(layer.weight_parameters()), (
+    assert hooks == [True if has_flag else None] * len(layer.weight_parameters()), (
         "the trainer's hooks run, and after the accumulation"
     )
     for parameter in layer.weight_parameters():
-        assert parameter.grad_added_to_main_grad
-        assert parameter.grad.shape == parameter.shape
-        assert not parameter.grad.any()
-
-
-def test_trainer_without_the_flag_gets_no_grad():
-    layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
-    del layer.weight.grad_added_to_main_grad
-    layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert layer.weight.grad is None
-    assert not hasattr(layer.weight, "grad_added_to_main_grad")
+        assert getattr(parameter, "grad_added_to_main_grad", False) == has_flag
+        assert (parameter.grad is not None) == has_flag
+        assert not has_flag or parameter.grad.shape == parameter.shape
+        assert not has_flag or not parameter.grad.any()
 
 
 def test_main_grad_is_asked_for_when_it_is_needed():

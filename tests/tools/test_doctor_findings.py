@@ -475,6 +475,9 @@ def test_what_is_wrong_is_one_finding_with_what_helps(number: int):
     assert bool(fix) == bool(finding.fix)
 
 
+UNUSUAL = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
+
+
 def test_what_is_fine(tmp_path: Path):
     newer = {"triton": "3.7.1", "nvidia-nvshmem-cu13": "3.7.2"}
     cpu = Versions({"symmoe": "0.1.0", "torch": "2.13.0+cpu"}, None)
@@ -497,6 +500,7 @@ def test_what_is_fine(tmp_path: Path):
          "Triton not installed, NVSHMEM not installed, nvshmem4py not installed; torch is built for"),
         (of_gpus(smi=smi(device(0), device(1), others)), ""),
         (of_gpus(smi=smi()), "nvidia-smi does not answer"),
+        (of_gpus(gpus(gpu(3)), Report(parse_devices(UNUSUAL))), ""),
         (of_links(pair(0, 1, None)), ""),
         (of_environment(num_cores=2, **variables), "NCCL_NVLS_ENABLE=0"),
         (of_environment(num_cores=2, **variables), "xxx..."),
@@ -544,17 +548,6 @@ def test_what_torch_asks_for_is_read(monkeypatch):
     assert read_versions().torch_pins == {"triton": "3.9.*", "nvidia-nvshmem-cu13": "3.7.2"}
 
 
-def test_devices_that_nvidia_smi_prints():
-    found = parse_devices(QUERY)
-    assert {index: each["uuid"] for index, each in found.items()} == {
-        0: "GPU-11111111-aaaa",
-        1: "GPU-22222222-bbbb",
-    }
-    assert (found[1]["compute_mode"], found[1]["memory.used"]) == ("Exclusive_Process", "60000")
-    unusual = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
-    assert wrong(of_gpus(gpus(gpu(3)), Report(parse_devices(unusual)))) == []
-
-
 LINKS = {
     0: Links(gbs=2 * 26.562, num_up=2, num_down=0),
     1: Links(gbs=26.562, num_up=1, num_down=1),
@@ -568,6 +561,11 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\n"
     [
         (parse_devices, "No devices were found\n", {}),
         (parse_devices, MISMATCH, {}),
+        (
+            parse_devices,
+            UNUSUAL,
+            {3: device(3, name="NVIDIA GB10", driver="590.1", used="[N/A]", mig="[N/A]")},
+        ),
         (parse_topology, TOPOLOGY, {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}),
         (parse_topology, "", {}),
         (parse_links, NVLINK, LINKS),
