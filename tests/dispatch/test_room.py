@@ -79,10 +79,16 @@ def counted_repeats():
 def make_layers(heap, most: int | None = None, **options) -> list[MoELayer]:
     """A layer that gets room, at most so much, and the same one that waits for each plan."""
     layers = []
-    for max_room in (most, 1):
+    for max_row_budget in (most, 1):
         torch.manual_seed(heap.rank)
         config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=K,
+            max_row_budget=max_row_budget,
+            router=None,
+            **options,
         )
         layers.append(MoELayer(config, heap))
     return layers

@@ -27,7 +27,7 @@ class Op:
         self.name = name
         self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
-        activation, way = symmoe.ScaledSwiGLU(), name
+        activation, way = symmoe.grouped.ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
             way = "sequential"
@@ -207,9 +207,9 @@ def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
 INPUTS = cases.make_inputs(PLAIN)
 SPLITS = INPUTS.splits
 LINEAR = cases.make_linear(PLAIN, INPUTS.w1, INPUTS.b1)
-SWIGLU = symmoe.ScaledSwiGLU()
+SWIGLU = symmoe.grouped.ScaledSwiGLU()
 MLP = symmoe.GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn)
-MODULES = symmoe.Sequential(
+MODULES = symmoe.grouped.Sequential(
     LINEAR, nn.Identity(), SWIGLU, cases.make_linear(PLAIN, INPUTS.w2, INPUTS.b2)
 )
 # (argument, a call of a public function that is given a released tensor for it).

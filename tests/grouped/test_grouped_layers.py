@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from symmoe import GroupedMLP, ScaledSwiGLU
+from symmoe import GroupedMLP
 from symmoe.errors import ArgumentError
+from symmoe.grouped import ScaledSwiGLU
 from symmoe.grouped.parameters import named_parameters
 
 PLAIN = cases.Case(buffers=())

@@ -5,11 +5,11 @@ import itertools
 import lora_cases as cases
 import pytest
 import torch
+from symmoe.lora import merge_lora
 from worker import Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.training.lora import merge_lora
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------

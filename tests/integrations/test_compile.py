@@ -53,7 +53,9 @@ CONFIGS = {
 
 def config(**fields) -> symmoe.MoEConfig:
     sizes = {"hidden": HIDDEN, "ffn": FFN, "num_experts": EXPERTS, "top_k": 2}
-    return symmoe.MoEConfig(**sizes, aux_loss_coef=0.01, z_loss_coef=0.01, **fields)
+    return symmoe.MoEConfig(
+        **sizes, router=symmoe.RouterConfig(aux_loss_coef=0.01, z_loss_coef=0.01), **fields
+    )
 
 
 def block(
@@ -113,7 +115,7 @@ def test_layer_alone_gives_the_eager_bits(heap):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str
+    "more", [{}, {"balance": "replicas", "replicas_per_rank": 1, "replica_slack": 0.0}], ids=str
 )
 @run_on(2)
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
@@ -347,7 +349,7 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
     module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
     want = step(module, tokens())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with symmoe.constant_weights(module):
+    with symmoe.cache_quantized_weights(module):
         for _ in range(2):
             assert_same(step(compiled, tokens()), want)
 
@@ -393,7 +395,14 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict
 ) -> None:
     """What is saved does not communicate again, the rest is recomputed, and gradients have the bits of neither."""
-    config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, z_loss_coef=0.01, **fields)
+    config = symmoe.MoEConfig(
+        hidden=16,
+        ffn=8,
+        num_experts=4,
+        top_k=2,
+        router=symmoe.RouterConfig(z_loss_coef=0.01),
+        **fields,
+    )
     x = torch.randn(
         20 + 7 * rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True
     )

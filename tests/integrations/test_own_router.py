@@ -14,7 +14,7 @@ from symmoe.integrations.parallel import data_parallel, parallelize
 
 H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
 SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}
-NONE = symmoe.MoEConfig(**SHAPE, router="none")
+NONE = symmoe.MoEConfig(**SHAPE, router=None)
 
 
 class Own(nn.Module):
@@ -105,7 +105,7 @@ def test_given_what_the_router_says_a_layer_does_the_same(
 ):
     layer = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options), heap)
     bare = symmoe.MoELayer(
-        symmoe.MoEConfig(**SHAPE, **options, router="none"), heap, experts=layer.experts
+        symmoe.MoEConfig(**SHAPE, **options, router=None), heap, experts=layer.experts
     )
     x, token_mask = tokens(3), torch.arange(13) % 3 > 0 if masked else None
     want, metrics = layer(x, token_mask)
@@ -128,13 +128,15 @@ def test_given_what_the_router_says_a_layer_does_the_same(
 
 
 def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
-    config = symmoe.MoEConfig(**SHAPE, aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
+    config = symmoe.MoEConfig(
+        **SHAPE, router=symmoe.RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
+    )
     layer, x = symmoe.MoELayer(config, heap), tokens(0)
     topk_idx, probs = (
         torch.tensor([[0, 1]] * len(x)),
         torch.rand(len(x), TOP_K).bfloat16().requires_grad_(),
     )
-    with symmoe.record_routing(layer) as routing:
+    with symmoe.routing.record_routing(layer) as routing:
         y, metrics = layer(x, topk_idx=topk_idx, probs=probs)
         y.sum().backward()
     assert (metrics.aux_loss, metrics.expert_load.tolist()) == (0, [len(x), len(x), 0, 0])
@@ -212,12 +214,12 @@ def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
     )
     with (
         pytest.raises(symmoe.errors.ArgumentError, match="has no router"),
-        symmoe.balanced_routing(bare),
+        symmoe.routing.balanced_routing(bare),
     ):
         pass
     with (
         pytest.raises(symmoe.errors.ArgumentError, match="is called with probs"),
-        symmoe.balanced_routing(layer),
+        symmoe.routing.balanced_routing(layer),
     ):
         layer(x, topk_idx=torch.zeros(len(x), TOP_K).int(), probs=torch.ones(len(x), TOP_K))
 
@@ -237,7 +239,7 @@ def test_a_configuration_without_a_router_has_none_of_its_fields(field: dict):
     (name,) = field
     assert_refused(
         (
-            lambda: symmoe.MoEConfig(**SHAPE, router="none", **field),
+            lambda: symmoe.MoEConfig(**SHAPE, router=None, **field),
             rf"{name} \(.*\) needs a router, but router is 'none'",
         ),
         (lambda: symmoe.MoEConfig(**SHAPE, router="mine"), r"router \('mine'\) must be one of"),

@@ -46,7 +46,7 @@ def train(
     model.zero_grad()
 
     def clip() -> float:
-        return symmoe.clip_grad_norm(model, MAX_NORM, group=group).item()
+        return symmoe.training.clip_grad_norm(model, MAX_NORM, group=group).item()
 
     return small.curve_of(model, rank, shares, clip, steps=steps, group=group), gradients
 
@@ -102,7 +102,7 @@ def slow(function: str, **fields):
 
 
 BALANCED = dataclasses.replace(
-    small.CONFIG, balance="replicas", replica_places=1, replica_slack=0.0
+    small.CONFIG, balance="replicas", replicas_per_rank=1, replica_slack=0.0
 )
 CURVES = [  # (kind of case, arguments of `sharded`)
     ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
@@ -291,7 +291,7 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
         )
         layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
         dist.broadcast(layer.router.weight.data, 0)
-        for adapter in symmoe.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
+        for adapter in symmoe.lora.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
             with torch.no_grad():
                 adapter.normal_()
         x = torch.randn(9, small.HIDDEN)
@@ -354,7 +354,7 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
         with pytest.raises(
             symmoe.errors.ArgumentError, match=r"last\.weight\.grad is a partial sum"
         ):
-            symmoe.clip_grad_norm(model, 1.0)
+            symmoe.training.clip_grad_norm(model, 1.0)
 
 
 @pytest.mark.slow
@@ -381,7 +381,7 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
             )
 
 
-# -- constant_weights -------------------------------------------------------------------------------------------------
+# -- cache_quantized_weights -------------------------------------------------------------------------------------------------
 QUANTIZED = dataclasses.replace(
     small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both"
 )
@@ -402,7 +402,7 @@ def test_constant_weights_are_quantised_once(
     with small.on_layout(*layout) as (mesh, heap):
         model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
-            context = symmoe.constant_weights(model) if is_constant else nullcontext()
+            context = symmoe.cache_quantized_weights(model) if is_constant else nullcontext()
             with (
                 context,
                 counted("quantize_weights") as single,
@@ -420,15 +420,15 @@ def test_constant_weights_are_quantised_once(
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
-        with symmoe.constant_weights(model):
+        with symmoe.cache_quantized_weights(model):
             small.rank_loss(model, 0, rank, shares).backward()
             optimizer.step()
             with pytest.raises(
-                symmoe.errors.ArgumentError, match="written to inside constant_weights"
+                symmoe.errors.ArgumentError, match="written to inside cache_quantized_weights"
             ):
                 small.rank_loss(model, 0, rank, shares)
         before = small.rank_loss(model, 0, rank, shares)
-        with symmoe.constant_weights(model):
+        with symmoe.cache_quantized_weights(model):
             after = small.rank_loss(model, 0, rank, shares)
         assert torch.equal(before, after)
 

@@ -14,6 +14,7 @@ from bad_calls import NUM_BYTES, H, K, Stage, T, goes_on, layer_of, plan_of, rou
 from cluster import run_on
 from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import expect, outcome
+from symmoe.lora import add_lora
 from worker import Findings, difference, free_bytes, open_heap
 
 import symmoe
@@ -28,7 +29,6 @@ from symmoe import (
 )
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.training.lora import add_lora
 
 
 @pytest.mark.parametrize("stage_name", bad_calls.MISTAKES)
@@ -318,7 +318,7 @@ def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[]
     return (rows * row_probs[:, None]).sum().backward
 
 
-def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.Lease]:
+def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.symm_mem.memory.Lease]:
     """Leases that leave one free range of `left` bytes."""
     last = heap.lease((left,), torch.uint8) if left else None
     taken = []
@@ -464,9 +464,9 @@ CONFIG = MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K)
 TRANSFORMED: dict[str, tuple[Callable[[], object], tuple]] = {
     "GroupedLinear": (lambda: symmoe.GroupedLinear(2, H, H), ([2, 4],)),
     "GroupedMLP": (lambda: GroupedMLP(2, H, H), ([2, 4], torch.ones(T))),
-    "ScaledSwiGLU": (symmoe.ScaledSwiGLU, (torch.ones(T),)),
+    "ScaledSwiGLU": (symmoe.grouped.ScaledSwiGLU, (torch.ones(T),)),
     "Sequential": (
-        lambda: symmoe.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))),
+        lambda: symmoe.grouped.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))),
         ([2, 4], [2, 4]),
     ),
     "Router": (lambda: symmoe.Router(CONFIG), ()),

@@ -10,16 +10,9 @@ import torch
 from heap_calls import expect, outcome
 from worker import Findings
 
-from symmoe import (
-    MoEConfig,
-    MoELayer,
-    Plan,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checks.arguments import CHOICES
+from symmoe.dispatch.plan import Plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -122,7 +115,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 # -- arguments of each call -------------------------------------------------------------------------------------------
 STATIC = (("capacity", 60), ("max_tokens", 9))
-REPLICAS = (("replica_places", 1),)
+REPLICAS = (("replicas_per_rank", 1),)
 
 
 def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -178,9 +171,9 @@ def plan_mistakes(num_experts: int) -> list[Bad]:
         wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC),
         wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC),
         wrong("max_tokens", 9, "max_tokens (9)", "capacity is None"),
-        wrong("replica_places", -1, "replica_places (-1)"),
-        wrong("replica_places", 1.0, "replica_places (1.0)"),
-        wrong("replica_places", 1100, "must be at most 1024"),
+        wrong("replicas_per_rank", -1, "replicas_per_rank (-1)"),
+        wrong("replicas_per_rank", 1.0, "replicas_per_rank (1.0)"),
+        wrong("replicas_per_rank", 1100, "must be at most 1024"),
         wrong("replica_slack", 2.0, "replica_slack (2.0)", base=REPLICAS),
         *ids_out_of_range(num_experts),
         *ids_out_of_range(num_experts, STATIC),
@@ -460,7 +453,7 @@ def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, 
         ({"hidden": None}, "hidden", str(H), "none", agreed),
         ({"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed),
         ({"dtype": None}, "dtype", "torch.float32", "none", agreed),
-        ({"replica_places": 2}, "replica places", "1", "2", REPLICAS),
+        ({"replicas_per_rank": 2}, "replica places", "1", "2", REPLICAS),
         ({"replica_slack": 0.1}, "slack per mille", "50", "100", REPLICAS),
     ]
 
@@ -480,7 +473,7 @@ def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict, str, object]]:
         "ffn": 2 * H,
         "stash": "rows",
         "aux_loss_coef": 0.5,
-        "max_room": 7,
+        "max_row_budget": 7,
         "score": "sigmoid",
     }
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():

@@ -75,7 +75,7 @@ class Overlapping(Ready):
     def __init__(self, heap: SymmetricHeap, rank: int) -> None:
         super().__init__(heap, rank)
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-        self.layer = MoELayer(MoEConfig(**sizes, router="none", schedule="always-overlapped"), heap)
+        self.layer = MoELayer(MoEConfig(**sizes, router=None, schedule="always-overlapped"), heap)
         self.probs = torch.full(self.ids.shape, 0.5, device=heap.device)
         self._wanted: list[torch.Tensor] = []
         self.is_back = False

@@ -22,8 +22,7 @@ CONFIG = symmoe.MoEConfig(
     num_experts=EXPERTS,
     top_k=TOP_K,
     order="slot",
-    z_loss_coef=1e-2,
-    route_scale=2.0,
+    router=symmoe.RouterConfig(z_loss_coef=1e-2, route_scale=2.0),
 )
 
 
@@ -244,7 +243,7 @@ def check_metrics(
     Returns:
         the routing of one forward more, as record_routing has it.
     """
-    logger = symmoe.MetricsLogger(model.train(), times_forward=True)
+    logger = symmoe.metrics.MetricsLogger(model.train(), times_forward=True)
     for _ in range(2):
         loss_of().backward()
     with torch.no_grad():
@@ -252,7 +251,7 @@ def check_metrics(
         loss_of()
     records = {record.name: record for record in logger.step(0)}
     logger.close()
-    with torch.no_grad(), symmoe.record_routing(model) as routing:
+    with torch.no_grad(), symmoe.routing.record_routing(model) as routing:
         loss_of()
     assert records.keys() == routing.keys() == expected.keys()
     for path, (chosen, sent, read) in expected.items():

@@ -49,7 +49,7 @@ def test_leases_are_tensors_of_their_own(heap: SymmetricHeap, seed: int):
             found[0],
         )
         assert lease.num_bytes == 0 or heap.owns(lease.tensor)
-        assert lease.num_bytes == 0 or heap.offset_of(lease.tensor) == lease.offset
+        assert lease.num_bytes == 0 or heap._offset_of(lease.tensor) == lease.offset
         generations.append(lease.generation)
         live.append((lease, lease.tensor.fill_(turn), turn))
         # Empty ones count, too, so that equal calls give equal offsets.
@@ -69,9 +69,9 @@ def test_leases_are_tensors_of_their_own(heap: SymmetricHeap, seed: int):
             assert not heap.owns(tensor)
         assert not other.owns(lease.tensor)  # one of the two arenas lies above the other
     assert not heap.owns(heap.peers.control_block)
-    assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
+    assert heap._offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
     with pytest.raises(StaleLease):  # half of it is past the end of the lease
-        heap.offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])
+        heap._offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])
 
 
 def test_released_lease_is_stale(heap: SymmetricHeap):
@@ -88,7 +88,7 @@ def test_released_lease_is_stale(heap: SymmetricHeap):
         ):
             use()
     with pytest.raises(StaleLease, match="belongs to no live lease"):
-        heap.offset_of(tensor)
+        heap._offset_of(tensor)
     assert heap.leased_bytes == 0
 
 
@@ -107,10 +107,10 @@ def test_what_ends_a_lease(heap: SymmetricHeap):
     gc.collect()
     assert heap.leased_bytes == 0
     tensor = heap.lease((8,), torch.float32).tensor
-    offset, view = heap.offset_of(tensor), tensor.view(2, 4)[1:]
+    offset, view = heap._offset_of(tensor), tensor.view(2, 4)[1:]
     del tensor
     gc.collect()
-    assert heap.offset_of(view) == offset + 16
+    assert heap._offset_of(view) == offset + 16
     weight = torch.ones(1, 4, requires_grad=True)
     y = weight * view
     del view

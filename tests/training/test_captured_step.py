@@ -100,7 +100,7 @@ def test_steps_that_reduce_are_exact(
 def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """Also one that adds gradients up on the default stream: here every stream is."""
     model = cases.Model(heap)
-    symmoe.prepare_for_ddp(model)
+    symmoe.training.prepare_for_ddp(model)
     ddp = DistributedDataParallel(model)
     step = cases.make_step(ddp)
     batch = [torch.ones(3, cases.H)]
@@ -145,7 +145,7 @@ def test_a_step_that_is_watched_is_captured_apart(model):
     captured = cases.capture(model, num_eager=1)
     batch, num_captures = [torch.ones(5, cases.H)], []
     for watches in (False, True, False):
-        with contextlib.closing(symmoe.MetricsLogger(model)) if watches else nullcontext():
+        with contextlib.closing(symmoe.metrics.MetricsLogger(model)) if watches else nullcontext():
             for _ in range(3):
                 captured(batch, scale=1.0)
         num_captures.append(captured.num_captures)
@@ -165,11 +165,11 @@ def test_a_layer_that_was_not_called_before(model):
 
 
 def test_a_layer_with_less_room_than_it_needs(model):
-    tight = cases.Model(model.layers[0].heap, max_room=4)
+    tight = cases.Model(model.layers[0].heap, max_row_budget=4)
     captured = cases.capture(tight, num_eager=1)
     captured([torch.ones(3, cases.H)], scale=1.0)
     with pytest.raises(
-        symmoe.errors.ArgumentError, match=r"needs room for 9 rows.*more than max_room \(4\)"
+        symmoe.errors.ArgumentError, match=r"needs room for 9 rows.*more than max_row_budget \(4\)"
     ):
         captured([torch.ones(3, cases.H)], scale=1.0)
 

@@ -8,14 +8,7 @@ import pytest
 import torch
 from cluster import run_on
 from stacks import Stack
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from worker import assert_refused
-
-from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
-from symmoe.errors import ArgumentError, ExpertIdError
-from symmoe.training import replay
-from symmoe.training.replay import (
+from symmoe.routing import (
     balanced_choice,
     balanced_routing,
     record_routing,
@@ -23,6 +16,13 @@ from symmoe.training.replay import (
     routing_from_array,
     routing_to_array,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from worker import assert_refused
+
+from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
+from symmoe import routing as replay
+from symmoe.errors import ArgumentError, ExpertIdError
 
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
