@@ -38,12 +38,13 @@ def words_of(line: str) -> list[str]:
 
 def commands() -> list[tuple[str, tuple[str, ...]]]:
     """(page, words) of every command."""
-    found = {}
-    for page in PAGES:
-        for line in lines(page.read_text(encoding="utf-8")):
-            if words := words_of(line):
-                found[page.relative_to(ROOT).as_posix(), tuple(words)] = None
-    return list(found)
+    found = [
+        (page.relative_to(ROOT).as_posix(), tuple(words))
+        for page in PAGES
+        for line in lines(page.read_text(encoding="utf-8"))
+        if (words := words_of(line))
+    ]
+    return list(dict.fromkeys(found))
 
 
 def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -116,9 +117,13 @@ def test_targets_modules_and_extras_exist():
                 words,
             )
         elif words[0] == "pip":
-            for extras in re.findall(r"(?:symmoe|\.)\[([\w,]+)\]", " ".join(words)):
-                for extra in extras.split(","):
-                    assert re.search(rf"^{extra} = \[", project, re.MULTILINE), (page, words)
+            extras = re.findall(r"(?:symmoe|\.)\[([\w,]+)\]", " ".join(words))
+            missing = [
+                extra
+                for extra in re.findall(r"\w+", ",".join(extras))
+                if not re.search(rf"^{extra} = \[", project, re.MULTILINE)
+            ]
+            assert not missing, (page, words)
         elif words[0] == "pytest":
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word), (page, words)
         elif rest and re.fullmatch(r"tests(\.\w+)+", rest[0]):
