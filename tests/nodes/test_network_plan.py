@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,12 +228,3 @@ def test_steps_take_what_was_measured(file: str, usual: int):
             preset,
             num_tokens,
         )
-
-
-def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]):
-    command, shown = re.search(
-        r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE
-    ).groups()
-    assert cli.main(shlex.split(command)) == 0
-    parts = re.sub(r"^    ", "", shown, flags=re.MULTILINE).split("...\n")
-    assert re.fullmatch("(?:.*\n)+".join(map(re.escape, parts)), capsys.readouterr().out)
