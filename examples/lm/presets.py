@@ -1,4 +1,4 @@
-"""Sizes and training settings: all there is to a run apart from its seed and its number of steps."""
+"""Sizes and training settings: a run without its seed and its number of steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from symmoe import MoEConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """One size of language model and how to train it; what is not given is that of the preset "cpu".
+    """One size of language model with its training; the defaults are those of the preset "cpu".
 
-    The batch is global: `sequences` are cut over however many ranks there are, so that a run at 1, 2 or 4
-    ranks is the same training.
+    The batch is global: `sequences` are divided over all ranks, so that a run at 1, 2 or 4 ranks is the
+    same training.
     """
 
     moe: MoEConfig
