@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, HeapPoisoned, PeerAborted, PeerError, PeerLost, PeerTimeout
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
+from symmoe.symm_mem.bootstrap import Bootstrap
 
 NUM_BYTES = 1 << 20
 
@@ -399,6 +401,20 @@ def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks
         else:
             assert facts["error"] == PeerLost.__name__
             assert facts["took_s"] < PROMPT_S  # and not start_timeout_s
+
+
+@run_on(2)
+def test_a_timeout_that_gloo_rounds_down_is_no_lost_peer(rank: int, num_ranks: int) -> None:
+    """gloo gives a message up a moment before the bound has passed by our clock."""
+    ended = RuntimeError("Timed out waiting 4999ms for recv operation to complete")
+    bootstrap = Bootstrap(None, timeout_s=5.0)
+    with (
+        mock.patch.object(dist, "isend", return_value=None),
+        mock.patch.object(dist, "irecv", return_value=mock.Mock(**{"wait.side_effect": ended})),
+        pytest.raises(PeerTimeout, match=f"rank {1 - rank} .* within start_timeout_s=5"),
+    ):
+        bootstrap.barrier()
+    bootstrap.barrier()
 
 
 @run_on(2)
