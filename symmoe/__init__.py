@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
     from symmoe.moe.balance import balance_after as balance_after
     from symmoe.moe.balance import balance_step as balance_step
     from symmoe.moe.config import MoEConfig as MoEConfig
+    from symmoe.moe.config import RouterConfig as RouterConfig
     from symmoe.moe.ddp_and_fsdp import prepare_for_ddp as prepare_for_ddp
     from symmoe.moe.layer import MoELayer as MoELayer
     from symmoe.moe.layer import MoEMetrics as MoEMetrics
@@ -71,7 +72,7 @@ _PUBLIC = {  # by the module that has them
     "grouped.sequential": "Sequential",
     "kernels.activation": "Activation",
     "kernels.launches": "record_launches",
-    "moe.config": "MoEConfig",
+    "moe.config": "MoEConfig RouterConfig",
     "moe.ddp_and_fsdp": "prepare_for_ddp",
     "moe.balance": "balance_after balance_step",
     "moe.layer": "MoELayer MoEMetrics",

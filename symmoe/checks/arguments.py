@@ -31,7 +31,6 @@ Overflow = Literal["raise", "drop"]
 Order = Literal["rank", "slot", "node"]
 Stash = Literal["all", "rows", "hidden", "none"]
 Layout = Literal["auto", "packed", "expert-major"]
-RouterKind = Literal["linear", "none"]
 Schedule = Literal["serial", "overlapped", "always-overlapped"]
 QuantizedWire = Literal["none", "forward", "backward", "both"]
 AuxLoss = Literal["micro_batch", "sequence", "global"]
@@ -45,7 +44,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "score": get_args(Score),
     "stash": get_args(Stash),
     "layout": get_args(Layout),
-    "router": get_args(RouterKind),
     "schedule": get_args(Schedule),
     "quantized_wire": get_args(QuantizedWire),
     "aux_loss": get_args(AuxLoss),

@@ -115,7 +115,7 @@ class SymmoeRoutedExperts(RoutedExperts):
             "top_k": sent.top_k,
         }
         stash: Stash = "all" if sent.num_kept_layers else "hidden"
-        self._config = MoEConfig(**sizes, order=sent.order, stash=stash, router="none")
+        self._config = MoEConfig(**sizes, order=sent.order, stash=stash, router=None)
         self._step: Step | None = None
 
     @torch.compiler.disable

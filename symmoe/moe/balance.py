@@ -282,7 +282,7 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         its = wholes.get(router, router).parameters()
         is_trained = any(parameter.requires_grad for parameter in its)
         if router.expert_bias is not None and is_trained:
-            update_expert_bias(router.expert_bias, step_load, router.config.bias_update_rate)
+            update_expert_bias(router.expert_bias, step_load, router.options.bias_update_rate)
         router.start_step()
 
 

@@ -104,10 +104,10 @@ register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 class MoELayer(ExpertParallelModule):
     """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group: rank r
-    holds experts r * E / R to (r + 1) * E / R - 1. The router (None with config.router "none") is replicated: its
+    holds experts r * E / R to (r + 1) * E / R - 1. The router (None if config.router is) is replicated: its
     gradients are data-parallel, those of `experts` are not (see reduce_gradients).
 
-    A router of your own is no part of the layer: with router="none" it gives each call topk_idx and probs. Experts of
+    A router of your own is no part of the layer: with router=None it gives each call topk_idx and probs. Experts of
     your own run by parts, between make_plan, dispatch_tokens and combine_tokens, differentiable through all of them:
     see docs/own_experts.md.
 
@@ -149,8 +149,11 @@ class MoELayer(ExpertParallelModule):
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
-        self.router = (
-            Router(config, device=device, heap=heap) if config.router == "linear" else None
+        options = config.router
+        self.router = None if options is None else Router(config, device=device, heap=heap)
+        # Whether a loss needs the load of all micro-batches since the last balance_step.
+        self.sums_global_load = bool(
+            options and options.aux_loss == "global" and options.aux_loss_coef
         )
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
@@ -226,7 +229,7 @@ class MoELayer(ExpertParallelModule):
                     self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
                     control.PHASE_PLAN,
                 )
-            load_before = self._load_before_call()
+            load_before = self._load_before_call() if self.sums_global_load else None
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
@@ -389,7 +392,7 @@ class MoELayer(ExpertParallelModule):
 
     def _load_before_call(self) -> torch.Tensor | None:
         """What the step has counted before this call, if a loss needs it and the router counts."""
-        if self.router is None or not self.config.aux_loss_coef or self.config.aux_loss != "global":
+        if self.router is None:
             return None
         router = next((each for each in self.router.modules() if isinstance(each, Router)), None)
         if router is None or router.step_load is None:
@@ -406,21 +409,22 @@ class MoELayer(ExpertParallelModule):
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
         config = self.config
-        has_loss = config.aux_loss_coef or config.z_loss_coef
-        if not has_loss or not isinstance(routed, RouterOutput):
+        options = config.router
+        has_loss = options is not None and (options.aux_loss_coef or options.z_loss_coef)
+        if options is None or not has_loss or not isinstance(routed, RouterOutput):
             return torch.zeros((), device=expert_load.device)
         sequence_length = None
-        if config.aux_loss == "sequence":
+        if options.aux_loss == "sequence":
             sequence_length = x.shape[-2] if x.dim() > 1 else 1
         elif load_before is not None:
             expert_load = balance.load_so_far(load_before, expert_load)
             if self.replicas.group is not None:
                 dist.all_reduce(expert_load, group=self.replicas.group)
-        elif config.aux_loss_coef and config.capacity_factor is not None:
+        elif options.aux_loss_coef and config.capacity_factor is not None:
             # The load before the drops: what an overloaded expert has after them says little.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         loss = balance.RouterLoss(
-            config.aux_loss_coef, config.z_loss_coef, config.score, sequence_length
+            options.aux_loss_coef, options.z_loss_coef, options.score, sequence_length
         )
         of_load = routed.chosen_idx, expert_load, token_mask
         return balance.router_loss(loss, routed.logits, routed.scores, *of_load)

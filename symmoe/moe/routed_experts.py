@@ -140,6 +140,9 @@ class RoutedExperts:
     def _config_number(self) -> int:
         """By which plans compare all of the configuration, which must be equal on every rank."""
         values = {field.name: getattr(self.config, field.name) for field in fields(MoEConfig)}
+        if (router := self.config.router) is not None:
+            values["router"] = "RouterConfig"
+            values |= {field.name: getattr(router, field.name) for field in fields(router)}
         return self.heap.configurations.number(values)
 
     @functools.cached_property

@@ -354,8 +354,7 @@ def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     for layer in modules.layers:
         if (
             isinstance(layer, MoELayer)
-            and layer.config.aux_loss == "global"
-            and layer.config.aux_loss_coef
+            and layer.sums_global_load
             and layer.replicas.group is not None
         ):
             groups.append(layer.replicas.group)

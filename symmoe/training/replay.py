@@ -349,7 +349,7 @@ def _choose(
         for name, (layer, listeners) in layers.items():
             if isinstance(layer, MoELayer) and layer.router is None:
                 raise ArgumentError(
-                    f"layer {name!r} has no router (router='none') that could weigh what it is given"
+                    f"layer {name!r} has no router (router=None) that could weigh what it is given"
                 )
             if listeners.is_given:
                 raise ArgumentError(

@@ -40,7 +40,12 @@ from symmoe.precision import MXFP8, Float8Block
 
 EXPERTS, HIDDEN, FFN = 8, 16, 8
 CONFIG = symmoe.MoEConfig(
-    hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot"
+    hidden=HIDDEN,
+    ffn=FFN,
+    num_experts=EXPERTS,
+    top_k=2,
+    router=symmoe.RouterConfig(expert_bias=True),
+    order="slot",
 )
 WIDE = dataclasses.replace(CONFIG, hidden=64, ffn=32)  # enough for every precision
 PRECISIONS = {

@@ -85,7 +85,7 @@ def make_layers(heap, **options) -> list[MoELayer]:
     for max_room in (None, 1):
         torch.manual_seed(heap.rank)
         config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options
+            hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router=None, **options
         )
         layers.append(MoELayer(config, heap))
     return layers
@@ -351,7 +351,7 @@ def run_batches(
     found, flying = [], {}
     opened = open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node)
     with opened as heap, without_memory(rank, heap) if is_full else nullcontext():
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, router="none", **options)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, router=None, **options)
         layers = [MoELayer(config, heap) for _ in range(2)]
         parameters = [p for layer in layers for p in layer.parameters()]
         for parameter, whole in zip(parameters, weights_of_all(), strict=True):

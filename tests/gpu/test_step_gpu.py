@@ -9,13 +9,13 @@ import torch.distributed as dist
 from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from heap_calls import expect, outcome
-from layers import WAYS
+from layers import WAYS, layer_config
 from suites.figures import MemoryMeter
 from suites.layer import Step
 from suites.traced import StepTrace, trace_step
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, plan_memory
+from symmoe import MoELayer, SymmetricHeap, plan_memory
 from symmoe.combine import trip
 from symmoe.errors import CapacityError
 from symmoe.moe import ep_step
@@ -29,7 +29,7 @@ from symmoe.moe import ep_step
 def test_the_peak_is_as_planned(
     rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]
 ) -> None:
-    config = MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
+    config = layer_config(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
     # Memory that is filled would have leases of a program that do not overlap.
     with open_heap("cuda", num_bytes=1 << 30, fills="0") as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty

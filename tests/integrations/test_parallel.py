@@ -432,7 +432,9 @@ def test_constant_weights_are_quantised_once(
 
 
 # -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
-BIASED = dataclasses.replace(small.CONFIG, expert_bias=True)
+BIASED = dataclasses.replace(
+    small.CONFIG, router=dataclasses.replace(small.CONFIG.router, expert_bias=True)
+)
 State = dict[str, torch.Tensor]
 
 # (replicas, ep) of who saves and who loads, what wraps the model that saves, and its number of experts

@@ -31,7 +31,7 @@ REPLICAS = {"balance": "replicas", "replica_slack": 0.0}
 
 def config(num_ranks: int, **options: Any) -> MoEConfig:
     return MoEConfig(
-        hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": "none", **options}
+        hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": None, **options}
     )
 
 

@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from heap_calls import expect, outcome
+from layers import layer_config
 from worker import Findings
 
-from symmoe import (
-    MoEConfig,
-    MoELayer,
-    Plan,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
+from symmoe import MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checks.arguments import CHOICES
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
@@ -330,7 +323,7 @@ def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
         "top_k": K,
         "schedule": "always-overlapped",
     }
-    return MoELayer(MoEConfig(**{**usual, **options}), heap)
+    return MoELayer(layer_config(**{**usual, **options}), heap)
 
 
 def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:

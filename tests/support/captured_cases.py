@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe import GroupedMLP, MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.row_budget import RowHistory
@@ -117,7 +117,12 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(heap.rank)
         config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=K,
+            router=RouterConfig(aux_loss_coef=0.1, expert_bias=True),
+            **options,
         )
         self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
         # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
@@ -230,8 +235,7 @@ class Chosen(nn.Module):
             ffn=I,
             num_experts=E,
             top_k=2,
-            aux_loss="global",
-            aux_loss_coef=0.1,
+            router=RouterConfig(aux_loss="global", aux_loss_coef=0.1),
             order="slot",
         )
         self.dense, self.moe = nn.Linear(H, H), MoELayer(config, heap, expert_group=group)

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from layers import layer_config
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoELayer, SymmetricHeap
 from symmoe.grouped.experts import evaluated
 from symmoe.grouped.mlp import GroupedMLP
 
@@ -40,7 +41,7 @@ def make_layer(
     """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`. delays: for both,
     whether backward_dw computes them."""
     torch.manual_seed(heap.rank)
-    config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
+    config = layer_config(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
     sizes, recipe = (E // heap.num_ranks, hidden, ffn), config.precision
     experts = GroupedMLP(*sizes, bias=bias, dtype=dtype, device=heap.device, precision=recipe)
     if bias:

@@ -23,8 +23,7 @@ CONFIG = symmoe.MoEConfig(
     num_experts=EXPERTS,
     top_k=TOP_K,
     order="slot",
-    z_loss_coef=1e-2,
-    route_scale=2.0,
+    router=symmoe.RouterConfig(z_loss_coef=1e-2, route_scale=2.0),
 )
 
 

@@ -9,7 +9,9 @@ import symmoe
 
 def layer_step(heap: symmoe.SymmetricHeap, x: torch.Tensor) -> torch.Tensor:
     """Forward and backward of the whole layer."""
-    config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, aux_loss_coef=0.01)
+    config = symmoe.MoEConfig(
+        hidden=16, ffn=8, num_experts=4, top_k=2, router=symmoe.RouterConfig(aux_loss_coef=0.01)
+    )
     moe = symmoe.MoELayer(config, heap, dtype=x.dtype)
     y, metrics = moe(x)
     assert_type(y, torch.Tensor)

@@ -135,7 +135,7 @@ def train(
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         num_experts = 2 * num_ranks
         sizes = {"hidden": cases.H, "ffn": cases.I, "num_experts": num_experts, "top_k": 2}
-        config = MoEConfig(**sizes, order="slot", router="none", **more)
+        config = MoEConfig(**sizes, order="slot", router=None, **more)
         model = nn.ModuleList([nn.Linear(cases.H, cases.H), MoELayer(config, heap)])
         for parameter in model.parameters():
             parameter.data.copy_(

@@ -181,7 +181,7 @@ def dense(
 def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
     """Whether calls measure, have room, or have to be repeated."""
     generator = torch.Generator().manual_seed(3)
-    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router="none")
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=None)
     layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
     add_lora(layer, rank=RANK, alpha=ALPHA, rank_dropout=0.5)
     fill_b(layer)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from layers import layer_config
 from torch import nn
 from worker import Findings
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
+from symmoe import GroupedMLP, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.balance import balance_step
 
@@ -27,7 +28,7 @@ class Model(nn.Module):
             "aux_loss_coef": 0.1,
             "aux_loss": "global",
         }
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
+        config = layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
         self.moe = MoELayer(
