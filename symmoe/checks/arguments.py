@@ -335,7 +335,7 @@ def call_problem(**modules: torch.nn.Module) -> ArgumentError | None:
             return ArgumentError(
                 f"{name} has {found}, which would be left out: kernels take the place of its call. Put hooks on the "
                 "layer, its router or shared expert, or on parameters; other experts run by parts: see "
-                "docs/own_experts.md. Call symmoe.add_lora in place of peft's target_parameters, or "
+                "docs/own_experts.md. Call symmoe.lora.add_lora in place of peft's target_parameters, or "
                 "symmoe.integrations.peft.get_peft_model of a model whose experts are swapped"
             )
     return None

@@ -211,7 +211,7 @@ def expert_weights(
 ) -> ExpertWeights:
     """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
     trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
-    gradients have travelled; held: what symmoe.constant_weights holds of fc1 and fc2."""
+    gradients have travelled; held: what symmoe.grouped.constant_weights holds of fc1 and fc2."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     a1, b1, a2, b2 = adapters or (None,) * 4

@@ -89,7 +89,7 @@ class GroupedParameters(nn.Module):
         self.weight_names = (
             ("weight",) if self.is_packed else tuple(f"weight{g}" for g in range(num_groups))
         )
-        self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
+        self.held_weight: HeldWeight | None = None  # symmoe.grouped.constant_weights sets it
         self._init_method = init_method
         self._delayed: deque[Callable[[], None]] = deque()
         self._after_backward_dw: list[Callable[[], object]] = []
@@ -147,7 +147,7 @@ class GroupedParameters(nn.Module):
         return None if self.precision is None else e4m3_problem(self.precision, device)
 
     def held_problem(self) -> ArgumentError | None:
-        """Why a forward pass cannot use the weights that symmoe.constant_weights holds, or None."""
+        """Why a forward pass cannot use the weights that symmoe.grouped.constant_weights holds, or None."""
         if self.held_weight is None:
             return None
         # FSDP puts others in their place in every call; what a parametrization makes is new in each.

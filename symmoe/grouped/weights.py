@@ -26,11 +26,11 @@ from torch import nn
 from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.errors import ArgumentError
-from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
 from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.operands import Operand, address_or_self, given
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.pointers import load_addresses
 from symmoe.precision.operands import Directions, HeldWeight
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import version_of
@@ -46,7 +46,7 @@ class LayerWeights(NamedTuple):
     held: Directions | None = None  # operands that several calls share; None: a call makes its own
 
     def with_held(self, held: HeldWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
-        """With what symmoe.constant_weights holds of the weight; for dgrad too if `transposed`."""
+        """With what symmoe.grouped.constant_weights holds of the weight; for dgrad too if `transposed`."""
         return self._replace(held=held.operands(recipe, self.weight, transposed=transposed))
 
     @property

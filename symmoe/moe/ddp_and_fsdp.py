@@ -212,7 +212,7 @@ def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
         if shape[0] != num_ranks * linear.num_groups:
             return ArgumentError(
                 "FSDP has taken experts, which differ from rank to rank, for parts of the same: build the model anew, "
-                "and call symmoe.integrations.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
+                "and call symmoe.training.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
                 "transformers: symmoe.integrations.transformers.register in place of swap_moe)"
             )
     return None
@@ -295,8 +295,8 @@ def _group_problem(
     if any(id(parameter) in reduced for parameter in _parameters(layer.experts)):
         return ArgumentError(
             "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
-            "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
-            "symmoe.prepare_for_ddp(model) before something else wraps it"
+            "build the model anew, and call symmoe.training.parallel.data_parallel(model, mesh) in its place, or "
+            "symmoe.training.prepare_for_ddp(model) before something else wraps it"
         )
     world, ep_group = (
         dist.get_process_group_ranks(ddp.process_group),
@@ -307,8 +307,8 @@ def _group_problem(
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
         return ArgumentError(
             f"DistributedDataParallel has the ranks {world}, the experts are spread over {ep_group} and have "
-            f"{num_replicas} replica(s): call symmoe.integrations.parallel.data_parallel(model, mesh), or pass "
-            "expert_group to symmoe.prepare_for_ddp"
+            f"{num_replicas} replica(s): call symmoe.training.parallel.data_parallel(model, mesh), or pass "
+            "expert_group to symmoe.training.prepare_for_ddp"
         )
     return gradients_elsewhere(layer.experts)
 
@@ -329,7 +329,7 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
         return None
     return ArgumentError(
         "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
-        "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm (transformers: take "
+        "reduced them, otherwise on each rank. Clip with symmoe.training.clip_grad_norm (transformers: take "
         "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts"
     )
 

@@ -599,7 +599,7 @@ def _backward(
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
-    # Now, too: a block of symmoe.constant_weights may have ended since forward.
+    # Now, too: a block of symmoe.grouped.constant_weights may have ended since forward.
     held = [linear.held_weight if kept.hidden.h is None else None for linear in linears]
     weights = expert_weights(
         step.form,

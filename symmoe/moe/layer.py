@@ -205,7 +205,7 @@ class MoELayer(ExpertParallelModule):
                 aux_loss="sequence", the last but one dimension is the sequence: [B, S, H] holds B of them.
             token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
                 is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
-            topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.training.replay); -1 is none.
+            topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.routing); -1 is none.
             probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of your own router. They are
                 taken as they are, and get their gradient. The layer's router, if it has one, does not run: its losses
                 are 0, and the call does not count for balance_step.

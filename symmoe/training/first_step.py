@@ -19,7 +19,7 @@ _SUM_BYTES = 8
 
 _AT_START = (
     "dense parameters differ between ranks before the first optimizer step: make them equal with "
-    "symmoe.broadcast_parameters(model) when the model is built"
+    "symmoe.training.broadcast_parameters(model) when the model is built"
 )
 _NOT_REDUCED = (
     "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
@@ -31,12 +31,12 @@ _ONLY_LAYERS = (
 )
 _CHANGED = (
     "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
-    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ counts "
-    "only this rank's experts"
+    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.training.clip_grad_norm: torch's "
+    "clip_grad_norm_ counts only this rank's experts"
 )
 _EQUAL_EXPERTS = (
     "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed them "
-    "with heap.rank, and make the others equal with symmoe.broadcast_parameters(model)"
+    "with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
 )
 
 

@@ -10,8 +10,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from graphs import captured
 
-from symmoe import GroupedMLP, constant_weights
+from symmoe import GroupedMLP
 from symmoe.errors import ArgumentError
+from symmoe.grouped import constant_weights
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.timeout(300, method="thread")

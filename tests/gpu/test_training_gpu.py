@@ -7,7 +7,10 @@ from graphs import captured
 from layers import layer_config
 from worker import Findings, open_heap
 
-from symmoe import MetricsLogger, MoELayer, add_lora, balance_step
+from symmoe import MoELayer
+from symmoe.lora import add_lora
+from symmoe.metrics import MetricsLogger
+from symmoe.training import balance_step
 
 HIDDEN, FFN, TOKENS, TOP_K, NUM_REPLAYS = 256, 128, 512, 4, 8
 FEATURES = (

@@ -372,7 +372,7 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
     module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
     want = step(module, tokens())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with symmoe.constant_weights(module):
+    with symmoe.grouped.constant_weights(module):
         for _ in range(2):
             assert_same(step(compiled, tokens()), want)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.training.parallel import data_parallel, parallelize
 
 H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
 SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}
@@ -137,7 +137,7 @@ def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
         torch.tensor([[0, 1]] * len(x)),
         torch.rand(len(x), TOP_K).bfloat16().requires_grad_(),
     )
-    with symmoe.record_routing(layer) as routing:
+    with symmoe.routing.record_routing(layer) as routing:
         y, metrics = layer(x, topk_idx=topk_idx, probs=probs)
         y.sum().backward()
     assert (metrics.aux_loss, metrics.expert_load.tolist()) == (0, [len(x), len(x), 0, 0])
@@ -213,9 +213,12 @@ def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
         symmoe.MoELayer(layer_config(**SHAPE), heap),
         tokens(0),
     )
-    with pytest.raises(ArgumentError, match="has no router"), symmoe.balanced_routing(bare):
+    with pytest.raises(ArgumentError, match="has no router"), symmoe.routing.balanced_routing(bare):
         pass
-    with pytest.raises(ArgumentError, match="is called with probs"), symmoe.balanced_routing(layer):
+    with (
+        pytest.raises(ArgumentError, match="is called with probs"),
+        symmoe.routing.balanced_routing(layer),
+    ):
         layer(x, topk_idx=torch.zeros(len(x), TOP_K).int(), probs=torch.ones(len(x), TOP_K))
 
 

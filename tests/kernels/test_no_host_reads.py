@@ -8,8 +8,11 @@ import torch
 from host_reads import NoReads
 from layers import layer_config
 
-from symmoe import MetricsLogger, MoELayer, SymmetricHeap, add_lora, balance_step
-from symmoe.training.replay import balanced_choice
+from symmoe import MoELayer, SymmetricHeap
+from symmoe.lora import add_lora
+from symmoe.metrics import MetricsLogger
+from symmoe.routing import balanced_choice
+from symmoe.training import balance_step
 
 EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 

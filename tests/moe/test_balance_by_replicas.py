@@ -13,17 +13,10 @@ import torch
 from cluster import run_on
 from worker import Findings, open_heap
 
-from symmoe import (
-    GroupedMLP,
-    MetricsLogger,
-    MoEConfig,
-    MoELayer,
-    MoEMetrics,
-    SymmetricHeap,
-    add_lora,
-    make_plan,
-)
+from symmoe import GroupedMLP, MoEConfig, MoELayer, MoEMetrics, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch
+from symmoe.lora import add_lora
+from symmoe.metrics import MetricsLogger
 
 H, I, K, TOKENS = 64, 32, 2, 60
 REPLICAS = {"balance": "replicas", "replica_slack": 0.0}

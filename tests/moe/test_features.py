@@ -13,8 +13,9 @@ from layers import layer_config, shapes
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, balance_step
-from symmoe.training.lora import add_lora
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe.lora import add_lora
+from symmoe.training import balance_step
 
 EXPERTS, TOP_K = 8, 2
 ALPHA, LORA_RANK = 6.0, 4

@@ -338,7 +338,7 @@ def test_second_order_gradients_are_refused_on_every_rank(
         "router": lambda x: first.router(x).logits,
         "experts": lambda x: first.experts(x, splits, torch.ones(6)),
         "linear": lambda x: first.experts.fc1(x, splits),
-        "activation": lambda x: symmoe.ScaledSwiGLU()(x, torch.ones(6)),
+        "activation": lambda x: symmoe.grouped.ScaledSwiGLU()(x, torch.ones(6)),
     }
     for name, call in calls.items():
         findings.where = f"rank {rank} of {num_ranks}, {name}"

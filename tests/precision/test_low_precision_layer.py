@@ -34,7 +34,6 @@ from symmoe import (
     MoEConfig,
     MoELayer,
     SymmetricHeap,
-    add_lora,
     make_plan,
     plan_memory,
 )
@@ -44,6 +43,7 @@ from symmoe.grouped.experts import evaluated
 from symmoe.grouped.mlp import expert_weights
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.kernels.gemm_parts import Part
+from symmoe.lora import add_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat

@@ -12,8 +12,9 @@ from heap_calls import expect, outcome
 from layers import layer_config
 from worker import Findings
 
-from symmoe import MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checks.arguments import CHOICES
+from symmoe.dispatch.plan import Plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.ep_step import expert_parallel_mlp

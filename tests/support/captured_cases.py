@@ -100,7 +100,7 @@ class HostGraph:
 
 def capture(
     model: nn.Module, step: Callable[..., Any] | None = None, **options: float
-) -> symmoe.CapturedStep:
+) -> symmoe.training.CapturedStep:
     """The step, or that of make_step; on CPUs with a stand-in for CUDA graphs."""
     captured = symmoe.capture_step(step or make_step(model), model, **options)
     if next(model.parameters()).device.type == "cpu":
@@ -197,7 +197,7 @@ def check_exact(
         torch.use_deterministic_algorithms(False)
         model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
-        loggers = symmoe.MetricsLogger(model), symmoe.MetricsLogger(plain)
+        loggers = symmoe.metrics.MetricsLogger(model), symmoe.metrics.MetricsLogger(plain)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]

@@ -93,7 +93,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.step()
-        symmoe.balance_step(self.model)
+        symmoe.training.balance_step(self.model)
         self.model.num_steps += 1
 
     def state(self) -> dict:

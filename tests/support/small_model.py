@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import symmoe
-from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.training.parallel import data_parallel, parallelize
 
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
@@ -244,7 +244,7 @@ def check_metrics(
     Returns:
         the routing of one forward more, as record_routing has it.
     """
-    logger = symmoe.MetricsLogger(model.train(), times_forward=True)
+    logger = symmoe.metrics.MetricsLogger(model.train(), times_forward=True)
     for _ in range(2):
         loss_of().backward()
     with torch.no_grad():
@@ -252,7 +252,7 @@ def check_metrics(
         loss_of()
     records = {record.name: record for record in logger.step(0)}
     logger.close()
-    with torch.no_grad(), symmoe.record_routing(model) as routing:
+    with torch.no_grad(), symmoe.routing.record_routing(model) as routing:
         loss_of()
     assert records.keys() == routing.keys() == expected.keys()
     for path, (chosen, sent, read) in expected.items():

@@ -26,9 +26,9 @@ from worker import open_heap
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
-from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.training import captured_step
 from symmoe.training.captured_step import CapturedStep
+from symmoe.training.parallel import data_parallel, parallelize
 from symmoe.training.step_kind import Tree
 
 
@@ -97,7 +97,7 @@ def test_steps_that_reduce_are_exact(
 def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Also one that adds gradients up on the default stream: here every stream is."""
     model = cases.Model(heap)
-    symmoe.prepare_for_ddp(model)
+    symmoe.training.prepare_for_ddp(model)
     ddp = DistributedDataParallel(model)
     step = cases.make_step(ddp)
     batch = [torch.ones(3, cases.H)]
@@ -235,7 +235,7 @@ def test_a_step_that_is_watched_is_captured_apart(model):
     captured = cases.capture(model, num_eager=1)
     batch, num_captures = [torch.ones(5, cases.H)], []
     for watches in (False, True, False):
-        with contextlib.closing(symmoe.MetricsLogger(model)) if watches else nullcontext():
+        with contextlib.closing(symmoe.metrics.MetricsLogger(model)) if watches else nullcontext():
             for _ in range(3):
                 captured(batch, scale=1.0)
         num_captures.append(captured.num_captures)

@@ -10,11 +10,12 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from worker import Watching
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError
+from symmoe.grouped import ScaledClampedSwiGLU
 from symmoe.grouped.parameters import named_parameters
+from symmoe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
-from symmoe.training.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
 SPLITS = (4, 0, 5)

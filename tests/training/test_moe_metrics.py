@@ -11,7 +11,7 @@ from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
-from symmoe.training.metrics import MetricsLogger
+from symmoe.metrics import MetricsLogger
 
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 

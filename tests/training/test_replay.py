@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from symmoe import MoEConfig, MoELayer, Router, RouterConfig, SymmetricHeap
+from symmoe import routing as replay
 from symmoe.errors import ArgumentError, ExpertIdError
-from symmoe.training import replay
-from symmoe.training.replay import (
+from symmoe.routing import (
     balanced_choice,
     balanced_routing,
     record_routing,

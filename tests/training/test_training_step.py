@@ -7,9 +7,10 @@ from layers import layer_config
 from torch import nn
 from worker import Findings
 
-from symmoe import GroupedMLP, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
+from symmoe import GroupedMLP, MoELayer, SymmetricHeap, reduce_gradients
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.balance import balance_step
+from symmoe.training import clip_grad_norm
 
 EXPERTS, TOP_K, H, I, TOKENS = 4, 2, 16, 8, 6
 STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
