@@ -153,7 +153,7 @@ class PeerLost(PeerError):
         self.rank = rank
 
 
-def word_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentError | None:
+def choice_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentError | None:
     """The error of an argument that takes one of these words, if it is another, or None."""
     if isinstance(word, str) and word in words:  # an array would compare with each element
         return None

@@ -13,18 +13,18 @@ from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import (
     buffer_problem,
     check_kind,
+    choices_problem,
     memory_problem,
     tensor_problem,
-    words_problem,
 )
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, combine
+from symmoe.combine.trip import CombineTrip, combine
 from symmoe.dispatch.plan import Plan, reads_rows_in_place
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, StaleLease, StalePlan, SymmoeError
 from symmoe.kernels import control
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.symm_mem.heap import FailPeersOnError
 
 
@@ -131,13 +131,13 @@ class _Dispatch(Function):
                 heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
                 rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             if needs_probs:
-                d_row_probs = given("d_row_probs", d_row_probs)
+                d_row_probs = require_tensor("d_row_probs", d_row_probs)
                 heap.fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
             with rows_to_read as rows:
-                with Collection(
+                with CombineTrip(
                     rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients
                 ) as collection:
                     collection.collect()
@@ -172,7 +172,7 @@ def _receive(
 def _dispatch_problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> SymmoeError | None:
-    error: SymmoeError | None = words_problem(order=order)
+    error: SymmoeError | None = choices_problem(order=order)
     if error is None and probs is not None:
         error = tensor_problem(
             "probs",
@@ -292,7 +292,7 @@ def _readable_rows(
 def _combine_problem(
     expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
 ) -> SymmoeError | None:
-    error: SymmoeError | None = words_problem(order=order)
+    error: SymmoeError | None = choices_problem(order=order)
     if error is not None:
         return error
     try:

@@ -24,7 +24,7 @@ BALANCES = {
     "none": Choice(static=False, options={"router": None}),
     "replicas": Choice(
         static=False,
-        options={"router": None, "balance": "replicas", "replica_places": PLACES},
+        options={"router": None, "balance": "replicas", "replicas_per_rank": PLACES},
     ),
 }
 

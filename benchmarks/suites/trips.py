@@ -29,7 +29,7 @@ from suites.timing import (
     median_ms,
     plan_of,
 )
-from symmoe.combine.trip import Collection, combine
+from symmoe.combine.trip import CombineTrip, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import SymmoeError
@@ -218,7 +218,7 @@ def _combine_variant(
         return combine(rows, plan, order=order)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
-        with Collection(rows, plan, order=order, row_values=values) as collection:
+        with CombineTrip(rows, plan, order=order, row_values=values) as collection:
             collection.collect()
         assert collection.out is not None
         assert collection.values is not None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.autograd import transform_problem
-from symmoe.errors import ArgumentError, StaleLease, word_problem
+from symmoe.errors import ArgumentError, StaleLease, choice_problem
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import Score
 from symmoe.symm_mem.memory import ended_lease
@@ -93,9 +93,9 @@ def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
         raise ArgumentError(f"{name} ({value}) must be finite and at least {at_least}")
 
 
-def words_problem(**words: object) -> ArgumentError | None:
+def choices_problem(**words: object) -> ArgumentError | None:
     """The error for the first argument whose word it does not take, or None."""
-    problems = (word_problem(name, word, CHOICES[name]) for name, word in words.items())
+    problems = (choice_problem(name, word, CHOICES[name]) for name, word in words.items())
     return next(filter(None, problems), None)
 
 

@@ -17,7 +17,7 @@ from symmoe.dispatch.nodes import NodesPlan
 from symmoe.dispatch.plan import Plan, reads_rows_in_place
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.symm_mem.memory import Lease
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
@@ -48,11 +48,11 @@ def combine(
             first: their sums go home while those of this node's tokens are computed.
         division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
     """
-    collection = Collection(rows, plan, order=order)
+    collection = CombineTrip(rows, plan, order=order)
     if division is None or plan.nodes is not None:
-        with collecting(collection, compute, division):
+        with combine_during(collection, compute, division):
             pass
-        return given("rows", collection.out)
+        return require_tensor("rows", collection.out)
     branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
     (last, *sources), (before, own, after) = (
@@ -75,13 +75,13 @@ def combine(
         finally:
             branch.join()
         collection.finish()  # nothing else runs meanwhile
-    return given("rows", collection.out)
+    return require_tensor("rows", collection.out)
 
 
 @contextmanager
-def collecting(
-    collection: Collection, compute: ComputePart, division: Division | None = None
-) -> Iterator[Collection]:
+def combine_during(
+    collection: CombineTrip, compute: ComputePart, division: Division | None = None
+) -> Iterator[CombineTrip]:
     """Context of a collection, complete after it, of rows that `compute` fills, see :func:`combine`. The caller may
     compute other things in it, at the same time if there is a division of the SMs. Collective; does not synchronise the
     host."""
@@ -108,7 +108,7 @@ def collecting(
 
 @contextmanager
 def _on_rails(
-    collection: Collection, nodes: NodesPlan[Plan], compute: ComputePart, division: Division
+    collection: CombineTrip, nodes: NodesPlan[Plan], compute: ComputePart, division: Division
 ) -> Iterator[None]:
     """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
     node's tokens, and what the caller does in the context, are computed."""
@@ -131,7 +131,7 @@ def _on_rails(
         collection.finish()
 
 
-class Collection:
+class CombineTrip:
     """One combine trip, as a context: :meth:`collect`, or its steps, collective but for `send`: :meth:`open`, with
     order "rank" :meth:`send` for every peer as soon as the rows of its tokens are complete, and :meth:`finish`. Between
     nodes :meth:`open` has the sums of foreign tokens leave, and :meth:`finish` makes those of this node's; where the
@@ -182,7 +182,7 @@ class Collection:
                 plan, plan.nodes, rows, has_values=row_values is not None, order=order
             )
 
-    def __enter__(self) -> Collection:
+    def __enter__(self) -> CombineTrip:
         plan, heap = self.plan, self.plan.heap
         with self._exit:
             values_offset = 0

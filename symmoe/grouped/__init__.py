@@ -11,7 +11,7 @@ from symmoe.grouped.activations import (
     deinterleave_gate_up,
     interleave_gate_up,
 )
-from symmoe.grouped.linear import GroupedLinear, constant_weights
+from symmoe.grouped.linear import GroupedLinear, cache_quantized_weights
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.sequential import Sequential
 
@@ -23,7 +23,7 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSwiGLU",
     "Sequential",
-    "constant_weights",
+    "cache_quantized_weights",
     "deinterleave_gate_up",
     "interleave_gate_up",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 
 Score = Literal["softmax", "sigmoid"]
 TINY = 1e-20  # is added to the sum of K scores: sigmoid scores that all underflow must give probs of 0, not NaN
@@ -27,7 +27,7 @@ class RoutingRule:
     route_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("score", self.score, get_args(Score)))
+        raise_for(choice_problem("score", self.score, get_args(Score)))
 
     def best_of_group(self, num_experts: int) -> int:
         """How many experts say what a group is worth."""

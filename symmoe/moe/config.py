@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from symmoe.checks import arguments
-from symmoe.errors import ArgumentError, raise_for, word_problem
+from symmoe.errors import ArgumentError, choice_problem, raise_for
 from symmoe.grouped.activations import activation_problem
 from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
@@ -15,8 +15,8 @@ from symmoe.moe.overlap import received_layout
 from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
-_SIZES = ("hidden", "ffn", "num_experts", "top_k", "replica_places")
-_BOUNDS = ("capacity", "max_room", "max_tokens", "rail_capacity")  # sizes, or None
+_SIZES = ("hidden", "ffn", "num_experts", "top_k", "replicas_per_rank")
+_BOUNDS = ("capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes, or None
 _OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
 
 
@@ -57,7 +57,7 @@ class RouterConfig(RoutingRule):
 
     def __post_init__(self) -> None:
         _take_sizes(self, "num_expert_groups", "topk_groups")
-        raise_for(arguments.words_problem(score=self.score, aux_loss=self.aux_loss))
+        raise_for(arguments.choices_problem(score=self.score, aux_loss=self.aux_loss))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
@@ -91,9 +91,9 @@ class MoEConfig:
         activation: between the two layers of an expert.
         capacity: rows a rank can receive in one call. None is exact: nothing is dropped, and the host reads the plan of
             a call once everything is launched.
-        max_room: with exact capacity, the most rows that a call gets room for before its routing is known. A call
+        max_row_budget: with exact capacity, the most rows that a call gets room for before its routing is known. A call
             gets what recent calls have needed, and a margin; one that needs more is made again. Where recent calls
-            have needed more than max_room, the host waits for the routing first. None: no limit.
+            have needed more than max_row_budget, the host waits for the routing first. None: no limit.
         overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
         max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each call,
             which then needs the same number on every rank.
@@ -117,7 +117,7 @@ class MoEConfig:
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
         balance: "replicas": in every call, ranks that get more rows than the others give some to replicas of their
             experts on ranks that get less, see docs/balance.md. "none": the rank of an expert computes all its rows.
-        replica_places: with "replicas", how many experts of others a rank can have replicas of at a time.
+        replicas_per_rank: with "replicas", how many experts of others a rank can have replicas of at a time.
         replica_slack: with "replicas", how much more rows than the mean a rank may keep, as a share of the mean.
         router: the layer's router (symmoe.moe.router). None: the layer has no router and no parameters of one, and
             each call brings topk_idx and probs.
@@ -135,7 +135,7 @@ class MoEConfig:
     top_k: int
     activation: Activation = SWIGLU
     capacity: int | None = None
-    max_room: int | None = None
+    max_row_budget: int | None = None
     overflow: arguments.Overflow = "raise"
     max_tokens: int | None = None
     rail_capacity: int | None = None
@@ -146,7 +146,7 @@ class MoEConfig:
     precision: Recipe | None = None
     quantized_wire: arguments.QuantizedWire = "none"
     balance: arguments.Balance = "none"
-    replica_places: int = 2
+    replicas_per_rank: int = 2
     replica_slack: float = 0.05
     router: RouterConfig | None = RouterConfig()  # frozen
     capacity_factor: float | None = None
@@ -158,9 +158,9 @@ class MoEConfig:
         return received_layout(self.layout, self.ffn, self.precision)
 
     @property
-    def num_places(self) -> int:
+    def num_replica_slots(self) -> int:
         """Places of a rank for replicas."""
-        return self.replica_places if self.balance == "replicas" else 0
+        return self.replicas_per_rank if self.balance == "replicas" else 0
 
     def experts_per_rank(self, num_ranks: int) -> int:
         """E / R. Raises an ArgumentError if that is no integer."""
@@ -173,7 +173,7 @@ class MoEConfig:
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
         """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number.
         ArgumentError: direction is another word."""
-        raise_for(word_problem("direction", direction, ("forward", "backward")))
+        raise_for(choice_problem("direction", direction, ("forward", "backward")))
         if self.precision is None or self.quantized_wire not in (direction, "both"):
             return self.hidden * item_bytes
         return WireFormat(self.precision, self.hidden).row_bytes
@@ -183,14 +183,14 @@ class MoEConfig:
         _take_sizes(self, *_SIZES, *bounds)
         raise_for(activation_problem(self.activation))
         taken = arguments.CHOICES.keys() & {field.name for field in fields(self)}
-        raise_for(arguments.words_problem(**{name: getattr(self, name) for name in taken}))
+        raise_for(arguments.choices_problem(**{name: getattr(self, name) for name in taken}))
         arguments.check_factor("replica_slack", self.replica_slack)
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
         if self.balance == "none":
             self._check_defaults(
-                ("replica_places", "replica_slack"), "balance 'replicas', but balance is 'none'"
+                ("replicas_per_rank", "replica_slack"), "balance 'replicas', but balance is 'none'"
             )
         elif self.precision is not None:
             raise ArgumentError(
@@ -215,9 +215,9 @@ class MoEConfig:
                 raise ArgumentError(f"top_k ({self.top_k}) must be at most {name} ({limit})")
         if self.capacity is None:
             self._check_defaults(_OF_A_CAPACITY, "a static capacity, but capacity is None")
-        elif self.max_room is not None:
+        elif self.max_row_budget is not None:
             raise ArgumentError(
-                f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}"
+                f"max_row_budget ({self.max_row_budget}) needs exact capacity, but capacity is {self.capacity}"
             )
         if (factor := self.capacity_factor) is None:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")

@@ -17,10 +17,10 @@ from symmoe.errors import ArgumentError, SymmoeError, raise_for, users_line, war
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
+from symmoe.moe.ddp_and_fsdp import ExpertDataParallel, ExpertParallelModule, device_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import (
@@ -53,8 +53,8 @@ class MoEMetrics(NamedTuple):
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
         topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
         num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
-        place_to_expert, place_rows: int32 [R, S], the expert of which a place of a rank has a replica, -1 for none, and
-            how many rows of the expert it takes; None without balance "replicas". The same on all ranks.
+        replica_to_expert, replica_rows: int32 [R, S], the expert of which a place of a rank has a replica, -1 for
+            none, and how many rows of the expert it takes; None without balance "replicas". The same on all ranks.
     """
 
     aux_loss: torch.Tensor
@@ -62,8 +62,8 @@ class MoEMetrics(NamedTuple):
     num_dropped: torch.Tensor
     topk_idx: torch.Tensor
     num_over_capacity: torch.Tensor | None
-    place_to_expert: torch.Tensor | None = None
-    place_rows: torch.Tensor | None = None
+    replica_to_expert: torch.Tensor | None = None
+    replica_rows: torch.Tensor | None = None
 
     @property
     def imbalance(self) -> torch.Tensor:
@@ -89,14 +89,14 @@ class MoEMetrics(NamedTuple):
     def rows_per_rank(self) -> torch.Tensor | None:
         """int64 [2, R], rows of each rank before and after balance by replicas, before a static capacity drops any, or
         None without replicas; computed when it is asked for."""
-        if self.place_to_expert is None or self.place_rows is None:
+        if self.replica_to_expert is None or self.replica_rows is None:
             return None
-        return balance.rows_per_rank(self.expert_load, self.place_to_expert, self.place_rows)
+        return balance.rows_per_rank(self.expert_load, self.replica_to_expert, self.replica_rows)
 
     @property
     def num_replicas(self) -> torch.Tensor | None:
         """int64 scalar, replicas that have rows, in the whole EP group, or None; computed when it is asked for."""
-        return None if self.place_to_expert is None else (self.place_to_expert >= 0).sum()
+        return None if self.replica_to_expert is None else (self.replica_to_expert >= 0).sum()
 
 
 register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
@@ -159,7 +159,7 @@ class MoELayer(ExpertParallelModule):
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
         self.shared_expert = shared_expert
-        self.replicas = Replicas(expert_group)
+        self.expert_data_parallel = ExpertDataParallel(expert_group)
         self._called_at: tuple[str, int] | None = None  # where, by the last call without gradients
 
     def set_experts(self, experts: GroupedMLP) -> None:
@@ -372,7 +372,10 @@ class MoELayer(ExpertParallelModule):
     ) -> Choice:
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
-            topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
+            topk_idx, probs = (
+                require_tensor("topk_idx", topk_idx),
+                require_tensor("probs", probs).float(),
+            )
             probs = probs.masked_fill(topk_idx < 0, 0.0)
             routed = Choice(*choice_of(self.config, topk_idx, probs, token_mask))
         else:
@@ -418,8 +421,8 @@ class MoELayer(ExpertParallelModule):
             sequence_length = x.shape[-2] if x.dim() > 1 else 1
         elif load_before is not None:
             expert_load = balance.load_so_far(load_before, expert_load)
-            if self.replicas.group is not None:
-                dist.all_reduce(expert_load, group=self.replicas.group)
+            if self.expert_data_parallel.group is not None:
+                dist.all_reduce(expert_load, group=self.expert_data_parallel.group)
         elif options.aux_loss_coef and config.capacity_factor is not None:
             # The load before the drops: what an overloaded expert has after them says little.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)

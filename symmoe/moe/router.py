@@ -21,13 +21,13 @@ from symmoe.checks.arguments import (
     CHOICES,
     call_problem,
     check_kind,
+    choices_problem,
     memory_problem,
     tensor_problem,
-    words_problem,
 )
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
-from symmoe.kernels.operands import given_of
+from symmoe.kernels.operands import present_tensors
 from symmoe.kernels.programs import run_program
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
@@ -311,7 +311,7 @@ def drop_over_capacity(
     [1], how many were dropped. Local; does not synchronise the host. An expert keeps the slots of the largest probs
     (policy "probs"; equal ones in the order of tokens) or those of the first tokens ("position"). The remaining probs
     stay as they are: what a token loses is not given to its other experts (as in Megatron-Core)."""
-    raise_for(words_problem(drop_policy=policy))
+    raise_for(choices_problem(drop_policy=policy))
     # The plan reports ids out of range, on all ranks; here they are no experts.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
@@ -384,7 +384,7 @@ class Route(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        return given_of(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
+        return present_tensors(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
 
     def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """As a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
@@ -415,7 +415,7 @@ class RouteGradients(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        return given_of(*self.given, *self.kept)
+        return present_tensors(*self.given, *self.kept)
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients; None, too, where nothing given depends on the logits."""

@@ -35,7 +35,7 @@ from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 if TYPE_CHECKING:
     from symmoe.program.program import Program
-    from symmoe.symm_mem.several_nodes import Nodes
+    from symmoe.symm_mem.several_nodes import RemoteNodes
 
 
 _SPINS = 1000  # turns of a wait for a report before it asks whether the device is still at work
@@ -641,7 +641,7 @@ def fixed_rows(heap: SymmetricHeap, factor: float, reports: list[torch.Tensor]) 
         heap.captured_reports = heap.room_factor = None
 
 
-def nodes_of(heap: SymmetricHeap) -> Nodes:
+def nodes_of(heap: SymmetricHeap) -> RemoteNodes:
     """The nodes of a heap that spans several."""
     assert heap.nodes is not None
     return heap.nodes

@@ -80,7 +80,7 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         while watched:
             its = watched.pop()
             layers, sums = _layers(its), [*before, *_checksums(its, given)]
-            are_reduced = any(layer.replicas.are_reduced for layer in layers)
+            are_reduced = any(layer.expert_data_parallel.are_reduced for layer in layers)
             for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
                 warn(text)
 
@@ -113,7 +113,7 @@ def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
     """Of the dense parameters of layers, which must be equal on all ranks, and of those elsewhere that the optimizer
     has, which may be a rank's own. If it trains none of the layers', all are one."""
     layers = _layers(model)
-    in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
+    in_ddp = any(layer.expert_data_parallel.ddp_ref() is not None for layer in layers)
     if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return 0, 0
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -179,7 +179,7 @@ def _dry_call(
         routed_experts = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
-        room = history.room(num_tokens, config.max_room)
+        room = history.room(num_tokens, config.max_row_budget)
         x, dy, weight = (
             empty(num_tokens, dtype),
             empty(num_tokens, dtype),

@@ -56,7 +56,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
         step = training_step(layer_for(heap, config_for(num_ranks, **exact, **way)), TOKENS)
-        collection, dispatch = trip.Collection, ep_step.dispatch
+        collection, dispatch = trip.CombineTrip, ep_step.dispatch
         if spoil in (
             "output",
             "input",
@@ -64,7 +64,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
         ):  # a program would run what was built, whatever is patched
             heap.run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
-            trip.Collection = lambda rows, plan, **options: collection(
+            trip.CombineTrip = lambda rows, plan, **options: collection(
                 rows.clone(), plan, **options
             )
         elif spoil == "input":
@@ -78,7 +78,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
                 step()
             return trace_step(step, row_numel=TOKENS * TOP_K * HIDDEN)
         finally:
-            trip.Collection, ep_step.dispatch = collection, dispatch
+            trip.CombineTrip, ep_step.dispatch = collection, dispatch
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -87,7 +87,7 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
     for trace in cluster(num_ranks, "cuda").run(traced, way=way):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
-        own = "push_rows" if way["layout"] == "packed" else "place_rows"
+        own = "push_rows" if way["layout"] == "packed" else "replica_rows"
         for kernel in (
             "barrier",
             own,

@@ -117,7 +117,7 @@ def test_layer_alone_gives_the_eager_bits(heap):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str
+    "more", [{}, {"balance": "replicas", "replicas_per_rank": 1, "replica_slack": 0.0}], ids=str
 )
 @run_on(2)
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
@@ -372,7 +372,7 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
     module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
     want = step(module, tokens())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with symmoe.grouped.constant_weights(module):
+    with symmoe.grouped.cache_quantized_weights(module):
         for _ in range(2):
             assert_same(step(compiled, tokens()), want)
 

@@ -104,7 +104,7 @@ def slow(function: str, **fields: Any) -> Any:
 
 
 BALANCED = dataclasses.replace(
-    small.CONFIG, balance="replicas", replica_places=1, replica_slack=0.0
+    small.CONFIG, balance="replicas", replicas_per_rank=1, replica_slack=0.0
 )
 CURVES = [  # (kind of case, arguments of `sharded`)
     ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
@@ -381,7 +381,7 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
             )
 
 
-# -- constant_weights -------------------------------------------------------------------------------------------------
+# -- cache_quantized_weights -------------------------------------------------------------------------------------------
 QUANTIZED = dataclasses.replace(
     small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both"
 )
@@ -402,7 +402,9 @@ def test_constant_weights_are_quantised_once(
     with small.on_layout(*layout) as (mesh, heap):
         model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
-            context = symmoe.grouped.constant_weights(model) if is_constant else nullcontext()
+            context = (
+                symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()
+            )
             with (
                 context,
                 counted("quantize_weights") as single,
@@ -420,13 +422,13 @@ def test_constant_weights_are_quantised_once(
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
-        with symmoe.grouped.constant_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             small.rank_loss(model, 0, rank, shares).backward()
             optimizer.step()
-            with pytest.raises(ArgumentError, match="written to inside constant_weights"):
+            with pytest.raises(ArgumentError, match="written to inside cache_quantized_weights"):
                 small.rank_loss(model, 0, rank, shares)
         before = small.rank_loss(model, 0, rank, shares)
-        with symmoe.grouped.constant_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             after = small.rank_loss(model, 0, rank, shares)
         assert torch.equal(before, after)
 

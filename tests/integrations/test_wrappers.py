@@ -335,7 +335,7 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     )
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
-    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
+    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.training\.clip_grad_norm"):
         losses_of(
             wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
         )
@@ -447,4 +447,4 @@ def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> Non
     """A copy of a layer shares its group."""
     with small.on_layout(1, 2) as (mesh, heap):
         layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
-        assert copy.deepcopy(layer).replicas.group is layer.replicas.group
+        assert copy.deepcopy(layer).expert_data_parallel.group is layer.expert_data_parallel.group

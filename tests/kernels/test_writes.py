@@ -22,7 +22,7 @@ NEVER_CHANGED = {
             "lay_out.status",
             "wait_for_signal.status",
             "wait_for_signal.nan_on_failure",
-            "hear_of_faults.fault",
+            "receive_fault_flags.fault",
         ),
         "no call fails",
     ),

@@ -41,7 +41,7 @@ OF_A_MODEL: dict[str, Callable[[Any], object]] = {
     "merge_lora": symmoe.lora.merge_lora,
     "unmerge_lora": symmoe.lora.unmerge_lora,
     "MetricsLogger": symmoe.metrics.MetricsLogger,
-    "constant_weights": lambda model: entered(symmoe.grouped.constant_weights(model)),
+    "cache_quantized_weights": lambda model: entered(symmoe.grouped.cache_quantized_weights(model)),
 }
 
 

@@ -470,7 +470,7 @@ def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]
         "ffn": 2 * H,
         "stash": "rows",
         "aux_loss_coef": 0.5,
-        "max_room": 7,
+        "max_row_budget": 7,
         "score": "sigmoid",
     }
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():

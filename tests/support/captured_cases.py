@@ -20,7 +20,7 @@ from symmoe import GroupedMLP, MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.row_budget import RowHistory
-from symmoe.symm_mem.several_nodes import Nodes
+from symmoe.symm_mem.several_nodes import RemoteNodes
 from symmoe.symm_mem.streams import NoStreams
 
 H, I, E, K, T = 16, 24, 8, 3, 200
@@ -40,7 +40,7 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
                 SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
             )
         )
-        for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
+        for owner, name in ((RemoteNodes, "meet"), (RowHistory, "room")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
 

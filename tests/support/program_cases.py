@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
 from symmoe import MoELayer, SymmetricHeap
-from symmoe.grouped.experts import evaluated
+from symmoe.grouped.experts import materialized
 from symmoe.grouped.mlp import GroupedMLP
 
 H, I, E, K, T = 16, 24, 8, 3, 200
@@ -149,8 +149,8 @@ def check_bits(
         for number, (x, dy) in enumerate(
             make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)
         ):
-            room = layer._routed_experts._find_room(
-                T, dtype.itemsize, evaluated(layer.experts, dtype)
+            room = layer._routed_experts._find_budget(
+                T, dtype.itemsize, materialized(layer.experts, dtype)
             )
             found = step(layer, x, dy, around)
             with without_programs(heap):

@@ -195,7 +195,7 @@ def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(
 
 def test_steps_with_replicas_have_the_bits_of_eager_ones(cluster):
     """And rows that all go to one rank are more than the room only if they stay there."""
-    balanced = {"balance": "replicas", "replica_places": 2, "replica_slack": 0.0}
+    balanced = {"balance": "replicas", "replicas_per_rank": 2, "replica_slack": 0.0}
     captured, eager = (cluster(2).run(train, None, room, **balanced) for room in (1.5, None))
     for (counts, found), (_, wanted) in zip(captured, eager, strict=True):
         assert counts == (5, 0, 1)
@@ -253,10 +253,10 @@ def test_a_layer_that_was_not_called_before(model):
 
 
 def test_a_layer_with_less_room_than_it_needs(model):
-    tight = cases.Model(model.layers[0].heap, max_room=4)
+    tight = cases.Model(model.layers[0].heap, max_row_budget=4)
     captured = cases.capture(tight, num_eager=1)
     captured([torch.ones(3, cases.H)], scale=1.0)
-    with pytest.raises(ArgumentError, match=r"needs room for 9 rows.*more than max_room \(4\)"):
+    with pytest.raises(ArgumentError, match=r"needs 9 rows.*more than max_row_budget \(4\)"):
         captured([torch.ones(3, cases.H)], scale=1.0)
 
 
