@@ -85,8 +85,8 @@ def main() -> None:
         )
         backend = "nvshmem" if preset.device == "cuda" else "host"
         num_bytes = heap_bytes(preset, num_ranks=ep)
-        with symmoe.SymmetricHeap(
-            mesh.get_group("ep"), num_bytes=num_bytes, backend=backend
+        with symmoe.SymmetricHeap.from_mesh(
+            mesh["ep"], num_bytes=num_bytes, backend=backend
         ) as heap:
             # FSDP casts the parameters, in place of autocast.
             policy = (

@@ -146,7 +146,8 @@ class PeerAborted(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended."""
+    """The connection to a peer broke while a heap was under construction, or in collective work of the host: the
+    process of that peer has ended."""
 
     def __init__(self, *, rank: int, problem: str) -> None:
         super().__init__(f"lost rank {rank}: {problem}")

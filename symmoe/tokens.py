@@ -89,7 +89,7 @@ def dispatch_tokens(
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, SEND):
-        heap.fail_for(
+        heap._fail_for(
             _rows_problem("x", x, plan, plan.num_tokens)
             or _dispatch_problem(x, plan, probs, out, order),
             SEND,
@@ -128,11 +128,11 @@ class _Dispatch(Function):
         rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
         with FailPeersOnError(heap, COLLECT):
             if needs_x:
-                heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
+                heap._fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
                 rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             if needs_probs:
                 d_row_probs = require_tensor("d_row_probs", d_row_probs)
-                heap.fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
+                heap._fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
@@ -228,7 +228,7 @@ def combine_tokens(
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, COLLECT):
-        heap.fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
+        heap._fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
         y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
     return y
 
@@ -258,7 +258,7 @@ class _Combine(Function):
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):
-            plan.heap.fail_for(
+            plan.heap._fail_for(
                 memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND
             )
             d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)

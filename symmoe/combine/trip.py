@@ -196,7 +196,7 @@ class CombineTrip:
                 values_offset = packed_values.offset
             rows_offset = last_row_offset = 0
             if self._rows is not None and self._pulls:
-                rows_offset = heap.offset_of(self._rows, phase=PHASE)
+                rows_offset = heap._offset_of(self._rows, phase=PHASE)
             elif self._rows is not None:
                 width, region_rows = (
                     self._rows.shape[1],
@@ -228,7 +228,7 @@ class CombineTrip:
     def open(self) -> None:
         """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
         until the rows of tokens of other nodes are, whose sums then leave."""
-        with self.plan.heap.timed("combine"):
+        with self.plan.heap._timed("combine"):
             self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
@@ -239,7 +239,7 @@ class CombineTrip:
     def leave(self) -> None:
         """Between nodes, sends the sums of tokens of other nodes home."""
         if self._from_nodes is not None:
-            with self.plan.heap.timed("combine"):
+            with self.plan.heap._timed("combine"):
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
 
     def open_again(self) -> None:
@@ -271,7 +271,7 @@ class CombineTrip:
             (self._packed_to_row, self.plan.source_to_packed_start),
             (self.plan.heap.peers, self._ready),
         )
-        with self.plan.heap.timed("combine"):
+        with self.plan.heap._timed("combine"):
             self._ops.push_sums(
                 self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas
             )
@@ -279,7 +279,7 @@ class CombineTrip:
     def finish(self, *, num_ctas: int | None = None) -> None:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
         plan, heap = self.plan, self.plan.heap
-        with heap.timed("combine"):
+        with heap._timed("combine"):
             nan_on_failure = None
             if self._from_nodes is not None:
                 self._pull(self._from_nodes.own)

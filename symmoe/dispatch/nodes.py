@@ -336,7 +336,7 @@ def plan_in_node(
         return [found.storage]
 
     key = "plan in node", num_tokens, top_k, num_local, *of_nodes
-    found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
+    found = InNodeIntegers(heap._run(key, launch, (plan.storage, integers))[0], layout)
     return NodesPlan(
         plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.channel.number)
     )

@@ -229,7 +229,7 @@ class PlanRequest:
             generation = heap.epoch + 1
             launch = partial(self.launch, generation)
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
-            storage, *found = heap.run(self.key, launch, inputs, plan=generation)
+            storage, *found = heap._run(self.key, launch, inputs, plan=generation)
             plan = self.plan(storage, generation)
         if self.row_capacity < 0:
             plan.wait_for_sizes()
@@ -468,11 +468,11 @@ def begin_plan(
     before."""
     capacity = options.capacity
     heap.check(control.PHASE_PLAN, waits=capacity is None)
-    heap.fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
+    heap._fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
     room = find_budget() if capacity is None else None
     if capacity is None and heap.captured_reports is not None:  # no host can wait
         why = room.why_it_waits if room else "calls a layer that earlier calls did not"
-        heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
+        heap._fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
     topk_idx = topk_idx.detach().contiguous()
     if heap.nodes is None:
         return _request(topk_idx, heap, options, room, None, route)

@@ -97,7 +97,7 @@ def dispatch(
             index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
         stack.enter_context(plan.heap.one_call)
         if division is None:
-            stack.enter_context(plan.heap.timed("dispatch"))
+            stack.enter_context(plan.heap._timed("dispatch"))
         tensors, come = [x] if probs is None else [x, probs], None
         if plan.nodes is not None:
             come = stack.enter_context(
@@ -218,8 +218,8 @@ class _Trip:
         self._come: dict[
             int, torch.cuda.Event | None
         ] = {}  # key: the source whose rows are complete after the event
-        with nullcontext() if division is None else self._heap.timed("dispatch"):
-            offsets = self._heap.offset_of(self._buffer, phase=PHASE), *self._index.offsets
+        with nullcontext() if division is None else self._heap._timed("dispatch"):
+            offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
             if extra_payload is not None:
                 offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], extra_payload.weights_offset
             self._ready = self._heap.barrier(
@@ -255,7 +255,7 @@ class _Trip:
         heap = self._heap
         mark(MUST_ABORT)
         try:
-            with heap.timed("dispatch"):
+            with heap._timed("dispatch"):
                 self._own, self._x = next(self._tokens())
                 if (
                     self._rider is not None
@@ -294,7 +294,7 @@ class _Trip:
             plan.arrivals,
             self._plan.parts_of_replicas(num_sms),
         )
-        with self._heap.timed("dispatch"):
+        with self._heap._timed("dispatch"):
             if self._layout == "packed":
                 self._push(self._x, plan, to=self._rank)
             else:
@@ -320,7 +320,7 @@ class _Trip:
         All ranks wait for a push only after their own one of the same step: no two wait for each other.
         """
         heap, num_ranks = self._heap, self._num_ranks
-        with self._branch.after(self._start), heap.timed("dispatch"):
+        with self._branch.after(self._start), heap._timed("dispatch"):
             for step in range(len(self._come) + 1, num_ranks):
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with must_complete():
@@ -328,9 +328,9 @@ class _Trip:
                         step > self._num_sent
                     ):  # once: after the signal the peer may use its buffer for other rows
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
-                        heap.send_signal(to)
+                        heap._send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(
+                    arrived = heap._wait_for_signal(
                         peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer
                     )
                 source, self._signalled = self._own.arrivals[step], self._branch.point()
@@ -340,7 +340,7 @@ class _Trip:
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
-        with self._branch.after(self._start), self._heap.timed("dispatch"):
+        with self._branch.after(self._start), self._heap._timed("dispatch"):
             for tokens, rows in self._tokens():  # the foreign ones
                 if self._num_ranks == 1 and self._layout == "expert-major":
                     self._place_own(rows, tokens)

@@ -124,13 +124,13 @@ def expert_parallel_mlp(
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, DISPATCH):
-        heap.fail_for(transform_problem() or choices_problem(**words), DISPATCH)
+        heap._fail_for(transform_problem() or choices_problem(**words), DISPATCH)
         experts = materialized(experts, x.dtype)
         form = experts.form
         words = OPTION_DEFAULTS | words
         words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
         if words["quantized_wire"] != "none":
-            heap.fail_for(wire_problem(form.precision), DISPATCH)
+            heap._fail_for(wire_problem(form.precision), DISPATCH)
         options = step_options(words, form.precision, form.hidden)
         made = MadePlan(plan)
         return run_experts(kernel_rows(x), probs, experts, made, options, out_shape=out_shape)[0]
@@ -170,7 +170,7 @@ def run_experts(
         problem = problem or replicas_problem(experts)
     if form.precision is not None:
         problem = problem or e4m3_problem(form.precision, x.device)
-    heap.fail_for(problem, planned.phase)
+    heap._fail_for(problem, planned.phase)
     trains = torch.is_grad_enabled()
     call = _Call(heap, form, experts.linears, options, begun, trains, out_shape)
     tensors = *experts.biases, *experts.tensors
@@ -279,9 +279,9 @@ class _EPStep(NamedTuple):
             return function()
         plan = self.plan
         if plan.nodes is None:
-            return plan.heap.run((*key, self.kind), function, inputs, plan=generation)
+            return plan.heap._run((*key, self.kind), function, inputs, plan=generation)
         rails = plan.nodes.rails
-        found = plan.heap.run(
+        found = plan.heap._run(
             (*key, self.kind, rails.brings_maps),
             function,
             [*inputs, rails.found.storage],
@@ -583,7 +583,7 @@ class _ExpertParallelMLP(Function):
             )
             return *[None] * 4, *computed(route), *[None] * len(ctx.needs_input_grad[6:])
         with FailPeersOnError(heap, DISPATCH):
-            heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
+            heap._fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
             return _backward(ctx, kernel_rows(dy), d_routed)
 

@@ -225,7 +225,7 @@ class MoELayer(ExpertParallelModule):
         before_trips = None if shared is None else shared.start
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
             if not is_compiling:
-                self.heap.fail_for(
+                self.heap._fail_for(
                     self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
                     control.PHASE_PLAN,
                 )

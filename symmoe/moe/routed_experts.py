@@ -349,7 +349,7 @@ def _moe_forward(
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
     fc1, fc2, device = eager.meta_experts.fc1, eager.meta_experts.fc2, eager.heap.device
-    eager.heap.fail_for(
+    eager.heap._fail_for(
         attach_to_ddp() or fc1.width_problem(device) or fc2.width_problem(device),
         control.PHASE_PLAN,
     )

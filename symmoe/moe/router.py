@@ -461,7 +461,7 @@ def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
     """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()
     if len(bad):
-        heap.fail(
+        heap._fail(
             ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"),
             control.PHASE_PLAN,
         )

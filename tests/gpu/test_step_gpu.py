@@ -62,7 +62,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
             "input",
             "wait",
         ):  # a program would run what was built, whatever is patched
-            heap.run = lambda key, function, inputs, **numbers: function()
+            heap._run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
             trip.CombineTrip = lambda rows, plan, **options: collection(
                 rows.clone(), plan, **options

@@ -346,6 +346,10 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
                 "dense_mesh has 1 ranks; it must have the 2",
             ),
             (lambda: parallelize(small.Model(heap), mesh, mp_policy=half), "reduce_dtype"),
+            (
+                lambda: symmoe.SymmetricHeap.from_mesh(mesh, num_bytes=1),
+                "has 2 dimensions; it must",
+            ),
             (lambda: shard_experts(model, mesh), "DTensors already"),
             (lambda: symmoe.reduce_gradients(model), "reduce_gradients would do it again"),
         )

@@ -364,7 +364,7 @@ def failed_save(
         Path(f"{target}.partial").mkdir()  # as a kill leaves it
         Path(f"{target}.partial/junk").write_text("junk")
         Path(target).mkdir()
-    heap.agree(None)
+    heap._agree(None)
     save(target, like=source)
     return texts
 
@@ -397,7 +397,7 @@ def replaced(
             return real(path, target)
 
         shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
-        heap.agree(None)
+        heap._agree(None)
         try:
             with patch.object(Path, "replace", replace):
                 save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])

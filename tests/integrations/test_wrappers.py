@@ -335,7 +335,9 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     )
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
-    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.training\.clip_grad_norm"):
+    with pytest.raises(
+        ArgumentError, match=r"dense parameters differ.*symmoe\.training\.clip_grad_norm"
+    ):
         losses_of(
             wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
         )

@@ -123,7 +123,7 @@ def test_operators_of_torch_are_launches_too(heap):
     x = torch.ones(3)
     with symmoe.timeline.record_launches() as launches:
         for _ in range(2):
-            heap.run(("some",), lambda: (x.add_(1) * 2,), [x])
+            heap._run(("some",), lambda: (x.add_(1) * 2,), [x])
     first, second = launches.programs[0].launches
     assert [first.kernel, second.kernel] == ["aten.add_.Tensor", "aten.mul.Tensor"]
     assert (first.writes[0].place, second.writes[0].place) == ("input 0", "memory 0")

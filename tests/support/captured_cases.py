@@ -37,7 +37,7 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
         patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
         patches.enter_context(
             mock.patch.object(
-                SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
+                SymmetricHeap, "_run", lambda heap, key, function, *_, **numbers: function()
             )
         )
         for owner, name in ((RemoteNodes, "meet"), (RowHistory, "room")):

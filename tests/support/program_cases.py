@@ -20,11 +20,11 @@ LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopp
 @contextmanager
 def without_programs(heap: SymmetricHeap) -> Iterator[None]:
     """Nothing is recorded or played."""
-    heap.run = lambda key, function, inputs, **numbers: function()
+    heap._run = lambda key, function, inputs, **numbers: function()
     try:
         yield
     finally:
-        del heap.run
+        del heap._run
 
 
 def make_layer(

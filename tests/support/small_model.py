@@ -188,12 +188,11 @@ def on_layout(
 
 def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> symmoe.SymmetricHeap:
     """A heap over the EP group of a mesh, or of this process only."""
-    group = (
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if mesh is None
-        else mesh.get_group("ep")
-    )
-    return symmoe.SymmetricHeap(group, num_bytes=4 << 20, ranks_per_node=ranks_per_node)
+    options = {"num_bytes": 4 << 20, "ranks_per_node": ranks_per_node}
+    if mesh is not None:
+        return symmoe.SymmetricHeap.from_mesh(mesh["ep"], **options)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return symmoe.SymmetricHeap(group, **options)
 
 
 def open_mesh(*layout: int) -> DeviceMesh:

@@ -191,7 +191,7 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
             findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
             if rank == turn % num_ranks:
                 found = outcome(
-                    heap.fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY
+                    heap._fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY
                 )
                 findings.equal("error", found, ("ArgumentError", f"turn {turn}"))
             else:
@@ -252,7 +252,7 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
         dist.barrier()
         if last:
             heap.barrier = _gives_up(heap, control.PHASE_DISPATCH_DONE)
-            heap.send_signal = partial(_aborts_in_its_first_step, heap)
+            heap._send_signal = partial(_aborts_in_its_first_step, heap)
         try:
             if way == "dispatch_tokens":
                 dispatch_tokens(x, plan, probs=probs, out=out)
@@ -290,8 +290,8 @@ def test_rows_are_sent_once_when_the_trip_fails(
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
         out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
-        send_signal = heap.send_signal
-        heap.send_signal = lambda peer: (sent.append(peer), send_signal(peer))
+        send_signal = heap._send_signal
+        heap._send_signal = lambda peer: (sent.append(peer), send_signal(peer))
 
         def fails(name: str, kernel, /, *args, **options) -> object:
             if name == "fan_out" and rank == num_ranks - 1 and options["source"] != rank:

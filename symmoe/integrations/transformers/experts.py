@@ -123,7 +123,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             problem = self.wrapper_problem() or self._problem(
                 hidden_states, top_k_index, top_k_weights
             )
-            self.heap.fail_for(problem, control.PHASE_PLAN)
+            self.heap._fail_for(problem, control.PHASE_PLAN)
             return self._run(hidden_states, top_k_index, top_k_weights)
         except (ConfigMismatch, PeerTimeout) as error:
             if not torch.is_grad_enabled():

@@ -178,7 +178,7 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
         "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
         "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
     )
-    experts.heap.fail_for(problem, control.PHASE_PLAN)
+    experts.heap._fail_for(problem, control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
