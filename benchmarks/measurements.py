@@ -298,7 +298,7 @@ FP8 = {
     "Float8Block": "float8-block",
     "Float8Block, E4M3 on the wire": "float8-block, wire",
     "the same, graph": "float8-block, wire, graph",
-    "the same, weights quantised before (constant_weights)": "float8-block, wire, constant weights",
+    "the same, weights quantised before (cache_quantized_weights)": "float8-block, wire, constant weights",
     "float8-auto": "float8-auto",
 }
 

@@ -119,7 +119,7 @@ def finetune(
             loss = model(batch, labels=batch).loss
         loss.backward()
         symmoe.reduce_gradients(model)  # dense averaged over ranks, experts scaled
-        symmoe.clip_grad_norm(model, 1.0)
+        symmoe.training.clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 or step % 10 == 0 or step == arguments.steps:

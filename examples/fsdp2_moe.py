@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import symmoe
-from symmoe.integrations.parallel import parallelize, parameter_groups
+from symmoe.training.parallel import parallelize, parameter_groups
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -85,8 +85,8 @@ def main() -> None:
         )
         backend = "nvshmem" if preset.device == "cuda" else "host"
         num_bytes = heap_bytes(preset, num_ranks=ep)
-        with symmoe.SymmetricHeap(
-            mesh.get_group("ep"), num_bytes=num_bytes, backend=backend
+        with symmoe.SymmetricHeap.from_mesh(
+            mesh["ep"], num_bytes=num_bytes, backend=backend
         ) as heap:
             # FSDP casts the parameters instead of autocast.
             policy = (
@@ -121,7 +121,7 @@ def main() -> None:
                 output = model(batch[:, :-1])
                 loss = F.cross_entropy(output.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
                 (loss + output.aux_loss).backward()
-                grad_norm = symmoe.clip_grad_norm(model, 1.0)
+                grad_norm = symmoe.training.clip_grad_norm(model, 1.0)
                 for group in optimizer.param_groups:
                     group["lr"] = preset.learning_rate * min(1.0, (step + 1) / preset.warmup_steps)
                 optimizer.step()

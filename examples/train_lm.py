@@ -273,7 +273,7 @@ def main() -> None:
     if arguments.order:
         preset = preset.with_moe(order=arguments.order)
     if arguments.replicas:
-        preset = preset.with_moe(balance="replicas", replica_places=arguments.replicas)
+        preset = preset.with_moe(balance="replicas", replicas_per_rank=arguments.replicas)
     if arguments.precision:
         wire = "both" if arguments.wire else "none"
         preset = preset.with_moe(precision=PRECISIONS[arguments.precision], quantized_wire=wire)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from symmoe import __version__
 from symmoe.errors import ArgumentError
+from symmoe.moe.config import RouterConfig
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.tools.check import command as check
 from symmoe.tools.check.runs import DTYPES
@@ -107,9 +108,9 @@ _OPTIONS: Options = {
     "--groups": {
         "type": int,
         "default": 1,
-        "help": "groups of experts; see num_groups of MoEConfig (default 1)",
+        "help": "groups of experts; see num_expert_groups of RouterConfig (default 1)",
     },
-    "--top-groups": {
+    "--topk-groups": {
         "type": int,
         "default": 1,
         "help": "groups that a token may choose from (default 1)",
@@ -176,8 +177,7 @@ def _plan(args: argparse.Namespace) -> int:
         precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
         balance=args.balance,
-        num_groups=args.groups,
-        top_groups=args.top_groups,
+        router=RouterConfig(num_expert_groups=args.groups, topk_groups=args.topk_groups),
     )
     reason = ""
     if args.precision == AUTO:
