@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layers import layer_config
 
 from symmoe.moe.router import drop_over_capacity
 

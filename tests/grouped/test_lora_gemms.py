@@ -9,6 +9,7 @@ from symmoe.lora import merge_lora
 from worker import Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
+from symmoe.lora import merge_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
 
 

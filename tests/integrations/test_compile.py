@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from cluster import run_on
+from layers import layer_config
 from small_model import Block, assert_same, counted_barriers, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -43,8 +44,8 @@ CONFIGS = {
     "groups": STATIC
     | {
         "score": "sigmoid",
-        "num_groups": 2,
-        "top_groups": 1,
+        "num_expert_groups": 2,
+        "topk_groups": 1,
         "expert_bias": True,
         "route_scale": 2.5,
     },
@@ -272,7 +273,7 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
         torch.ops.symmoe.moe_backward.default,
         (torch.randn(3, HIDDEN), state, tensors, call_of(layer)),
     )
-    grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
+    grouped = RoutingRule(score="sigmoid", num_expert_groups=2, topk_groups=1, route_scale=1.5)
     numbers, plain = (router._packed(2, rule) for rule in (grouped, RoutingRule()))
     matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)

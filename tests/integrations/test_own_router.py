@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
+from layers import layer_config
 from small_model import on_layout, open_heap, set_weights
 from torch import nn
 from worker import assert_refused
@@ -103,7 +104,7 @@ OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"c
 def test_given_what_the_router_says_a_layer_does_the_same(
     heap: symmoe.SymmetricHeap, options: dict, masked: bool
 ):
-    layer = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options), heap)
+    layer = symmoe.MoELayer(layer_config(**SHAPE, **options), heap)
     bare = symmoe.MoELayer(
         symmoe.MoEConfig(**SHAPE, **options, router=None), heap, experts=layer.experts
     )
@@ -112,7 +113,7 @@ def test_given_what_the_router_says_a_layer_does_the_same(
     want.square().sum().backward()
     gradient = layer.router.weight.grad.clone()
     layer.zero_grad()
-    plain = symmoe.Router(symmoe.MoEConfig(**SHAPE))
+    plain = symmoe.Router(layer_config(**SHAPE))
     plain.load_state_dict(layer.router.state_dict())
     for given_to in (layer, bare):
         plain.zero_grad()
@@ -209,7 +210,7 @@ def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
 def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
     bare, layer, x = (
         symmoe.MoELayer(NONE, heap),
-        symmoe.MoELayer(symmoe.MoEConfig(**SHAPE), heap),
+        symmoe.MoELayer(layer_config(**SHAPE), heap),
         tokens(0),
     )
     with (

@@ -28,6 +28,7 @@ import symmoe
 from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 from symmoe.kernels import twin
 from symmoe.precision import Float8Block
+from symmoe.training.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 
 STEPS, MAX_NORM = 50, 0.5
 # Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.
@@ -344,6 +345,10 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
                 "dense_mesh has 1 ranks; it must have the 2",
             ),
             (lambda: parallelize(small.Model(heap), mesh, mp_policy=half), "reduce_dtype"),
+            (
+                lambda: symmoe.SymmetricHeap.from_mesh(mesh, num_bytes=1),
+                "has 2 dimensions; it must",
+            ),
             (lambda: shard_experts(model, mesh), "DTensors already"),
             (lambda: symmoe.reduce_gradients(model), "reduce_gradients would do it again"),
         )
@@ -434,7 +439,9 @@ def test_constant_weights_are_quantised_once(
 
 
 # -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
-BIASED = dataclasses.replace(small.CONFIG, expert_bias=True)
+BIASED = dataclasses.replace(
+    small.CONFIG, router=dataclasses.replace(small.CONFIG.router, expert_bias=True)
+)
 State = dict[str, torch.Tensor]
 
 # (replicas, ep) of who saves and who loads, what wraps the model that saves, and its number of experts

@@ -28,6 +28,7 @@ from symmoe import (
     make_plan,
 )
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.lora import add_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from heap_calls import expect, outcome
+from layers import layer_config
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -325,7 +326,7 @@ def layer_of(heap: SymmetricHeap, **options) -> MoELayer:
         "top_k": K,
         "schedule": "always-overlapped",
     }
-    return MoELayer(MoEConfig(**{**usual, **options}), heap)
+    return MoELayer(layer_config(**{**usual, **options}), heap)
 
 
 def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from layers import layer_config
 from limits import HANG_S, PROMPT_S
 from worker import Findings, open_heap
 
@@ -121,7 +122,7 @@ def wrong_calls(
         its_plan = plan if on_its_node else other_plan
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
         layers = [
-            MoELayer(MoEConfig(**sizes, stash="none" if differs else "all"), heap)
+            MoELayer(layer_config(**sizes, stash="none" if differs else "all"), heap)
             for differs in (is_culprit, on_its_node)
         ]
 
@@ -281,7 +282,7 @@ def train(
             "num_experts": LAYER_NUM_EXPERTS,
             "top_k": LAYER_TOP_K,
         }
-        config = MoEConfig(**{**sizes, "aux_loss_coef": 0.01, **options})
+        config = layer_config(**{**sizes, "aux_loss_coef": 0.01, **options})
         layer = MoELayer(config, heap, dtype=dtype)
         for name, parameter in layer.named_parameters():
             shape = (

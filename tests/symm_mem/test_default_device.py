@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from heap_calls import outcome, round_trip
+from layers import layer_config
 
 import symmoe
 from symmoe.precision import NVFP4, Float8Block, draw_signs

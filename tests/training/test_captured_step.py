@@ -26,6 +26,7 @@ import symmoe
 from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.training import captured_step
 from symmoe.training.captured_step import CapturedStep
+from symmoe.training.parallel import data_parallel, parallelize
 from symmoe.training.step_kind import Tree
 
 

@@ -15,6 +15,7 @@ from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError
 from symmoe.grouped import ScaledClampedSwiGLU
 from symmoe.grouped.parameters import named_parameters
+from symmoe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0

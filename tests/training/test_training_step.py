@@ -4,6 +4,7 @@ import pytest
 import small_model as small
 import torch
 import torch.distributed as dist
+from layers import layer_config
 from torch import nn
 from worker import Findings
 
@@ -29,7 +30,7 @@ class Model(nn.Module):
             "aux_loss_coef": 0.1,
             "aux_loss": "global",
         }
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
+        config = layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
         self.moe = MoELayer(
