@@ -193,7 +193,7 @@ def y_of(model: Model) -> torch.Tensor:
 def save_in_use(rank: int, num_ranks: int, directory: str, precision: str) -> tuple[Bits, bytes]:
     """Saves after a step, in which a precision has quantised what it multiplies. Returns y as well."""
     with opened(num_ranks, build, "packed", 3, PRECISIONS[precision]) as (group, model, optimizer):
-        with symmoe.cache_quantized_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             y = y_of(model)
             y.square().sum().backward()
             save_checkpoint(directory, 3, model=model, optimizer=optimizer, group=group)

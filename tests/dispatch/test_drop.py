@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from layers import layer_config
 
 from symmoe.moe.router import drop_over_capacity
 

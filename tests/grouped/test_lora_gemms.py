@@ -5,7 +5,6 @@ import itertools
 import lora_cases as cases
 import pytest
 import torch
-from symmoe.lora import merge_lora
 from worker import Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan

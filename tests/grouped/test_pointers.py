@@ -13,7 +13,6 @@ import torch
 from heap_calls import outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symmoe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 
 from symmoe import SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError

@@ -54,9 +54,7 @@ CONFIGS = {
 
 def config(**fields) -> symmoe.MoEConfig:
     sizes = {"hidden": HIDDEN, "ffn": FFN, "num_experts": EXPERTS, "top_k": 2}
-    return symmoe.MoEConfig(
-        **sizes, router=symmoe.RouterConfig(aux_loss_coef=0.01, z_loss_coef=0.01), **fields
-    )
+    return layer_config(**sizes, aux_loss_coef=0.01, z_loss_coef=0.01, **fields)
 
 
 def block(
@@ -350,7 +348,7 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
     module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
     want = step(module, tokens())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with symmoe.cache_quantized_weights(module):
+    with symmoe.grouped.cache_quantized_weights(module):
         for _ in range(2):
             assert_same(step(compiled, tokens()), want)
 

@@ -11,7 +11,7 @@ from torch import nn
 from worker import assert_refused
 
 import symmoe
-from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.training.parallel import data_parallel, parallelize
 
 H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
 SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}
@@ -225,23 +225,8 @@ def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
         layer(x, topk_idx=torch.zeros(len(x), TOP_K).int(), probs=torch.ones(len(x), TOP_K))
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"aux_loss_coef": 0.1},
-        {"z_loss_coef": 0.1},
-        {"expert_bias": True},
-        {"score": "sigmoid"},
-        {"route_scale": 2.0},
-    ],
-    ids=str,
-)
-def test_a_configuration_without_a_router_has_none_of_its_fields(field: dict):
-    (name,) = field
+def test_a_router_of_another_kind_is_refused():
     assert_refused(
-        (
-            lambda: symmoe.MoEConfig(**SHAPE, router=None, **field),
-            rf"{name} \(.*\) needs a router, but router is 'none'",
-        ),
-        (lambda: symmoe.MoEConfig(**SHAPE, router="mine"), r"router \('mine'\) must be one of"),
+        (lambda: symmoe.MoEConfig(**SHAPE, router="linear"), r"router \(str\) must be a RouterC"),
+        (lambda: symmoe.Router(NONE), r"config.router \(None\) must be a RouterConfig"),
     )

@@ -25,7 +25,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import assert_refused
 
 import symmoe
-from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 from symmoe.kernels import twin
 from symmoe.precision import Float8Block
 from symmoe.training.parallel import data_parallel, parallelize, parameter_groups, shard_experts
@@ -386,7 +385,7 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
             )
 
 
-# -- cache_quantized_weights -------------------------------------------------------------------------------------------------
+# -- cache_quantized_weights -------------------------------------------------------------------------------------------
 QUANTIZED = dataclasses.replace(
     small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both"
 )
@@ -407,7 +406,7 @@ def test_constant_weights_are_quantised_once(
     with small.on_layout(*layout) as (mesh, heap):
         model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
-            context = symmoe.cache_quantized_weights(model) if is_constant else nullcontext()
+            context = symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()
             with (
                 context,
                 counted("quantize_weights") as single,
@@ -425,7 +424,7 @@ def test_constant_weights_are_quantised_once(
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
-        with symmoe.cache_quantized_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             small.rank_loss(model, 0, rank, shares).backward()
             optimizer.step()
             with pytest.raises(
@@ -433,7 +432,7 @@ def test_constant_weights_are_quantised_once(
             ):
                 small.rank_loss(model, 0, rank, shares)
         before = small.rank_loss(model, 0, rank, shares)
-        with symmoe.cache_quantized_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             after = small.rank_loss(model, 0, rank, shares)
         assert torch.equal(before, after)
 

@@ -14,7 +14,6 @@ from bad_calls import NUM_BYTES, H, K, Stage, T, goes_on, layer_of, plan_of, rou
 from cluster import run_on
 from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import expect, outcome
-from symmoe.lora import add_lora
 from worker import Findings, difference, free_bytes, open_heap
 
 import symmoe
@@ -68,7 +67,8 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, heap: Symmetr
                 f"layer: {field}={value} on rank {culprit}, seen by rank {rank} of {num_ranks}"
             )
             layer = layer_of(heap, **(fields | {field: value} if rank == culprit else fields))
-            values = getattr(layer_of(heap, **fields).config, field), value
+            config = layer_of(heap, **fields).config
+            values = getattr(config, field, getattr(config.router, field, None)), value
             usual, other = ("none" if v is None else repr(v).removesuffix(".0") for v in values)
             found = outcome(layer, torch.randn(T, layer.config.hidden))
             findings.equal(

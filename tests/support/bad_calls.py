@@ -11,7 +11,7 @@ from heap_calls import expect, outcome
 from layers import layer_config
 from worker import Findings
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checks.arguments import CHOICES
 from symmoe.dispatch.plan import Plan
 from symmoe.grouped.mlp import GroupedMLP

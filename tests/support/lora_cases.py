@@ -3,9 +3,9 @@
 import oracle
 import reference
 import torch
-from symmoe.lora import add_lora
 
 from symmoe import GroupedMLP
+from symmoe.lora import add_lora
 
 FFN = 24
 ALPHA = 6.0

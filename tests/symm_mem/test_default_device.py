@@ -88,7 +88,7 @@ def test_a_step_under_another_default_device(options: dict):
         return y, x.grad, *(p.grad for p in layer.parameters()), metrics.expert_load, combined
 
     torch.manual_seed(0)
-    config = symmoe.MoEConfig(
+    config = layer_config(
         **{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options}
     )
     x, ids = torch.randn(7, config.hidden), torch.zeros(8, 1, dtype=torch.int64)

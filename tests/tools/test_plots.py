@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from example_runs import module_of, output_of
-from symmoe.metrics import MetricsLogger, tensorboard_sink
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.metrics import MetricsLogger, tensorboard_sink
 
 pytest.importorskip("matplotlib")
 

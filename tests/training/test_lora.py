@@ -5,7 +5,6 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from symmoe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint

@@ -8,7 +8,7 @@ from layers import layer_config
 from torch import nn
 from worker import Findings
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, reduce_gradients
+from symmoe import GroupedMLP, MoELayer, SymmetricHeap, reduce_gradients
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.balance import balance_step
 from symmoe.training import clip_grad_norm
