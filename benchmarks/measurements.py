@@ -30,7 +30,7 @@ Written by `benchmarks/measurements.py` from the records in [benchmarks/results]
 Unless a table says otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
 ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
 2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). What suites and ways are: [benchmarking](benchmarking.md),
-[reliability](reliability.md#suites). What was tried, and why: [notes](../notes/README.md). A command is that of the
+[reliability](reliability.md#suites). What was tried, and why: [decisions](design/index.md). A command is that of the
 commit beside it, with the name that its program has now; options that are gone (`--peers`) are left out.
 """
 
@@ -734,7 +734,7 @@ def sections() -> list[tuple[str, list[str]]]:
 
 def page() -> str:
     return TOP + "".join(
-        f"\n{heading}\n\n" + "\n\n".join(parts) + "\n" for heading, parts in sections()
+        f"\n{heading}\n" + "\n\n".join(parts) + "\n" for heading, parts in sections()
     )
 
 
