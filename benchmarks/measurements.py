@@ -26,12 +26,11 @@ TOP = f"""\
 # Measurements
 
 Written by `benchmarks/measurements.py` from the records in [benchmarks/results](../benchmarks/results), which also have
-10th and 90th percentiles. *H200* is {H200}.
+commands and 10th and 90th percentiles. *H200* is {H200}.
 Unless a table says otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
 ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
 2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). What suites and ways are: [benchmarking](benchmarking.md),
-[reliability](reliability.md#suites). What was tried, and why: [decisions](design/index.md). A command is that of the
-commit beside it, with the name that its program has now; options that are gone (`--peers`) are left out.
+[reliability](reliability.md#suites). What was tried, and why: [decisions](design/index.md).
 """
 
 Record = dict[str, Any]
@@ -76,23 +75,12 @@ def when(row: Record) -> str:
 
 
 def source(*names: str, note: str = "") -> str:
-    """Where figures come from: machine, versions, date, commit and command of each record."""
+    """Where figures come from: machine, dates and commits of each record, which has the commands."""
     parts = []
     for name in names:
         rows = load(name) if isinstance(load(name), list) else [load(name).get("env", load(name))]
-        commands: dict[str, list[str]] = {}
-        for row in rows:
-            commands.setdefault(when(row), []).append(command(row["command"]))
-        runs = (f"{date}: {'; '.join(dict.fromkeys(called))}" for date, called in commands.items())
-        parts.append(f"{name}.json, {machine(rows[0])}. {'. '.join(runs)}.")
+        parts.append(f"{name}.json, {machine(rows[0])}; {'; '.join(dict.fromkeys(map(when, rows)))}.")
     return fill(" ".join([*parts, note]).strip())
-
-
-def command(called: str) -> str:
-    """What was called, without the files of this machine. Scripts are those of the record's commit."""
-    without = re.sub(r" --(json|peers) \S+", "", called)
-    named = re.sub(r"-m symmoe bench\b", "bench.py", without)
-    return re.sub(r"(?<![/\w])(bench|deepep|balance)\.py", r"benchmarks/\1.py", named)
 
 
 def fill(text: str) -> str:
