@@ -79,7 +79,9 @@ def source(*names: str, note: str = "") -> str:
     parts = []
     for name in names:
         rows = load(name) if isinstance(load(name), list) else [load(name).get("env", load(name))]
-        parts.append(f"{name}.json, {machine(rows[0])}; {'; '.join(dict.fromkeys(map(when, rows)))}.")
+        parts.append(
+            f"{name}.json, {machine(rows[0])}; {'; '.join(dict.fromkeys(map(when, rows)))}."
+        )
     return fill(" ".join([*parts, note]).strip())
 
 
