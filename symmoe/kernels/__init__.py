@@ -10,7 +10,7 @@ from symmoe.kernels.select import (
     for_device,
     has_hook,
     hooked,
-    looked_up,
+    kernel_getter,
     may_run_programs,
     program_compiler,
 )
@@ -21,7 +21,7 @@ __all__ = [
     "for_device",
     "has_hook",
     "hooked",
-    "looked_up",
+    "kernel_getter",
     "may_run_programs",
     "program_compiler",
 ]

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 import torch
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 
 TILE = 128  # padded groups (tokens for wgrad, rows of swizzled scales) begin at multiples of it
 
@@ -61,8 +61,8 @@ class BlockFormat:
     block_lines: int = 1
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("element", self.element, get_args(Element)))
-        raise_for(word_problem("scale", self.scale, get_args(ScaleKind)))
+        raise_for(choice_problem("element", self.element, get_args(Element)))
+        raise_for(choice_problem("scale", self.scale, get_args(ScaleKind)))
 
     @property
     def data_dtype(self) -> torch.dtype:

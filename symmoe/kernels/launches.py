@@ -18,7 +18,7 @@ from symmoe.kernels.contract import Kernels
 from symmoe.kernels.contract.operands import in_parts
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.program.builder import SLOT_BYTES
-from symmoe.program.program import Memory, Operation, Program
+from symmoe.program.program import Operation, Program, TensorRef
 from symmoe.program.programs import Programs, Recorded
 
 _NOTHING = "no program has run: the first calls of a size have none (docs/design/programs.md)"
@@ -181,12 +181,12 @@ class _Places:
         elif isinstance(value, (tuple, list)):
             for part in value:
                 yield from self._tensors(name, part)
-        elif isinstance(value, Memory) and 0 not in value.shape:
+        elif isinstance(value, TensorRef) and 0 not in value.shape:
             yield Argument(name, self._place(value), value.shape, value.dtype)
         elif name == "words" and value >= SLOT_BYTES:
             yield Argument(name, self._of_slot[value // SLOT_BYTES])
 
-    def _place(self, memory: Memory) -> str:
+    def _place(self, memory: TensorRef) -> str:
         if memory.slot is None:
             return "the heap"
         if memory.slot not in self._of_slot:

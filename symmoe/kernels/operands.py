@@ -64,7 +64,7 @@ def check_column_scale(name: str, scale: torch.Tensor) -> None:
         )
 
 
-def given(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+def require_tensor(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
     """The tensor; ArgumentError if it is None."""
     if tensor is None:
         raise ArgumentError(f"{name} must be a tensor here, got None")
@@ -77,7 +77,7 @@ def check_multiple(what: str, number: int, unit: int) -> None:
         raise ArgumentError(f"the number of {what} must be a multiple of {unit}, got {number}")
 
 
-def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def present_tensors(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Those that are not None."""
     return [tensor for tensor in tensors if tensor is not None]
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import bounds_of, equal_groups
-from symmoe.kernels.operands import Buffers, Operand, given
+from symmoe.kernels.operands import Buffers, Operand, require_tensor
 from symmoe.kernels.twin import quantize as twin
 from symmoe.precision.block_scaled import swizzle_scales
 
@@ -56,7 +56,7 @@ class Quantized:
     signs: int | None = None
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("layout", self.layout, get_args(Layout)))
+        raise_for(choice_problem("layout", self.layout, get_args(Layout)))
 
     @property
     def row_start(self) -> torch.Tensor | None:
@@ -120,7 +120,7 @@ class Quantized:
 
     @property
     def _row_range(self) -> torch.Tensor:
-        return given("row_range", self.row_range)
+        return require_tensor("row_range", self.row_range)
 
     def _columns(self) -> torch.Tensor:
         groups, belongs = self._row_groups()

@@ -84,7 +84,7 @@ class RowHistory:
             return RowBudget(
                 self._last_rows,
                 rail_rows,
-                why_it_waits=f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})",
+                why_it_waits=f"needs {needed[0]} rows, as earlier ones did, more than max_row_budget ({most_rows})",
             )
         rows = min(rows, limit)
         return RowBudget(self._last_rows, rail_rows, rows, min(rows, packed_rows))

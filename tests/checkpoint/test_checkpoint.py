@@ -40,7 +40,12 @@ from symmoe.precision import MXFP8, Float8Block
 
 EXPERTS, HIDDEN, FFN = 8, 16, 8
 CONFIG = symmoe.MoEConfig(
-    hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot"
+    hidden=HIDDEN,
+    ffn=FFN,
+    num_experts=EXPERTS,
+    top_k=2,
+    router=symmoe.RouterConfig(expert_bias=True),
+    order="slot",
 )
 WIDE = dataclasses.replace(CONFIG, hidden=64, ffn=32)  # enough for every precision
 PRECISIONS = {
@@ -190,7 +195,7 @@ def y_of(model: Model) -> torch.Tensor:
 def save_in_use(rank: int, num_ranks: int, directory: str, precision: str) -> tuple[Bits, bytes]:
     """Saves after a step, in which a precision has quantised what it multiplies. Returns y as well."""
     with opened(num_ranks, build, "packed", 3, PRECISIONS[precision]) as (group, model, optimizer):
-        with symmoe.constant_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             y = y_of(model)
             y.square().sum().backward()
             save_checkpoint(directory, 3, model=model, optimizer=optimizer, group=group)

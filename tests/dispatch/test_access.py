@@ -168,7 +168,7 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
         for turn in range(150):
             lease = heap.lease((64 + turn % 5,), torch.int64, name=f"of {value}")
             lease.tensor.fill_(value)
-            if not heap.owns(lease.tensor) or heap.offset_of(lease.tensor) != lease.offset:
+            if not heap.owns(lease.tensor) or heap._offset_of(lease.tensor) != lease.offset:
                 wrong.append("a lease is not found")
             kept = [*kept[-15:], lease]
             if not all(bool((each.tensor == value).all()) for each in kept):
@@ -321,7 +321,7 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     for name, text in found:
         assert name == HeapClosed.__name__
         assert f"is that of process {parent}, of which this process (" in text
-    assert (last, heap.offset_of(lease.tensor)) == (("", "False"), lease.offset)
+    assert (last, heap._offset_of(lease.tensor)) == (("", "False"), lease.offset)
     loss.backward()
     assert round_trip(heap)
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from layers import layer_config
 
-from symmoe import MoEConfig, Router
+from symmoe import Router
 from symmoe.moe.router import drop_over_capacity
 
 TOKENS, EXPERTS, TOP_K = 37, 6, 2
@@ -82,12 +83,12 @@ def test_no_tokens():
 def test_router_drops_like_megatron(policy: str, factor: float):
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     fields = {"hidden": 12, "ffn": 8, "num_experts": EXPERTS, "top_k": TOP_K}
-    router = Router(MoEConfig(**fields, capacity_factor=factor, drop_policy=policy))
+    router = Router(layer_config(**fields, capacity_factor=factor, drop_policy=policy))
     torch.manual_seed(3)
     with torch.no_grad():
         router.weight.normal_()
     x = torch.randn(TOKENS, 12) + 0.4
-    routed, plain = router(x), Router(MoEConfig(**fields))
+    routed, plain = router(x), Router(layer_config(**fields))
     plain.load_state_dict(router.state_dict())
     before = plain(x)
     assert torch.equal(routed.chosen_idx, before.topk_idx)

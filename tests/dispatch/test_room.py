@@ -82,10 +82,16 @@ def counted_repeats():
 def make_layers(heap, **options) -> list[MoELayer]:
     """A layer that gets room, and the same one that waits for each plan."""
     layers = []
-    for max_room in (None, 1):
+    for max_row_budget in (None, 1):
         torch.manual_seed(heap.rank)
         config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=K,
+            max_row_budget=max_row_budget,
+            router=None,
+            **options,
         )
         layers.append(MoELayer(config, heap))
     return layers
@@ -351,7 +357,7 @@ def run_batches(
     found, flying = [], {}
     opened = open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node)
     with opened as heap, without_memory(rank, heap) if is_full else nullcontext():
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, router="none", **options)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, router=None, **options)
         layers = [MoELayer(config, heap) for _ in range(2)]
         parameters = [p for layer in layers for p in layer.parameters()]
         for parameter, whole in zip(parameters, weights_of_all(), strict=True):
@@ -393,14 +399,14 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm()) if want.numel() else 0.0
 
 
-ORDER_SLOT = {"max_room": 200, **OVERLAPPED, "stash": "none"}
-REPLICAS = {"max_room": 100, "balance": "replicas"}
+ORDER_SLOT = {"max_row_budget": 200, **OVERLAPPED, "stash": "none"}
+REPLICAS = {"max_row_budget": 100, "balance": "replicas"}
 STATIC = {"capacity": 1200, "max_tokens": 80}
-DENSE_QUICK = [(TWO_NODES, False, {"max_room": 24}), (TWO_NODES, True, ORDER_SLOT)]
+DENSE_QUICK = [(TWO_NODES, False, {"max_row_budget": 24}), (TWO_NODES, True, ORDER_SLOT)]
 DENSE_SLOW = [
     (layout, is_full, options)
     for layout, is_full in ((ONE_NODE, True), (TWO_NODES, True), (TWO_NODES, False), ((4, 1), True))
-    for options in ({}, {"max_room": 24}, ORDER_SLOT, REPLICAS, STATIC)
+    for options in ({}, {"max_row_budget": 24}, ORDER_SLOT, REPLICAS, STATIC)
     if (layout, is_full, options) not in DENSE_QUICK
 ]
 

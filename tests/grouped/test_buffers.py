@@ -27,7 +27,7 @@ class Op:
         self.name = name
         self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
-        activation, way = symmoe.ScaledSwiGLU(), name
+        activation, way = symmoe.grouped.ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
             way = "sequential"
@@ -241,9 +241,9 @@ def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
 INPUTS = cases.make_inputs(PLAIN)
 SPLITS = INPUTS.splits
 LINEAR = cases.make_linear(PLAIN, INPUTS.w1, INPUTS.b1)
-SWIGLU = symmoe.ScaledSwiGLU()
+SWIGLU = symmoe.grouped.ScaledSwiGLU()
 MLP = symmoe.GroupedMLP(cases.TINY.num_groups, H, cases.TINY.ffn)
-MODULES = symmoe.Sequential(
+MODULES = symmoe.grouped.Sequential(
     LINEAR, nn.Identity(), SWIGLU, cases.make_linear(PLAIN, INPUTS.w2, INPUTS.b2)
 )
 # (argument, a call of a public function that is given a released tensor for it).
@@ -280,7 +280,7 @@ def test_a_gradient_whose_lease_was_released(op, heap):
 
 
 def test_a_gradient_of_an_activation_whose_lease_was_released(heap):
-    out = symmoe.ScaledSwiGLU()(torch.randn(N, H, requires_grad=True), torch.ones(N))
+    out = symmoe.grouped.ScaledSwiGLU()(torch.randn(N, H, requires_grad=True), torch.ones(N))
     with pytest.raises(StaleLease, match=r"^d_y is memory of lease 'mine'"):
         out.backward(released(heap, out.detach()))
 

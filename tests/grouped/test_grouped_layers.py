@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from symmoe import GroupedMLP, ScaledSwiGLU, Sequential
+from symmoe import GroupedMLP
 from symmoe.errors import ArgumentError
+from symmoe.grouped import ScaledSwiGLU, Sequential
 from symmoe.grouped.parameters import named_parameters
 
 PLAIN = cases.Case(buffers=())

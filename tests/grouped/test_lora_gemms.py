@@ -9,8 +9,8 @@ import torch
 from worker import Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
+from symmoe.lora import merge_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.training.lora import merge_lora
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
+from symmoe import SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import twin
+from symmoe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.symm_mem import memory
 
 UNTOUCHED = 0x5A

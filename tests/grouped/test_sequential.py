@@ -15,9 +15,9 @@ from grouped_cases import (
 )
 from torch import nn
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential
+from symmoe import GroupedLinear, GroupedMLP
 from symmoe.errors import ArgumentError
-from symmoe.grouped import sequential
+from symmoe.grouped import ScaledSReLU, ScaledSwiGLU, Sequential, sequential
 
 PLAIN = Case(buffers=())
 INPUTS = make_inputs(PLAIN)

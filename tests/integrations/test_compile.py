@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from cluster import run_on
+from layers import layer_config
 from small_model import Block, assert_same, counted_barriers, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -44,8 +45,8 @@ CONFIGS = {
     "groups": STATIC
     | {
         "score": "sigmoid",
-        "num_groups": 2,
-        "top_groups": 1,
+        "num_expert_groups": 2,
+        "topk_groups": 1,
         "expert_bias": True,
         "route_scale": 2.5,
     },
@@ -54,7 +55,7 @@ CONFIGS = {
 
 def config(**fields) -> symmoe.MoEConfig:
     sizes = {"hidden": HIDDEN, "ffn": FFN, "num_experts": EXPERTS, "top_k": 2}
-    return symmoe.MoEConfig(**sizes, aux_loss_coef=0.01, z_loss_coef=0.01, **fields)
+    return layer_config(**sizes, aux_loss_coef=0.01, z_loss_coef=0.01, **fields)
 
 
 def block(
@@ -116,7 +117,7 @@ def test_layer_alone_gives_the_eager_bits(heap):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0}], ids=str
+    "more", [{}, {"balance": "replicas", "replicas_per_rank": 1, "replica_slack": 0.0}], ids=str
 )
 @run_on(2)
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
@@ -294,7 +295,7 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
         torch.ops.symmoe.moe_backward.default,
         (torch.randn(3, HIDDEN), state, tensors, call_of(layer)),
     )
-    grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
+    grouped = RoutingRule(score="sigmoid", num_expert_groups=2, topk_groups=1, route_scale=1.5)
     numbers, plain = (router._packed(2, rule) for rule in (grouped, RoutingRule()))
     matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
@@ -371,7 +372,7 @@ def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
     module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
     want = step(module, tokens())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with symmoe.constant_weights(module):
+    with symmoe.grouped.cache_quantized_weights(module):
         for _ in range(2):
             assert_same(step(compiled, tokens()), want)
 
@@ -417,7 +418,14 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict
 ) -> None:
     """What is saved does not communicate again, the rest is recomputed, and gradients have the bits of neither."""
-    config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, z_loss_coef=0.01, **fields)
+    config = symmoe.MoEConfig(
+        hidden=16,
+        ffn=8,
+        num_experts=4,
+        top_k=2,
+        router=symmoe.RouterConfig(z_loss_coef=0.01),
+        **fields,
+    )
     x = torch.randn(
         20 + 7 * rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True
     )

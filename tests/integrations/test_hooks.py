@@ -221,7 +221,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    symmoe.prepare_for_ddp(model)
+    symmoe.training.prepare_for_ddp(model)
     return torch.compile(nn.parallel.DistributedDataParallel(torch.compile(model)))
 
 

@@ -145,7 +145,7 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
         ) -> None:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             # The norm that is left: clipped to MAX_NORM where there was more.
-            run.norms.append(symmoe.clip_grad_norm(self.model, float("inf")).item())
+            run.norms.append(symmoe.training.clip_grad_norm(self.model, float("inf")).item())
 
     folder = Path(job.folder or ".")
     saves = bool(job.folder) and not job.resumes

@@ -723,13 +723,13 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
                 chosen & routing_map, routing_map
             )  # the router's, before its capacity factor's drops
         keep_maps(model)
-        with symmoe.replay_routing(model, routing), torch.no_grad():
+        with symmoe.routing.replay_routing(model, routing), torch.no_grad():
             model(**cases.batch_of())
         assert all(map(torch.equal, maps[:2], maps[2:]))  # with the same drops
         for layer in model.decoder.layers:  # Megatron's own recording is off, with what it has kept
             layer.mlp.router.router_replay.clear_router_replay_action()
         others = cases.batch_of() | {"input_ids": cases.batch_of()["input_ids"].flip(1)}
-        with symmoe.record_routing(model) as routing, torch.no_grad():
+        with symmoe.routing.record_routing(model) as routing, torch.no_grad():
             model(**others)
         for ids, routing_map in zip(routing.values(), maps[4:], strict=True):
             assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
@@ -764,7 +764,7 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     recomputed = {**fields, **FIELDS["recomputed layers"]}
 
     def record(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
-        with symmoe.record_routing(model) as routing:
+        with symmoe.routing.record_routing(model) as routing:
             output = _forward_step(steps, model)
         own[chunks.index(model)].append(routing)
         return output
@@ -774,7 +774,7 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     ) -> dict[str, torch.Tensor]:
         with ExitStack() as replayed:
             for chunk, given in zip(chunks, routing, strict=bool(routing)):
-                replayed.enter_context(symmoe.replay_routing(chunk, given))
+                replayed.enter_context(symmoe.routing.replay_routing(chunk, given))
             return _scheduled(chunks, step)
 
     groups = {"ep": ep, "pp": pp, "num_chunks": num_chunks}
@@ -979,7 +979,7 @@ def test_what_cannot_be_is_refused_on_every_rank(
         config = cases.config_of(num_layers=1, sequence_parallel=False, **fields)
         spec = use(cases.reference_spec(config), heap, options=megatron.DispatchOptions(**options))
         model = cases.model_of(config, spec)
-        with symmoe.balanced_routing(model) if fields else nullcontext():
+        with symmoe.routing.balanced_routing(model) if fields else nullcontext():
             model(**cases.batch_of())
 
 

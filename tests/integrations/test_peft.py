@@ -278,7 +278,7 @@ def test_target_parameters_of_modules_of_symmoe(
         if rank == 0 or what == "layer":
             with pytest.raises(
                 ArgumentError,
-                match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
+                match=f"{holder} has the forward of ParamWrapper.*Call symmoe.lora.add_lora",
             ):
                 model(x, what)
         Parts(heap)(x, what)

@@ -364,7 +364,7 @@ def failed_save(
         Path(f"{target}.partial").mkdir()  # as a kill leaves it
         Path(f"{target}.partial/junk").write_text("junk")
         Path(target).mkdir()
-    heap.agree(None)
+    heap._agree(None)
     save(target, like=source)
     return texts
 
@@ -397,7 +397,7 @@ def replaced(
             return real(path, target)
 
         shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
-        heap.agree(None)
+        heap._agree(None)
         try:
             with patch.object(Path, "replace", replace):
                 save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
@@ -469,7 +469,7 @@ def merged(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, target: str) -
     """Logits of a model with trained adapters, which are merged and saved."""
     model = swap_moe(random_model("qwen3_moe"), heap)
     generator = torch.Generator().manual_seed(3 + rank)
-    for adapter in symmoe.add_lora(model, rank=2, alpha=4.0):
+    for adapter in symmoe.lora.add_lora(model, rank=2, alpha=4.0):
         adapter.data = torch.randn(adapter.shape, generator=generator) * 0.2
     with torch.no_grad():
         logits = model(batch_of(0)).logits
@@ -478,7 +478,7 @@ def merged(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, target: str) -
     ):
         save_checkpoint(model, target)
     assert not list(Path(target).parent.iterdir())
-    symmoe.merge_lora(model)
+    symmoe.lora.merge_lora(model)
     save_checkpoint(model, target)
     return logits
 

@@ -199,10 +199,10 @@ def replicated(
     options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
     with launched(rank, num_ranks), on_layout(2, 2) as (mesh, heap):
         model = swap_moe(small_model(), heap)
-        symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
+        symmoe.training.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         _, logs = trained(Trainer, model, folder, num_ranks, **options)
         model = swap_moe(small_model(seed=9), heap)
-        symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
+        symmoe.training.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         return logs.losses, logs.norms, resumed(model, folder, num_ranks)
 
 

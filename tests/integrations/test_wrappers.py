@@ -51,12 +51,12 @@ def recomputed(model: nn.Module) -> nn.Module:
 
 
 def prepared(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    symmoe.prepare_for_ddp(model, expert_group=group)
+    symmoe.training.prepare_for_ddp(model, expert_group=group)
     return model
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    for adapter in symmoe.add_lora(model, rank=2, alpha=3.0):
+    for adapter in symmoe.lora.add_lora(model, rank=2, alpha=3.0):
         generator = torch.Generator().manual_seed(adapter.numel())
         adapter.data = torch.randn(adapter.shape, generator=generator) / 10
     return model
@@ -191,7 +191,9 @@ def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -
             torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
         )
         for clipped in (plain, ddp):
-            assert symmoe.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(norm, rel=BOUND)
+            assert symmoe.training.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(
+                norm, rel=BOUND
+            )
         assert_same_gradients(model, plain)
 
 
@@ -325,13 +327,17 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
 
     def reduce_and_clip() -> None:
         symmoe.reduce_gradients(plain)
-        symmoe.clip_grad_norm(plain, 0.05)
+        symmoe.training.clip_grad_norm(plain, 0.05)
 
     expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
-    found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
+    found = losses_of(
+        wrapped, rank, num_ranks, lambda: symmoe.training.clip_grad_norm(wrapped, 0.05)
+    )
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
-    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
+    with pytest.raises(
+        ArgumentError, match=r"dense parameters differ.*symmoe\.training\.clip_grad_norm"
+    ):
         losses_of(
             wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
         )
@@ -435,7 +441,7 @@ def test_gradients_that_ddp_would_not_see(
         with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
             wrapped(torch.randn(5, small.HIDDEN))
     with pytest.raises(ArgumentError, match=r"model \(Linear\) has no MoELayer"):
-        symmoe.prepare_for_ddp(nn.Linear(2, 2))
+        symmoe.training.prepare_for_ddp(nn.Linear(2, 2))
 
 
 @run_on(2)
@@ -443,4 +449,4 @@ def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> Non
     """A copy of a layer shares its group."""
     with small.on_layout(1, 2) as (mesh, heap):
         layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
-        assert copy.deepcopy(layer).replicas.group is layer.replicas.group
+        assert copy.deepcopy(layer).expert_data_parallel.group is layer.expert_data_parallel.group

@@ -69,7 +69,7 @@ def launch_trips():
         layer.launch_rows(shape, dtype)
         layer.launch_slots(shape, with_probs=True)
         layer.launch_replicas(dtype, table=dtype == FP32)
-    layer.launch_plan("qwen3-30b", drop=True, num_places=4)
+    layer.launch_plan("qwen3-30b", drop=True, num_replica_slots=4)
     layer.launch_between_nodes("qwen3-30b", 2)
     layer.launch_barrier(4)
     layer.launch_signals()

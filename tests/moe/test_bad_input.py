@@ -31,8 +31,8 @@ from symmoe import (
 )
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.lora import add_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.training.lora import add_lora
 
 
 @pytest.mark.parametrize("stage_name", bad_calls.MISTAKES)
@@ -361,7 +361,7 @@ def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[]
     return (rows * row_probs[:, None]).sum().backward
 
 
-def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.Lease]:
+def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.symm_mem.Lease]:
     """Leases that leave one free range of `left` bytes."""
     last = heap.lease((left,), torch.uint8) if left else None
     taken = []
@@ -507,9 +507,9 @@ CONFIG = MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K)
 TRANSFORMED: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
     "GroupedLinear": (lambda: symmoe.GroupedLinear(2, H, H), ([2, 4],)),
     "GroupedMLP": (lambda: GroupedMLP(2, H, H), ([2, 4], torch.ones(T))),
-    "ScaledSwiGLU": (symmoe.ScaledSwiGLU, (torch.ones(T),)),
+    "ScaledSwiGLU": (symmoe.grouped.ScaledSwiGLU, (torch.ones(T),)),
     "Sequential": (
-        lambda: symmoe.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))),
+        lambda: symmoe.grouped.Sequential(*(symmoe.GroupedLinear(2, H, H) for _ in range(2))),
         ([2, 4], [2, 4]),
     ),
     "Router": (lambda: symmoe.Router(CONFIG), ()),

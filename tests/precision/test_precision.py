@@ -13,12 +13,13 @@ from programs import printed_by
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 from quantize_reference import swizzled_offset
 
-from symmoe import kernels, pack_weight_ptrs, precision
+from symmoe import kernels, precision
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.pointers import pack_weight_ptrs
 from symmoe.precision import (
     MXFP8,
     NVFP4,

@@ -90,7 +90,7 @@ def fault_of(number: int, run: Run) -> Fault:
         {"order": "slot", "layout": "expert-major", "stash": "none"},
         {"schedule": "overlapped"},
         {"capacity": 64 * run.num_ranks, "max_tokens": 32},
-        {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0},
+        {"balance": "replicas", "replicas_per_rank": 1, "replica_slack": 0.0},
     )
     phase = PHASES[index % len(PHASES)]
     return Fault(

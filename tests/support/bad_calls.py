@@ -9,18 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from heap_calls import expect, outcome
+from layers import layer_config
 from worker import Findings
 
-from symmoe import (
-    MoEConfig,
-    MoELayer,
-    Plan,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
+from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checks.arguments import CHOICES
+from symmoe.dispatch.plan import Plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -330,7 +324,7 @@ def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
         "top_k": K,
         "schedule": "always-overlapped",
     }
-    return MoELayer(MoEConfig(**{**usual, **options}), heap)
+    return MoELayer(layer_config(**{**usual, **options}), heap)
 
 
 def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
@@ -476,7 +470,7 @@ def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]
         "ffn": 2 * H,
         "stash": "rows",
         "aux_loss_coef": 0.5,
-        "max_room": 7,
+        "max_row_budget": 7,
         "score": "sigmoid",
     }
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STATEMENTS: dict[str, tuple[int, int]] = {
     "symmoe": (18_000, 22_659),
     "tests": (26_000, 34_396),
-    "benchmarks": (3_000, 3_071),
+    "benchmarks": (3_000, 3_080),
     # rooms of symmoe
     "kernels + program": (7_000, 8_374),
     "symm_mem + nodes": (2_300, 2_827),
@@ -29,7 +29,7 @@ STATEMENTS: dict[str, tuple[int, int]] = {
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 0),
+    "lines of docs": (4_000, 4_065),
     "packed assignments per 1,000 statements": (15, 32),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe import GroupedMLP, MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.row_budget import RowHistory
-from symmoe.symm_mem.several_nodes import Nodes
+from symmoe.symm_mem.several_nodes import RemoteNodes
 from symmoe.symm_mem.streams import NoStreams
 
 H, I, E, K, T = 16, 24, 8, 3, 200
@@ -37,10 +37,10 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
         patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
         patches.enter_context(
             mock.patch.object(
-                SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
+                SymmetricHeap, "_run", lambda heap, key, function, *_, **numbers: function()
             )
         )
-        for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
+        for owner, name in ((RemoteNodes, "meet"), (RowHistory, "room")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
 
@@ -100,7 +100,7 @@ class HostGraph:
 
 def capture(
     model: nn.Module, step: Callable[..., Any] | None = None, **options: float
-) -> symmoe.CapturedStep:
+) -> symmoe.training.CapturedStep:
     """The step, or that of make_step; on CPUs with a stand-in for CUDA graphs."""
     captured = symmoe.capture_step(step or make_step(model), model, **options)
     if next(model.parameters()).device.type == "cpu":
@@ -117,7 +117,12 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(heap.rank)
         config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=K,
+            router=RouterConfig(aux_loss_coef=0.1, expert_bias=True),
+            **options,
         )
         self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
         # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
@@ -192,7 +197,7 @@ def check_exact(
         torch.use_deterministic_algorithms(False)
         model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
-        loggers = symmoe.MetricsLogger(model), symmoe.MetricsLogger(plain)
+        loggers = symmoe.metrics.MetricsLogger(model), symmoe.metrics.MetricsLogger(plain)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]
@@ -230,8 +235,7 @@ class Chosen(nn.Module):
             ffn=I,
             num_experts=E,
             top_k=2,
-            aux_loss="global",
-            aux_loss_coef=0.1,
+            router=RouterConfig(aux_loss="global", aux_loss_coef=0.1),
             order="slot",
         )
         self.dense, self.moe = nn.Linear(H, H), MoELayer(config, heap, expert_group=group)

@@ -24,7 +24,12 @@ class Small(nn.Module):
     def __init__(self, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
         config = symmoe.MoEConfig(
-            hidden=16, ffn=24, num_experts=4, top_k=2, expert_bias=True, order="slot", z_loss_coef=1
+            hidden=16,
+            ffn=24,
+            num_experts=4,
+            top_k=2,
+            router=symmoe.RouterConfig(expert_bias=True, z_loss_coef=1),
+            order="slot",
         )
         self.embed = nn.Embedding(128, 16)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
@@ -88,7 +93,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.step()
-        symmoe.balance_step(self.model)
+        symmoe.training.balance_step(self.model)
         self.model.num_steps += 1
 
     def state(self) -> dict:

@@ -295,7 +295,7 @@ def make_way(
     case: Case,
     inputs: Inputs,
     *,
-    activation: symmoe.ScaledActivation | None = None,
+    activation: symmoe.grouped.ScaledActivation | None = None,
     **options,
 ) -> tuple[Callable[..., torch.Tensor], dict[str, symmoe.GroupedLinear]]:
     """call(x, scale, splits, out=, grad_input_out=, is_first_microbatch=) and its layers: "linear" is one of w1 and b1;
@@ -304,8 +304,8 @@ def make_way(
     if way == "linear":
         return lambda x, scale, splits, **given: fc1(x, splits, **given), {"fc": fc1}
     fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
-    activation = activation or symmoe.ScaledSwiGLU()
-    model = symmoe.Sequential(fc1, activation, fc2)
+    activation = activation or symmoe.grouped.ScaledSwiGLU()
+    model = symmoe.grouped.Sequential(fc1, activation, fc2)
     experts = symmoe.GroupedMLP(
         fc1.num_groups,
         fc1.in_features,
@@ -552,9 +552,9 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------
-def scaled(function: str, **fields: object) -> symmoe.ScaledActivation:
+def scaled(function: str, **fields: object) -> symmoe.grouped.ScaledActivation:
     """With this function of kernels/activation.py."""
-    return symmoe.ScaledActivation(Activation(function=function, **fields))
+    return symmoe.grouped.ScaledActivation(Activation(function=function, **fields))
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -623,15 +623,15 @@ def _oracle(
 
 
 ACTIVATIONS = {
-    "swiglu": symmoe.ScaledSwiGLU(),
-    "gpt-oss": symmoe.ScaledClampedSwiGLU(),
-    "tight": symmoe.ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
-    "srelu": symmoe.ScaledSReLU(),
+    "swiglu": symmoe.grouped.ScaledSwiGLU(),
+    "gpt-oss": symmoe.grouped.ScaledClampedSwiGLU(),
+    "tight": symmoe.grouped.ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
+    "srelu": symmoe.grouped.ScaledSReLU(),
     "gelu": scaled("gelu", is_gated=False),
     "geglu": scaled("gelu"),
     "tanh gelu": scaled("gelu_tanh", is_gated=False),
     "tanh geglu": scaled("gelu_tanh"),
-    "interleaved by 1": symmoe.ScaledClampedSwiGLU(interleave=1),
-    "interleaved by 4": symmoe.ScaledSwiGLU(interleave=4),
-    "interleaved by 8": symmoe.ScaledClampedSwiGLU(interleave=8),
+    "interleaved by 1": symmoe.grouped.ScaledClampedSwiGLU(interleave=1),
+    "interleaved by 4": symmoe.grouped.ScaledSwiGLU(interleave=4),
+    "interleaved by 8": symmoe.grouped.ScaledClampedSwiGLU(interleave=8),
 }

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.dispatch.plan import Plan
 from symmoe.kernels import hooked
 from symmoe.moe.ep_step import _ExpertParallelMLP
 

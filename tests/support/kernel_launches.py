@@ -277,7 +277,7 @@ def launch_signals():
     sync.wait_for_signal(peers, 3, torch.zeros(1, dtype=INT64), status, phase=3, timeout_ns=10**9)
 
 
-def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
+def launch_plan(shape, id_dtype=torch.int32, drop=False, num_replica_slots=0):
     """Every kernel of a plan, with places for replicas that of the copies."""
     num_tokens, _, num_experts, top_k, num_ranks = TRIPS[shape]
     num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
@@ -286,13 +286,15 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False, num_places=0):
         meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64),
     )
     topk_idx = meta(num_tokens, top_k, dtype=id_dtype)
-    numel, layout = control.plan_layout(num_tokens, top_k, num_experts, num_ranks, num_places)
-    if num_places:
+    numel, layout = control.plan_layout(
+        num_tokens, top_k, num_experts, num_ranks, num_replica_slots
+    )
+    if num_replica_slots:
         counts = meta(num_blocks, num_experts + num_ranks + 2)
         integers = control.PlanIntegers(meta(numel), layout)
         replicas.place_replicas(peers, integers, slack=50, num_near=num_ranks)
-        starts, num_experts = counts, num_experts + num_ranks * num_places
-        replicas.choose_copies(
+        starts, num_experts = counts, num_experts + num_ranks * num_replica_slots
+        replicas.route_to_replicas(
             topk_idx, starts, integers, meta(num_blocks, num_experts + num_ranks + 2)
         )
         topk_idx = integers.slot_to_copy
@@ -355,7 +357,7 @@ def launch_between_nodes(shape, num_nodes):
     posted = torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=INT64)
     plan.post_report(meta(control.SUMMARY_WORDS), posted, plan=1)
     sync.count_exchange(meta(2, dtype=INT64), torch.zeros(2, dtype=INT64), which=1)
-    sync.hear_of_faults(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))
+    sync.receive_fault_flags(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))
 
 
 def launch_rows(shape, dtype):
@@ -372,7 +374,7 @@ def launch_rows(shape, dtype):
         meta(num_ranks + 1),
     )
     tokens.push_rows(x, per_token, peers, received, column=0)
-    tokens.place_rows(x, slots, slots, rows, received, rank=peers.rank)
+    tokens.replica_rows(x, slots, slots, rows, received, rank=peers.rank)
     tokens.fan_out(rows, slots, starts, rank=peers.rank)
     tokens.push_sums(rows, slots, starts, peers, received, column=0)
     tokens.pull_rows(slots, slots, peers, received, x, column=0)

@@ -7,7 +7,7 @@ import reference
 import torch
 
 from symmoe import GroupedMLP
-from symmoe.training.lora import add_lora
+from symmoe.lora import add_lora
 
 FFN = 24
 ALPHA = 6.0

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from layers import layer_config
 from limits import HANG_S, PROMPT_S
 from worker import Findings, open_heap
 
@@ -76,7 +77,7 @@ class Overlapping(Ready):
     def __init__(self, heap: SymmetricHeap, rank: int) -> None:
         super().__init__(heap, rank)
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-        self.layer = MoELayer(MoEConfig(**sizes, router="none", schedule="always-overlapped"), heap)
+        self.layer = MoELayer(MoEConfig(**sizes, router=None, schedule="always-overlapped"), heap)
         self.probs = torch.full(self.ids.shape, 0.5, device=heap.device)
         self._wanted: list[torch.Tensor] = []
         self.is_back = False
@@ -122,7 +123,7 @@ def wrong_calls(
         its_plan = plan if on_its_node else other_plan
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
         layers = [
-            MoELayer(MoEConfig(**sizes, stash="none" if differs else "all"), heap)
+            MoELayer(layer_config(**sizes, stash="none" if differs else "all"), heap)
             for differs in (is_culprit, on_its_node)
         ]
 
@@ -284,7 +285,7 @@ def train(
             "num_experts": LAYER_NUM_EXPERTS,
             "top_k": LAYER_TOP_K,
         }
-        config = MoEConfig(**{**sizes, "aux_loss_coef": 0.01, **options})
+        config = layer_config(**{**sizes, "aux_loss_coef": 0.01, **options})
         layer = MoELayer(config, heap, dtype=dtype)
         for name, parameter in layer.named_parameters():
             shape = (

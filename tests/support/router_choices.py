@@ -9,17 +9,17 @@ SIZES = ((7, 1, 1), (40, 6, 6), (33, 48, 8), (3, 1000, 32))  # T, E, K
 RULES = (
     RoutingRule(),
     RoutingRule(score="sigmoid", route_scale=2.5),
-    RoutingRule(renormalize=False, num_groups=2),
-    RoutingRule(num_groups=6, top_groups=3),
-    RoutingRule(score="sigmoid", num_groups=3, top_groups=2),
-    RoutingRule(score="sigmoid", num_groups=8, top_groups=4),
+    RoutingRule(renormalize=False, num_expert_groups=2),
+    RoutingRule(num_expert_groups=6, topk_groups=3),
+    RoutingRule(score="sigmoid", num_expert_groups=3, topk_groups=2),
+    RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4),
 )
 
 
 def fits(rule: RoutingRule, num_experts: int, top_k: int) -> bool:
     """Whether MoEConfig would take them together."""
-    return num_experts % rule.num_groups == 0 and top_k <= rule.top_groups * (
-        num_experts // rule.num_groups
+    return num_experts % rule.num_expert_groups == 0 and top_k <= rule.topk_groups * (
+        num_experts // rule.num_expert_groups
     )
 
 

@@ -9,7 +9,7 @@ from layers import WAYS, make_layer, tokens_of
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, SymmetricHeap
-from symmoe.combine.trip import Collection
+from symmoe.combine.trip import CombineTrip
 
 NUM_LAYERS = 2
 
@@ -124,15 +124,15 @@ def check_ways(
                 )
                 layer.experts.to(dtype)
                 time.sleep(0.01 * generator.random())
-                sent, send = [], Collection.send
-                Collection.send = lambda self, source=None, send=send, sent=sent, **options: (
+                sent, send = [], CombineTrip.send
+                CombineTrip.send = lambda self, source=None, send=send, sent=sent, **options: (
                     sent.append(source),
                     send(self, source, **options),
                 )
                 try:
                     y, metrics = layer(x)
                 finally:
-                    Collection.send = send
+                    CombineTrip.send = send
                 early = order == "rank" and num_ranks > 1 and way["schedule"] == "always-overlapped"
                 peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
                 if heap.nodes is None:

@@ -129,7 +129,7 @@ def with_torch(model: nn.Module, job: Job) -> Run:
             return nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
         if job.reduces:
             symmoe.reduce_gradients(model)
-        return symmoe.clip_grad_norm(model, job.max_norm)
+        return symmoe.training.clip_grad_norm(model, job.max_norm)
 
     if job.resumes:
         checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)

@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from heap_calls import outcome, round_trip
+from layers import layer_config
 
 import symmoe
-from symmoe import (
-    GroupedMLP,
-    MoEConfig,
-    MoELayer,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
+from symmoe import GroupedMLP, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.precision import MXFP8, NVFP4, Float8Block, draw_signs
 
 PACKAGE = Path(symmoe.__file__).resolve().parent
@@ -92,7 +85,7 @@ def test_a_step_under_another_default_device(options: dict):
         return y, x.grad, *(p.grad for p in layer.parameters()), metrics.expert_load, combined
 
     torch.manual_seed(0)
-    config = MoEConfig(
+    config = layer_config(
         **{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options}
     )
     x, ids = torch.randn(7, config.hidden), torch.zeros(8, 1, dtype=torch.int64)

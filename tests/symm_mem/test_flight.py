@@ -249,7 +249,7 @@ def test_a_folder_that_takes_nothing_hides_no_error(tmp_path: Path, monkeypatch)
             SymmetricHeap(num_bytes=1 << 20, backend="host") as heap,
             pytest.raises(ArgumentError, match=rf"wrong \(no flight record in {folder}: {text}\)"),
         ):
-            heap.fail(ArgumentError("wrong"), control.PHASE_PLAN)
+            heap._fail(ArgumentError("wrong"), control.PHASE_PLAN)
 
 
 def test_records_do_not_fill_the_disk(tmp_path: Path, monkeypatch):

@@ -50,7 +50,7 @@ def test_lease_is_a_tensor_of_its_own(heap: SymmetricHeap):
         assert lease.num_bytes == lease.tensor.numel() * dtype.itemsize
         assert lease.name == str(dtype)
         assert heap.owns(lease.tensor)
-        assert heap.offset_of(lease.tensor) == lease.offset
+        assert heap._offset_of(lease.tensor) == lease.offset
         lease.tensor.fill_(index + 1)
     for index, lease in enumerate(leases):
         assert bool((lease.tensor == index + 1).all())
@@ -91,7 +91,7 @@ def test_released_lease_is_stale(heap: SymmetricHeap):
         ):
             use()
     with pytest.raises(StaleLease, match="belongs to no live lease"):
-        heap.offset_of(tensor)
+        heap._offset_of(tensor)
     assert heap.leased_bytes == 0
 
 
@@ -110,10 +110,10 @@ def test_what_ends_a_lease(heap: SymmetricHeap):
     gc.collect()
     assert heap.leased_bytes == 0
     tensor = heap.lease((8,), torch.float32).tensor
-    offset, view = heap.offset_of(tensor), tensor.view(2, 4)[1:]
+    offset, view = heap._offset_of(tensor), tensor.view(2, 4)[1:]
     del tensor
     gc.collect()
-    assert heap.offset_of(view) == offset + 16
+    assert heap._offset_of(view) == offset + 16
     weight = torch.ones(1, 4, requires_grad=True)
     y = weight * view
     del view
@@ -265,6 +265,6 @@ def test_owns(heap: SymmetricHeap):
         assert not heap.owns(foreign.tensor)
         assert not other.owns(lease.tensor)
     assert not heap.owns(heap.peers.control_block)
-    assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
+    assert heap._offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
     with pytest.raises(StaleLease):  # half of it is past the end of the lease
-        heap.offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])
+        heap._offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])

@@ -242,14 +242,14 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
         y, _ = layer(tokens(heap))
     heap.programs.run = lambda key, function, *_: function()  # they would not call what is changed
     if rank == num_ranks - 1:
-        heap.send_signal = lambda peer: None
+        heap._send_signal = lambda peer: None
     else:  # its own wait does not end first
 
         def wait_for_signal(rank: int, *args: Any, **options: Any) -> torch.Tensor:
             heap.timeout_s = 1.0 if rank == num_ranks - 1 else HANG_S
             return wait(rank, *args, **options)
 
-        wait, heap.wait_for_signal = heap.wait_for_signal, wait_for_signal
+        wait, heap._wait_for_signal = heap._wait_for_signal, wait_for_signal
     try:
         layer(tokens(heap))
     except PeerError as error:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from example_runs import module_of, output_of
 
-from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, tensorboard_sink
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.metrics import MetricsLogger, tensorboard_sink
 
 pytest.importorskip("matplotlib")
 

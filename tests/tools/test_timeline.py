@@ -18,7 +18,7 @@ from suites.cases import Case
 from suites.layer import Choice
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, kernels, timeline
+from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap, kernels, timeline
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
 from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, lanes_of, table
@@ -567,7 +567,7 @@ SIZES = "--hidden 32 --ffn 16 --experts 4 --top-k 2 --tokens 16".split()
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
     case = Case(Shape("small", 32, 16, 4, 2), 16, "uniform")
-    choice = Choice(options={"overflow": "drop", "aux_loss_coef": 0.01})
+    choice = Choice(options={"overflow": "drop", "router": RouterConfig(aux_loss_coef=0.01)})
     return trace_layer.trace_layer(case, choice, path=path)
 
 

@@ -26,9 +26,9 @@ from worker import open_heap
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
-from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.training import captured_step
 from symmoe.training.captured_step import CapturedStep
+from symmoe.training.parallel import data_parallel, parallelize
 from symmoe.training.step_kind import Tree
 
 
@@ -97,7 +97,7 @@ def test_steps_that_reduce_are_exact(
 def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Also one that adds gradients up on the default stream: here every stream is."""
     model = cases.Model(heap)
-    symmoe.prepare_for_ddp(model)
+    symmoe.training.prepare_for_ddp(model)
     ddp = DistributedDataParallel(model)
     step = cases.make_step(ddp)
     batch = [torch.ones(3, cases.H)]
@@ -135,7 +135,7 @@ def train(
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         num_experts = 2 * num_ranks
         sizes = {"hidden": cases.H, "ffn": cases.I, "num_experts": num_experts, "top_k": 2}
-        config = MoEConfig(**sizes, order="slot", router="none", **more)
+        config = MoEConfig(**sizes, order="slot", router=None, **more)
         model = nn.ModuleList([nn.Linear(cases.H, cases.H), MoELayer(config, heap)])
         for parameter in model.parameters():
             parameter.data.copy_(
@@ -195,7 +195,7 @@ def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(
 
 def test_steps_with_replicas_have_the_bits_of_eager_ones(cluster):
     """And rows that all go to one rank are more than the room only if they stay there."""
-    balanced = {"balance": "replicas", "replica_places": 2, "replica_slack": 0.0}
+    balanced = {"balance": "replicas", "replicas_per_rank": 2, "replica_slack": 0.0}
     captured, eager = (cluster(2).run(train, None, room, **balanced) for room in (1.5, None))
     for (counts, found), (_, wanted) in zip(captured, eager, strict=True):
         assert counts == (5, 0, 1)
@@ -235,7 +235,7 @@ def test_a_step_that_is_watched_is_captured_apart(model):
     captured = cases.capture(model, num_eager=1)
     batch, num_captures = [torch.ones(5, cases.H)], []
     for watches in (False, True, False):
-        with contextlib.closing(symmoe.MetricsLogger(model)) if watches else nullcontext():
+        with contextlib.closing(symmoe.metrics.MetricsLogger(model)) if watches else nullcontext():
             for _ in range(3):
                 captured(batch, scale=1.0)
         num_captures.append(captured.num_captures)
@@ -253,10 +253,10 @@ def test_a_layer_that_was_not_called_before(model):
 
 
 def test_a_layer_with_less_room_than_it_needs(model):
-    tight = cases.Model(model.layers[0].heap, max_room=4)
+    tight = cases.Model(model.layers[0].heap, max_row_budget=4)
     captured = cases.capture(tight, num_eager=1)
     captured([torch.ones(3, cases.H)], scale=1.0)
-    with pytest.raises(ArgumentError, match=r"needs room for 9 rows.*more than max_room \(4\)"):
+    with pytest.raises(ArgumentError, match=r"needs 9 rows.*more than max_row_budget \(4\)"):
         captured([torch.ones(3, cases.H)], scale=1.0)
 
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 from cluster import run_on
+from layers import layer_config
 from stacks import Stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, Router, RouterConfig, SymmetricHeap
+from symmoe import routing as replay
 from symmoe.errors import ArgumentError, ExpertIdError
-from symmoe.training import replay
-from symmoe.training.replay import (
+from symmoe.routing import (
     balanced_choice,
     balanced_routing,
     record_routing,
@@ -27,7 +28,7 @@ EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
 
 def make_model(heap: SymmetricHeap, **options) -> Stack:
-    return Stack(heap, MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options))
+    return Stack(heap, layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options))
 
 
 def tokens(requires_grad: bool = False) -> torch.Tensor:
@@ -41,7 +42,7 @@ def tokens(requires_grad: bool = False) -> torch.Tensor:
 def test_probs_of_a_given_choice(score: str, renormalize: bool):
     """Values and gradients in float64, of a choice that the router would not make, with a repeated expert and none."""
     fields = {"score": score, "renormalize": renormalize, "route_scale": 1.5, "expert_bias": True}
-    router = Router(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields))
+    router = Router(layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields))
     x = tokens()
     ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(1))
     ids[0] = torch.tensor([4, 4, 2])
@@ -64,9 +65,9 @@ def test_probs_of_a_given_choice(score: str, renormalize: bool):
     torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("router", ["linear", "none"])
+@pytest.mark.parametrize("router", [RouterConfig(), None])
 def test_an_id_that_int32_cannot_hold_is_an_error(
-    heap: SymmetricHeap, router: str, monkeypatch: pytest.MonkeyPatch
+    heap: SymmetricHeap, router: RouterConfig | None, monkeypatch: pytest.MonkeyPatch
 ):
     layer = MoELayer(
         MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router), heap
@@ -74,9 +75,7 @@ def test_an_id_that_int32_cannot_hold_is_an_error(
     ids = torch.arange(TOP_K).repeat(TOKENS, 1)
     ids[3, 1] = 2**32 + 1  # its lower half is an expert
     with pytest.raises(ExpertIdError, match="flat position 10"):
-        layer(
-            tokens(), topk_idx=ids, probs=None if router == "linear" else torch.rand(TOKENS, TOP_K)
-        )
+        layer(tokens(), topk_idx=ids, probs=torch.rand(TOKENS, TOP_K) if router is None else None)
     if router == "linear":
         monkeypatch.setattr(
             replay, "_problem", lambda layers, routing: None

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from layers import layer_config
 from torch import nn
 from worker import Findings
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
+from symmoe import GroupedMLP, MoELayer, SymmetricHeap, reduce_gradients
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.balance import balance_step
+from symmoe.training import clip_grad_norm
 
 EXPERTS, TOP_K, H, I, TOKENS = 4, 2, 16, 8, 6
 STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
@@ -27,7 +29,7 @@ class Model(nn.Module):
             "aux_loss_coef": 0.1,
             "aux_loss": "global",
         }
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
+        config = layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
         self.moe = MoELayer(

@@ -99,7 +99,7 @@ class PlanKernels(Protocol):
             plan: gets what says where rows are, the report and, where there are no places, expert_load.
             capacity: rows that this rank can take; -1: its host waits for the report before it launches more.
             overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to the capacity, that of all ranks, instead of
-                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_NO_ROOM, and not recorded.
+                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_OVER_BUDGET, and not recorded.
             ranks: consecutive ones, of this node, or all of the group.
         """
 
@@ -142,12 +142,12 @@ class ReplicaKernels(Protocol):
         least and a place: as many as the first is above the mean, the second below it, or the expert has. Of equal ones
         the lowest number counts. Rows stay where their tokens are as far as both go there; other rows are given out in
         the order of source ranks and of the ranks with copies. So there are at most R * S moves, and a rank stays above
-        the limit only if no place is left that could help. plan: gets expert_load, place_to_expert, place_rows,
+        the limit only if no place is left that could help. plan: gets expert_load, replica_to_expert, replica_rows,
         expert_to_place and copy_slots.
         """
 
     @writes("plan", "block_counts")
-    def choose_copies(
+    def route_to_replicas(
         self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, block_counts: Tensor
     ) -> None:
         """Gives every slot one of its expert's copies: this rank's first slots of an expert to that on the lowest rank.
@@ -163,7 +163,7 @@ class ReplicaKernels(Protocol):
     def push_replicas(
         self,
         weights: Pair,
-        place_to_expert: Tensor,
+        replica_to_expert: Tensor,
         peers: Peers,
         received: Tensor,
         *,
@@ -193,7 +193,7 @@ class ReplicaKernels(Protocol):
 
         gradients: of the weights of push_replicas. Those that a rank has made of replicas, [S, M] of the same dtype,
         begin `starts` bytes after received[., column].
-        places: place_to_expert, expert_to_place.
+        places: replica_to_expert, expert_to_place.
         """
 
 

@@ -113,7 +113,7 @@ class RowKernels(Protocol):
         """
 
     @writes("rows")
-    def place_rows(
+    def replica_rows(
         self,
         x: Tensor,
         slot_to_rank: Tensor,
@@ -282,7 +282,7 @@ class SyncKernels(Protocol):
         host memory on GPUs."""
 
     @writes("fault")
-    def hear_of_faults(self, heard: Tensor, fault: Tensor) -> None:
+    def receive_fault_flags(self, heard: Tensor, fault: Tensor) -> None:
         """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""
 
 

@@ -492,7 +492,7 @@ def lay_out_kernel(
     )
     if SIZES.repeats:
         is_overflow = (error == CONTROL.PLAN_OVERFLOW) | (error == CONTROL.PLAN_RAIL_OVERFLOW)
-        error = tl.where(is_overflow, CONTROL.PLAN_NO_ROOM, error)
+        error = tl.where(is_overflow, CONTROL.PLAN_OVER_BUDGET, error)
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
     kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
 
@@ -548,7 +548,7 @@ def lay_out_kernel(
     tl.store(report + word, summary)
     if SIZES.record_errors:
         is_raised = (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT)
-        if is_raised & (error != CONTROL.PLAN_NO_ROOM):
+        if is_raised & (error != CONTROL.PLAN_OVER_BUDGET):
             counters = (tl.load(bases + SIZES.rank) + SIZES.layout.counters).to(
                 tl.pointer_type(tl.int64)
             )

@@ -51,7 +51,7 @@ def _choice(
         top_k=top_k,
         choice_lanes=next_power_of_2(top_k),
         rule=rule,
-        group_lanes=next_power_of_2(rule.num_groups),
+        group_lanes=next_power_of_2(rule.num_expert_groups),
         best_of_group=rule.best_of_group(num_experts),
         tokens=tokens,
         num_warps=max(1, tokens * expert_lanes * NUM_WARPS // SCORES_PER_PROGRAM),
@@ -76,11 +76,11 @@ def index_of(key, LANES: tl.constexpr):
 @triton.jit
 def keep_top_groups(value, expert, SIZES: tl.constexpr):
     """[tokens, lanes] values, -inf outside of a token's best groups."""
-    SIZE: tl.constexpr = SIZES.num_experts // SIZES.rule.num_groups
+    SIZE: tl.constexpr = SIZES.num_experts // SIZES.rule.num_expert_groups
     key = keys_of(value, expert, SIZES.expert_lanes)
     group = tl.arange(0, SIZES.group_lanes)
     worth = tl.full((value.shape[0], SIZES.group_lanes), 0.0, tl.float32)
-    for g in range(SIZES.rule.num_groups):
+    for g in range(SIZES.rule.num_expert_groups):
         own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
         for _ in range(SIZES.best_of_group):
             best = tl.max(own, axis=1)
@@ -88,10 +88,12 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
     group_key = tl.where(
-        (group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, SIZES.group_lanes), LEAST
+        (group < SIZES.rule.num_expert_groups)[None, :],
+        keys_of(worth, group, SIZES.group_lanes),
+        LEAST,
     )
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
-    for _ in range(SIZES.rule.top_groups):
+    for _ in range(SIZES.rule.topk_groups):
         best = tl.max(group_key, axis=1)
         is_kept = is_kept | (
             (expert // SIZE)[None, :] == index_of(best, SIZES.group_lanes)[:, None]
@@ -130,7 +132,7 @@ def choose_experts_kernel(
         value = score
         if bias is not None:
             value += tl.load(bias + expert, mask=expert < SIZES.num_experts, other=0.0)[None, :]
-        if SIZES.rule.num_groups > 1:
+        if SIZES.rule.num_expert_groups > 1:
             value = keep_top_groups(value, expert, SIZES)
         key = tl.where(is_expert, keys_of(value, expert, SIZES.expert_lanes), LEAST)
     prob = tl.full((SIZES.tokens, SIZES.choice_lanes), 0.0, tl.float32)

@@ -356,7 +356,7 @@ def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr
     tl.store(fault, most)
 
 
-def hear_of_faults(heard, fault):
+def receive_fault_flags(heard, fault):
     launch(
         hear_of_faults_kernel,
         (1,),

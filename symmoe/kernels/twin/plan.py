@@ -69,7 +69,7 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     drop = overflow == control.OVERFLOW_DROP
     error = _find_error(headers, sizes, received, drop)
     if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
-        error = control.PLAN_NO_ROOM, *error[1:]
+        error = control.PLAN_OVER_BUDGET, *error[1:]
     kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
     failed = error[0] != control.PLAN_OK
     if failed:
@@ -104,7 +104,7 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     plan.replica_ranges.copy_(
         torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
     )
-    if not plan.place_to_expert.numel():
+    if not plan.replica_to_expert.numel():
         plan.expert_load.copy_(load.flatten())
 
     report = plan.report.zero_()
@@ -114,7 +114,7 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
     report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-    if capacity >= 0 and failed and error[0] not in (control.PLAN_FAULT, control.PLAN_NO_ROOM):
+    if capacity >= 0 and failed and error[0] not in (control.PLAN_FAULT, control.PLAN_OVER_BUDGET):
         peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
 

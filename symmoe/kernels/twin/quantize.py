@@ -8,7 +8,7 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE, BlockFormat
-from symmoe.kernels.operands import check_column_scale, given
+from symmoe.kernels.operands import check_column_scale, require_tensor
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.activation import activation_gradients, block_sums, scaled_activation
@@ -162,7 +162,7 @@ def _scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored scales of blocks, and the multipliers of their elements."""
     if block_format.scale == "e4m3":
-        global_scale = given("amax", global_scale)
+        global_scale = require_tensor("amax", global_scale)
         relative = (amax / formats.E2M1_MAX / global_scale).clamp(
             formats.MIN_BLOCK_SCALE, formats.E4M3_MAX
         )
@@ -281,7 +281,7 @@ def _matrices(
         yield from _matrices_of_table(scale, swizzled)
         return
     first = 0
-    for _, span in groups(given("row_range", row_range)):
+    for _, span in groups(require_tensor("row_range", row_range)):
         last = first + tiles_down(span.stop - span.start)
         if last > first:
             yield scale.view(torch.uint8)[span], swizzled[first:last]

@@ -9,7 +9,7 @@ from symmoe.kernels.twin.plan import count_slots, places_of_slots
 
 
 def place_replicas(peers, plan, *, slack, num_near):
-    num_ranks, num_places = plan.place_to_expert.shape
+    num_ranks, num_replica_slots = plan.replica_to_expert.shape
     num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
     counts = peers.count_table(peers.rank, peers.epoch)[
         :, first : first + num_experts
@@ -21,26 +21,26 @@ def place_replicas(peers, plan, *, slack, num_near):
         torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device),
         [0] * num_ranks,
     )
-    plan.place_to_expert.fill_(-1)
+    plan.replica_to_expert.fill_(-1)
     plan.expert_to_place.fill_(-1)
-    plan.place_rows.zero_()
+    plan.replica_rows.zero_()
     for near in (range(first, first + num_near) for first in range(0, num_ranks, num_near)):
         total = sum(rows[near.start : near.stop])
         mean, limit = -(-total // num_near), -(-total * (1000 + slack) // (1000 * num_near))
-        for _ in range(num_near * num_places):
+        for _ in range(num_near * num_replica_slots):
             giver = max(near, key=rows.__getitem__)
-            taker = min(near, key=lambda rank: (used[rank] == num_places, rows[rank]))
+            taker = min(near, key=lambda rank: (used[rank] == num_replica_slots, rows[rank]))
             expert = max(
                 range(num_experts), key=lambda expert: (expert // per_rank == giver, left[expert])
             )
             number = min(
                 rows[giver] - mean,
-                mean - rows[taker] if used[taker] < num_places else 0,
+                mean - rows[taker] if used[taker] < num_replica_slots else 0,
                 left[expert],
             )
             if rows[giver] <= limit or number <= 0:
                 break
-            plan.place_to_expert[taker, used[taker]], plan.place_rows[taker, used[taker]] = (
+            plan.replica_to_expert[taker, used[taker]], plan.replica_rows[taker, used[taker]] = (
                 expert,
                 number,
             )
@@ -63,7 +63,7 @@ def place_replicas(peers, plan, *, slack, num_near):
     plan.copy_slots[:, own] += stay[:, own].int()
 
 
-def choose_copies(topk_idx, block_starts, plan, block_counts):
+def route_to_replicas(topk_idx, block_starts, plan, block_counts):
     (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
     ids, per_rank = topk_idx.long(), num_experts // num_ranks
     valid = (ids >= 0) & (ids < num_experts)
@@ -82,10 +82,10 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
     )
 
 
-def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
+def push_replicas(weights, replica_to_expert, peers, received, *, column, starts):
     for weight, start in _present(weights, starts, received):
         num_own, *shape = weight.shape
-        for (rank, place), expert in _used(place_to_expert, peers):
+        for (rank, place), expert in _used(replica_to_expert, peers):
             if expert // num_own == peers.in_group(peers.rank):
                 places = peers.region(
                     rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype
@@ -116,7 +116,7 @@ def _present(pair, starts, received):
     )
 
 
-def _used(place_to_expert: torch.Tensor, peers: Peers) -> list[tuple[tuple[int, int], int]]:
+def _used(replica_to_expert: torch.Tensor, peers: Peers) -> list[tuple[tuple[int, int], int]]:
     """((rank, place), expert) of the places that have a replica, of the ranks of these peers."""
-    places = place_to_expert[peers.in_group(0) :][: peers.num_ranks]
+    places = replica_to_expert[peers.in_group(0) :][: peers.num_ranks]
     return [((int(r), int(p)), int(places[r, p])) for r, p in (places >= 0).nonzero()]

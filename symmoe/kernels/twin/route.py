@@ -26,7 +26,7 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, bl
     scores.copy_(logits.softmax(1) if rule.score == "softmax" else 1 / (1 + (-logits).exp()))
     if given_idx is None:
         values = scores if bias is None else scores + bias
-        if rule.num_groups > 1:
+        if rule.num_expert_groups > 1:
             values = _keep_top_groups(values, rule)
         given_idx = _largest(values, topk_idx.shape[1])
     topk_idx.copy_(given_idx)
@@ -79,10 +79,10 @@ def _largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     """[T, E] values, -inf outside of a token's best groups."""
-    grouped_TGe = values.unflatten(1, (rule.num_groups, -1))
+    grouped_TGe = values.unflatten(1, (rule.num_expert_groups, -1))
     worth_TG = grouped_TGe.topk(rule.best_of_group(values.shape[1]), dim=2).values.sum(2)
     is_kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
-    is_kept_TG.scatter_(1, _largest(worth_TG, rule.top_groups), True)
+    is_kept_TG.scatter_(1, _largest(worth_TG, rule.topk_groups), True)
     kept: torch.Tensor = grouped_TGe.masked_fill(~is_kept_TG.unsqueeze(2), -math.inf)
     return kept.flatten(1)
 

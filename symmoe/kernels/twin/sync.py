@@ -92,7 +92,7 @@ def count_exchange(counts, progress, *, which):
     progress[which] = counts[which]
 
 
-def hear_of_faults(heard, fault):
+def receive_fault_flags(heard, fault):
     torch.maximum(fault, heard.amax().view(1), out=fault)
 
 

@@ -55,7 +55,7 @@ def index_rows(wire, packed, num_rows, trip, index):
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
-def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
+def replica_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     if int(received[rank, 0]) < 0:
         return
     for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):

@@ -182,15 +182,15 @@ class _Watched:
             dispatch_bytes,
             combine_bytes,
         ) = others
-        if report.place_to_expert is not None and report.place_rows is not None:
+        if report.replica_to_expert is not None and report.replica_rows is not None:
             self._balances, num_replicas, replica_bytes = True, *of_replicas
             balanced.add_(
                 balance.rows_per_rank(
-                    report.expert_load, report.place_to_expert, report.place_rows
+                    report.expert_load, report.replica_to_expert, report.replica_rows
                 )[1]
             )
-            num_replicas.add_((report.place_to_expert >= 0).sum())
-            own = report.place_to_expert // (num_experts // heap.num_ranks) == heap.rank
+            num_replicas.add_((report.replica_to_expert >= 0).sum())
+            own = report.replica_to_expert // (num_experts // heap.num_ranks) == heap.rank
             replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
         num_calls.add_(1)
         self._knows_losses = report.aux_loss is not None

@@ -294,7 +294,7 @@ def _signed(ids: _Array) -> torch.Tensor:
 def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
     if problem is not None:
         for _, listeners in layers.values():
-            listeners.heap.fail_for(problem, control.PHASE_PLAN)
+            listeners.heap._fail_for(problem, control.PHASE_PLAN)
         raise problem  # there is no layer
 
 
@@ -338,7 +338,7 @@ def _choose(
         name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
-            module.heap.fail_for(
+            module.heap._fail_for(
                 ArgumentError(f"layer {name!r} is called with probs, which are of another choice"),
                 control.PHASE_PLAN,
             )
@@ -349,7 +349,7 @@ def _choose(
         for name, (layer, listeners) in layers.items():
             if isinstance(layer, MoELayer) and layer.router is None:
                 raise ArgumentError(
-                    f"layer {name!r} has no router (router='none') that could weigh what it is given"
+                    f"layer {name!r} has no router (router=None) that could weigh what it is given"
                 )
             if listeners.is_given:
                 raise ArgumentError(

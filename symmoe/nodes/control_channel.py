@@ -58,9 +58,9 @@ class Header:
         return cls(*[*_WORDS.unpack_from(packed), packed[_WORDS.size :]])
 
 
-class Lane:
+class ControlChannel:
     """This rank's place on its rail. What a rank says when it gives up waits until somebody listens. links: by node, of
-    all others; the lane closes them.
+    all others; the channel closes them.
 
     Attributes:
         number: how many headers this rank has sent for others to wait for.
@@ -78,13 +78,13 @@ class Lane:
         for link in links.values():
             link.receives.setblocking(False)
 
-    def say(self, header: Header) -> None:
+    def announce(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
         self.number += 1
         self._said = replace(header, number=self.number)
         self._problem = self._send(self._said)
 
-    def hear(self, timeout_s: float) -> list[Header]:
+    def receive(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included. Collective over the rail. RailBroken: a node did not answer in
         time, or its connection has closed, or a node has said that it gave up."""
         deadline = time.monotonic() + timeout_s
@@ -93,7 +93,7 @@ class Lane:
             if self._problem is not None:
                 raise self._problem
             for node in self._links:
-                while (said := self._hear(node, deadline)).kind in _LONGER_S:
+                while (said := self._receive(node, deadline)).kind in _LONGER_S:
                     deadline += _LONGER_S[said.kind]
                 headers[node] = said
                 if said.kind == GAVE_UP:  # the others may be waiting for it
@@ -105,7 +105,7 @@ class Lane:
             raise
         return headers
 
-    def say_once(self, kind: int, number: int = 0) -> None:
+    def announce_once(self, kind: int, number: int = 0) -> None:
         """Tells all nodes what nobody waits for. WAITS: this rank waits for one of its own node, which may wait for its
         rail. COUNTED: see Header; it asks the others for theirs. Does not wait. From any thread."""
         if kind not in self._said_once:
@@ -142,12 +142,12 @@ class Lane:
                 Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
             )
 
-    def last_words(self, node: int) -> Header | None:
+    def last_message(self, node: int) -> Header | None:
         """What a node whose connection has closed has said when it gave up, after all that it has said before, if it
         did."""
         deadline = time.monotonic() + _LAST_WORDS_S
         with contextlib.suppress(RailBroken):
-            while (said := self._hear(node, deadline)).kind != GAVE_UP:
+            while (said := self._receive(node, deadline)).kind != GAVE_UP:
                 pass
             return said
         return None
@@ -170,7 +170,7 @@ class Lane:
                     )
         return problem
 
-    def _hear(self, node: int, deadline: float) -> Header:
+    def _receive(self, node: int, deadline: float) -> Header:
         """The next header of a node."""
         receives, asked = self._links[node].receives, select.poll()
         try:
