@@ -101,5 +101,5 @@ class _DryMemory:
     def owns(self, tensor: torch.Tensor) -> bool:
         return hasattr(tensor.untyped_storage(), "_lease_span")
 
-    def _offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
+    def offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
         return 0, True
