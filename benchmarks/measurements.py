@@ -30,7 +30,7 @@ commands, and 10th and 90th percentiles. *H200* is {H200}.
 Unless a table states otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
 ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
 2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). [Benchmarking](benchmarking.md) and [reliability](reliability.md#suites)
-define suites and ways; [notes](../notes/README.md) describe the experiments.
+define suites and ways; [decisions](design/index.md) describe the experiments.
 """
 
 Record = dict[str, Any]

@@ -1,6 +1,6 @@
 """The combine trip without autograd: every token's rows come home from the ranks of its experts and are summed, in one
-of the orders of "Order of sums" in docs/design.md. Between nodes home reads the rows of a token that are inside its
-node, and what other nodes have summed comes along the rails (combine/nodes.py)."""
+of the orders of "Order of sums" in docs/design/trips.md. Between nodes home reads the rows of a token that are inside
+its node, and what other nodes have summed comes along the rails (combine/nodes.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that they bring along
-("Between nodes" in docs/design.md).
+(docs/design/nodes.md).
 
 Row numbers are those of the plan over all ranks. Rows are ordered expert, source rank, token, k, and packed rows source
 rank, token, where a source is a rank of any node. So rows of all ranks before this node are next to each other, and

@@ -1,4 +1,4 @@
-"""The dispatch trip without autograd: rows of tokens travel to the ranks of their experts ("Trips" in docs/design.md).
+"""The dispatch trip without autograd: rows of tokens travel to the ranks of their experts (docs/design/trips.md).
 
 The receive buffer is packed [P, H], one row per (token, rank), from which readers gather through
 `plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (which rows a token has here, and their

@@ -1,4 +1,5 @@
-"""Dispatch, experts and combine as one differentiable step: no copy between its parts ("A step" in docs/design.md).
+"""Dispatch, experts and combine as one differentiable step: no copy between its parts
+("A step" in docs/design/programs.md).
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
 backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows travel while

@@ -1,5 +1,5 @@
-"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers. "Barrier, epochs,
-faults" and "Between nodes" in docs/design.md say why all ranks of all nodes raise each error once.
+"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
+docs/design/faults.md and docs/design/nodes.md say why all ranks of all nodes raise each error once.
 
 A rank may have left a failed call by another exception, and come to the next plan while its peers, which may have
 raised the error already, wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So it

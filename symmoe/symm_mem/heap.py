@@ -70,7 +70,7 @@ class SymmetricHeap(HeapParts):
             machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
-    raised (docs/reliability.md). With `SYMMOE_PROGRAMS=off` no call runs a program (docs/design.md). With
+    raised (docs/reliability.md). With `SYMMOE_PROGRAMS=off` no call runs a program (docs/design/programs.md). With
     `SYMMOE_FILL_MEMORY=1` leases and memory of programs begin as NaN (docs/troubleshooting.md). All are read here.
 
     Attributes:

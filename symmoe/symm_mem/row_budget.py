@@ -1,6 +1,6 @@
 """How many rows recent calls of a group have needed, and how many the next call gets before its routing is known.
-Routing changes slowly, so it nearly always fits; a call that does not fit on every rank is planned again ("Capacity" in
-docs/design.md)."""
+Routing changes slowly, so it nearly always fits; a call that does not fit on every rank is planned again ("Exact
+capacity" in docs/design/plan.md)."""
 
 from __future__ import annotations
 

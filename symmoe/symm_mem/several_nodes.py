@@ -1,5 +1,5 @@
 """What a heap has if its group spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
-each other node ("Between nodes" in docs/design.md). A heap of one node has none of it; its errors ask
+each other node (docs/design/nodes.md). A heap of one node has none of it; its errors ask
 :class:`faults.NoRemoteNodes`.
 
 Waits are a little longer than those in a node: a peer that waits for a rank of its own node gives that one up first,

@@ -17,7 +17,7 @@ from symmoe.kernels.gemm_parts import PART_ROWS, Division
 from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of
 
-# Measured on H100s (notes/2026-11-26-rails-under-gemms.md).
+# Measured on H100s (docs/decisions/0007-rows-under-gemms.md).
 _RAIL_DURING_GEMM = 1.2  # times as long rows are on rails
 _FIXED_S, _TOKEN_S = 375e-6, 20e-9  # of launches, the router and the plan
 _WEIGHTS_SEEN = 0.5  # of the time of their bytes; fitted to eight steps

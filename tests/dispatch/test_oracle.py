@@ -60,7 +60,7 @@ def test_the_cases_hold_what_they_promise():
 
 
 def test_removing_rows_one_by_one_is_the_water_level():
-    """The oracle's rule and the level of docs/design.md: min(load, level), what is left to the first ones above."""
+    """The oracle's rule and the level of docs/design/plan.md: min(load, level), the rest to the first ones above."""
     rng = np.random.default_rng(7)
     for _ in range(300):
         loads = rng.integers(0, 12, rng.integers(1, 9)).tolist()

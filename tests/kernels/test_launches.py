@@ -1,4 +1,4 @@
-"""Tables of what programs launch: as data, as text, in docs/design.md, on GPUs as on CPUs."""
+"""Tables of what programs launch: as data, as text, in docs/design/programs.md, on GPUs as on CPUs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import symmoe
 from symmoe import kernels
 from symmoe.program.builder import Builder
 
-DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
+DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design" / "programs.md"
 STATIC = {"capacity": 256, "overflow": "drop", "max_tokens": 64, "layout": "packed"}
 WAYS = [
     {**STATIC, "schedule": "serial"},

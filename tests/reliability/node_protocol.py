@@ -1,5 +1,5 @@
 """A model of how nodes agree on an error, and on who is lost, and a search through all its interleavings. Written from
-docs/design.md ("Between nodes") and the text of symm_mem/faults.py, not from the code. Ranks of a node meet in
+docs/design/nodes.md and the text of symm_mem/faults.py, not from the code. Ranks of a node meet in
 barriers, ranks of a rail exchange headers, and then tensors. What a rank sends, another one takes at any later time:
 messages of a pair keep their order, those of different pairs do not. What barriers are made of is in protocol.py; here
 one is an arrival, with or without a fault, and a wait for the arrivals of the node.

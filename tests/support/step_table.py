@@ -1,4 +1,4 @@
-"""Tables of a step's launches. `python tests/support/step_table.py` prints the short one that docs/design.md has."""
+"""Tables of a step's launches. `python tests/support/step_table.py` prints the short one of docs/design/programs.md."""
 
 import torch
 from cluster import Cluster

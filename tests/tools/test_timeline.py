@@ -360,7 +360,7 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: Symmet
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
-# A layer's phases forward and backward, by hand from docs/design.md.
+# A layer's phases forward and backward, by hand from docs/design/programs.md.
 START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wait sum_at_home"
 DGRADS = "FC2_dgrad wgrad FC1_dgrad"
 SUMS = "send_sums wait sum_at_home send_sums wait sum_at_home  route"
