@@ -47,7 +47,8 @@ class Plan(PlanIntegers):
     Attributes:
         splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
-        num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, places of a rank for replicas of other ranks' experts.
+        num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, places of a rank for replicas of other ranks'
+            experts.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
             capacity), the capacity given (static), or the room that the call got here; -1: only the routing says that,
             and the plan has not been settled.
@@ -380,7 +381,8 @@ def make_plan(
 
     With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits.
 
-    With `replicas_per_rank` ranks that get more rows than the others give some to replicas of their experts on ranks that
+    With `replicas_per_rank` ranks that get more rows than the others give some to replicas of their experts on ranks
+    that
     get less, in every call anew: after its own experts a rank computes the rows of each of its places with the weights
     of the expert in `plan.replica_to_expert[rank]` (-1: no rows). All that a plan says of the experts of a rank then
     holds for its E / R experts and its places; topk_idx and expert_load are of the E experts. See
@@ -402,8 +404,8 @@ def make_plan(
         rail_capacity: static capacity only, and without effect on one node: the most tokens that a rank sends to
             another node; each has its place in messages of that size. None: max_tokens, or T. More tokens are an
             overflow: with "drop" the last ones of a rank lose their slots on that node, and do not count as load.
-        replicas_per_rank: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0: none.
-            Of ranks of its node, which must follow each other.
+        replicas_per_rank: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0:
+            none. Of ranks of its node, which must follow each other.
         replica_slack: how much more rows than the mean a rank may keep, as a share of the mean.
 
     Returns:
@@ -448,9 +450,9 @@ def plan_call(
     find_budget: FindBudget = lambda: None,
 ) -> Plan:
     """Same as make_plan, for calls that go on with a trip: between nodes an error at its end is raised there on other
-    ranks. With exact capacity the host does not wait if there is room: see Plan.wait_for_sizes. find_budget: with exact capacity,
-    what the buffers of this call can take on this rank; None, on all ranks: what its routing needs. Asked for once this
-    rank has noticed the errors of earlier calls, as its peers have."""
+    ranks. With exact capacity the host does not wait if there is room: see Plan.wait_for_sizes. find_budget: with
+    exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what its routing needs.
+    Asked for once this rank has noticed the errors of earlier calls, as its peers have."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
         return begin_plan(topk_idx, heap, options, find_budget).made().plan
 
@@ -672,8 +674,8 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
         return ArgumentError(f"replicas_per_rank ({places}) must be at least 0")
     if (num_copies := num_experts + places * num_ranks) > control.MAX_EXPERTS:
         return ArgumentError(
-            f"num_experts ({num_experts}) and replicas_per_rank ({places}) on each rank make {num_copies} experts; there "
-            f"must be at most {control.MAX_EXPERTS}"
+            f"num_experts ({num_experts}) and replicas_per_rank ({places}) on each rank make {num_copies} experts; "
+            f"there must be at most {control.MAX_EXPERTS}"
         )
     if places and not is_in_order:
         return ArgumentError(

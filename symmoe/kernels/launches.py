@@ -20,7 +20,7 @@ from symmoe.program.builder import SLOT_BYTES
 from symmoe.program.program import Operation, Program, TensorRef
 from symmoe.program.programs import Programs, Recorded
 
-_NOTHING = "no program has run: the first calls of a size have none (docs/design.md, Programs)"
+_NOTHING = "no program has run: the first calls of a size have none (docs/design/programs.md)"
 
 
 class Argument(NamedTuple):

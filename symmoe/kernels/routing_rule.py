@@ -14,7 +14,7 @@ SMALLEST = 2.0**-126  # the smallest normal fp32: scores whose sum is less have 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """The fields of MoEConfig of these names. ArgumentError: `score` is no word of a score.
+    """The fields of RouterConfig of these names. ArgumentError: `score` is no word of a score.
 
     Of E experts in groups of neighbours, a token's best groups are kept. A group is worth its best expert ("softmax",
     DeepSeek-V2, arXiv:2405.04434), or the sum of its best two ("sigmoid", DeepSeek-V3, arXiv:2412.19437).
@@ -22,8 +22,8 @@ class RoutingRule:
 
     score: str = "softmax"
     renormalize: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
+    num_expert_groups: int = 1
+    topk_groups: int = 1
     route_scale: float = 1.0
 
     def __post_init__(self) -> None:

@@ -88,16 +88,18 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_kind("config", config, MoEConfig)
-        self.config = config
-        self._rule = config.routing_rule
+        if (options := config.router) is None:
+            raise ArgumentError("config.router (None) must be a RouterConfig")
+        self.config, self.options = config, options
+        self._rule = options.rule
         self._heap = heap
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)
         )
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
-        self.register_buffer("expert_bias", bias if config.expert_bias else None)
-        counts = config.expert_bias or (config.aux_loss_coef and config.aux_loss == "global")
+        self.register_buffer("expert_bias", bias if options.expert_bias else None)
+        counts = options.expert_bias or (options.aux_loss_coef and options.aux_loss == "global")
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
@@ -216,7 +218,7 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
+        return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={self.options.score!r}"
 
 
 def router_problem(router: nn.Module | None) -> ArgumentError | None:
@@ -289,11 +291,11 @@ def arguments_problem(
             dtypes=(torch.int32, torch.int64),
             device=x.device,
         )
-    if error is not None or (probs is None and config.router != "none"):
+    if error is not None or (probs is None and config.router is not None):
         return error
     if probs is None:
         return ArgumentError(
-            "probs (None) must be given, and topk_idx with it: the configuration has router='none'"
+            "probs (None) must be given, and topk_idx with it: the configuration has router=None"
         )
     if topk_idx is None:
         return ArgumentError(
@@ -526,12 +528,12 @@ def _packed(top_k: int, rule: RoutingRule) -> list[float]:
 
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule]:
-    top_k, score, renormalize, num_groups, top_groups, _ = map(int, numbers)
+    top_k, score, renormalize, num_groups, topk_groups, _ = map(int, numbers)
     rule = RoutingRule(
         score=CHOICES["score"][score],
         renormalize=bool(renormalize),
-        num_groups=num_groups,
-        top_groups=top_groups,
+        num_expert_groups=num_groups,
+        topk_groups=topk_groups,
         route_scale=numbers[5],
     )
     return top_k, rule

@@ -5,7 +5,6 @@ experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, an
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 import oracle
@@ -13,12 +12,11 @@ import pytest
 import routings
 import torch
 from cluster import run_on
-from heap_calls import expect, outcome
 from simulated_ranks import peers_of_tables
 from trip_checks import check_maps
 from worker import Findings, on_device, open_heap
 
-from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import combine_tokens, dispatch_tokens, make_plan
 from symmoe.kernels import twin
 from symmoe.kernels.control import PlanIntegers, plan_layout
 
@@ -201,29 +199,3 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
     every = np.concatenate([each.flatten() for each in oracle.gather(ids + 1)])
     layout.expert_load = np.bincount(every, minlength=heap.num_ranks * experts_per_rank + 1)[1:]
     check_maps(plan, layout, heap.rank, findings)
-
-
-@run_on(2)
-def test_wrong_arguments(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
-) -> None:
-    ids = on_device(torch.zeros((4, 1), dtype=torch.int32), heap)
-    plan_with = partial(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
-    for options, problem in (
-        ({"replicas_per_rank": -1}, "replicas_per_rank (-1)"),
-        ({"replicas_per_rank": 1.0}, "replicas_per_rank (1.0)"),
-        ({"replicas_per_rank": 1, "replica_slack": 2.0}, "replica_slack (2.0)"),
-        ({"replicas_per_rank": 511}, "must be at most 1024"),
-    ):
-        expect(findings, outcome(plan_with, **options), "ArgumentError", problem)
-    for options, name in (
-        ({"replicas_per_rank": 1 + rank}, "replica places"),
-        ({"replica_slack": 0.1 * rank}, "slack"),
-    ):
-        expect(
-            findings,
-            outcome(plan_with, **{"replicas_per_rank": 1, **options}),
-            "ConfigMismatch",
-            name,
-        )
-    findings.equal("rows after all that", plan_with(replicas_per_rank=1).num_rows, 4)

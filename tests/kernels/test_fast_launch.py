@@ -510,7 +510,7 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
         posted = torch.zeros(control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
         report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int32)
         plan.post_report(report, posted, plan=2**33 * number)
-        sync.hear_of_faults(torch.zeros((number + 1, 5), dtype=torch.int64), arrived)
+        sync.receive_fault_flags(torch.zeros((number + 1, 5), dtype=torch.int64), arrived)
         gpu.splits_to_row_range(
             torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32), number
         )

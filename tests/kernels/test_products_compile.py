@@ -294,7 +294,7 @@ def test_bf16_parts_round_to_nearest(launches):
         "8 of 128": (128, 8, RoutingRule()),
         "8 of 128, counted": (128, 8, RoutingRule(), 64),
         "3 of 20": (20, 3, RoutingRule()),
-        "in groups": (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
+        "in groups": (256, 8, RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4)),
     },
 )
 def test_a_choice_of_experts_spills_nothing(launches, kernel, choice):

@@ -77,11 +77,11 @@ def test_kernels_that_move_replicas(launches, dtype, table):
 
 
 @every_combination(
-    shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_places=[0, 2]
+    shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True], num_replica_slots=[0, 2]
 )
-def test_plan_kernels(launches, shape, id_dtype, drop, num_places):
-    layer.launch_plan(shape, id_dtype, drop, num_places)
-    assert len(launches) == 4 + drop + num_places
+def test_plan_kernels(launches, shape, id_dtype, drop, num_replica_slots):
+    layer.launch_plan(shape, id_dtype, drop, num_replica_slots)
+    assert len(launches) == 4 + drop + num_replica_slots
     for launch in launches:
         code = check(launches, launch.name, MOST_REGISTERS.get(launch.name, 128))
         assert code.ptx.count("fence.acq_rel.sys") == (launch.name == "lay_out_kernel")
@@ -98,7 +98,7 @@ def test_kernels_between_nodes(launches, num_nodes):
         "take_rows",
         "post_report",
         "count_exchange",
-        "hear_of_faults",
+        "receive_fault_flags",
     )
     for shape, sizes in TRIPS.items():
         if sizes[-1] % num_nodes == 0:

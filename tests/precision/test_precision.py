@@ -12,13 +12,13 @@ from low_precision_oracle import relative_error
 from programs import printed_by
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 from quantize_reference import swizzled_offset
-from symmoe.pointers import pack_weight_ptrs
 
 from symmoe import kernels, precision
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.operands import ScatteredWeight, TensorTable
+from symmoe.pointers import pack_weight_ptrs
 from symmoe.precision import (
     MXFP8,
     NVFP4,

@@ -29,7 +29,7 @@ STATEMENTS: dict[str, tuple[int, int]] = {
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 4_062),
+    "lines of docs": (4_000, 4_120),
     "packed assignments per 1,000 statements": (15, 32),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),

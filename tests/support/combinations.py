@@ -2,12 +2,11 @@
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import pytest
 
 
-def every_combination(**parameters: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+def every_combination(**parameters: Iterable | Mapping) -> pytest.MarkDecorator:
     """Parametrises with every combination; the last parameter changes first. The keys of a mapping are ids."""
     tables = [
         list(values.items())

@@ -10,10 +10,10 @@ from symmoe.kernels.routing_rule import RoutingRule, Score
 SIZES = ((7, 1, 1), (40, 6, 6), (33, 48, 8), (3, 1000, 32))  # T, E, K
 RULES = (
     *(RoutingRule(score=score, route_scale=2.5) for score in get_args(Score)),
-    RoutingRule(renormalize=False, num_groups=2),
-    RoutingRule(num_groups=6, top_groups=3),
-    RoutingRule(score="sigmoid", num_groups=3, top_groups=2),
-    RoutingRule(score="sigmoid", num_groups=8, top_groups=4),
+    RoutingRule(renormalize=False, num_expert_groups=2),
+    RoutingRule(num_expert_groups=6, topk_groups=3),
+    RoutingRule(score="sigmoid", num_expert_groups=3, topk_groups=2),
+    RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4),
 )
 
 

@@ -8,7 +8,7 @@ adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) i
 A warpgroup has 64 rows of a tile, and a sum for either half of its columns: one scale of the weight is for 128 of them,
 and the sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies again,
 and the tensor core does the other warpgroup's products meanwhile. Both may come to do the same at the same time: making
-them take turns was slower for most products (notes/2026-11-21-fp8-gemms.md).
+them take turns was slower for most products (docs/decisions/0004-low-precision.md).
 
 The warps that need scales read them a stage ahead: those of rows are four bytes each, too narrow for TMA, and lie in L1
 for the next seven stages.

@@ -222,7 +222,7 @@ def store_tile(
     else:
         if out_table is not None:
             matrix = matrix_place(out_table, out, group)
-        elif PIPE.accumulate:  # 8 to 10 % less time: notes/2026-11-23-fp8-scattered-weights.md
+        elif PIPE.accumulate:  # 8 to 10 % less time: docs/decisions/0004-low-precision.md
             matrix = distant_place(group.to(gl.int64) * (PIPE.out_rows * PIPE.columns * 4))
         else:
             matrix = (group,)

@@ -55,7 +55,7 @@ from symmoe.kernels.triton.tiles import (
     store_rounded,
 )
 
-# Column parts keep few registers busy in the epilogue: 650 against 630 TFLOP/s (notes/2026-11-21-gemm-tiles.md).
+# Column parts keep few registers busy in the epilogue: 649, not 631 TFLOP/s (docs/decisions/0003-kernels-on-hopper.md).
 ACT_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, parts=4)
 ACT_FP32_CONFIG = TileConfig(block_m=64, block_n=32, block_k=16, num_stages=3, num_warps=8)
 # Without a gate the accumulator is as wide as the tile.

@@ -253,7 +253,8 @@ def _constants(
 
 
 def _move(kernel, pair, places, peers, received, *, column, starts):
-    """Launches a kernel that moves matrices of experts; places: replica_to_expert, and what else says where they are."""
+    """Launches a kernel that moves matrices of experts; places: replica_to_expert, and what else says where they
+    are."""
     num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
     kinds = tuple(
         (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair

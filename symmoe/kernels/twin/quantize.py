@@ -29,6 +29,7 @@ from symmoe.kernels.operands import (
     MaybeTensor,
     ScaleTable,
     check_column_scale,
+    require_tensor,
     writes,
 )
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS

@@ -118,7 +118,9 @@ def swizzle_scales(scale, row_range, swizzled):
         )
         return
     rows_of_tiles, across, _ = swizzled.shape
-    constants = _constants(scale.shape[1], operands.given("row_range", row_range).shape[1], TILES=1)
+    constants = _constants(
+        scale.shape[1], operands.require_tensor("row_range", row_range).shape[1], TILES=1
+    )
     launch(
         swizzle_scales_kernel,
         (rows_of_tiles, across),
