@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, CombineTrip
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
     ]
 
 
-def names_of(what: str, text: str, known: CombineTrip[str]) -> tuple[str, ...]:
+def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     """The known names in a comma-separated list; "all" is all of them. Raises ArgumentError for others."""
     names = tuple(known) if text == "all" else tuple(text.split(","))
     for name in names:
