@@ -53,7 +53,7 @@ def popularity(shape: Shape, exponent: float) -> np.ndarray:
     return torch.bincount(chosen, minlength=shape.num_experts).numpy() / len(noise)
 
 
-def place(counts: np.ndarray, num_places: int) -> tuple[float, float, int]:
+def place(counts: np.ndarray, num_replica_slots: int) -> tuple[float, float, int]:
     """For slots [R, E]: rows of the slowest rank over the mean, before and after, and the most replicas that a rank
     sends weights of or has."""
     num_ranks, num_experts = counts.shape
@@ -63,13 +63,15 @@ def place(counts: np.ndarray, num_places: int) -> tuple[float, float, int]:
     peers = control.Peers(rank=0, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
     first = control.HEADER_WORDS
     peers.count_table(0, peers.epoch)[:, first : first + num_experts] = torch.from_numpy(counts)
-    numel, its = control.plan_layout(0, 1, num_experts, num_ranks, num_places)
+    numel, its = control.plan_layout(0, 1, num_experts, num_ranks, num_replica_slots)
     plan = control.PlanIntegers(torch.zeros(numel, dtype=torch.int32), its)
     twin.place_replicas(peers, plan, slack=SLACK, num_near=num_ranks)
-    before, after = rows_per_rank(plan.expert_load, plan.place_to_expert, plan.place_rows).numpy()
-    used = plan.place_to_expert[plan.place_to_expert >= 0].numpy()
+    before, after = rows_per_rank(
+        plan.expert_load, plan.replica_to_expert, plan.replica_rows
+    ).numpy()
+    used = plan.replica_to_expert[plan.replica_to_expert >= 0].numpy()
     sent = np.bincount(used // (num_experts // num_ranks), minlength=num_ranks)
-    taken = (plan.place_to_expert >= 0).sum(1).numpy()
+    taken = (plan.replica_to_expert >= 0).sum(1).numpy()
     return (
         before.max() / before.mean(),
         after.max() / before.mean(),
@@ -109,9 +111,9 @@ def predict(
     counts = rng.multinomial(TOKENS * shape.top_k, shares / shares.sum(), size=num_ranks)
     orders = [rng.permutation(shape.num_experts) for _ in range(NUM_ORDERS)]
     for where, its in (("random", orders), ("sorted", [np.arange(shape.num_experts)])):
-        for num_places in (2, 4):
+        for num_replica_slots in (2, 4):
             before, after, replicas = np.array(
-                [place(counts[:, order], num_places) for order in its]
+                [place(counts[:, order], num_replica_slots) for order in its]
             ).mean(0)
             uniform = rates["base"] + rates["slope"]
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
@@ -121,7 +123,7 @@ def predict(
                 "ep": num_ranks,
                 "zipf": exponent,
                 "experts": where,
-                "places": num_places,
+                "places": num_replica_slots,
             }
             results = {
                 "load": before,

@@ -5,7 +5,8 @@ on the ranks that torchrun has started or on only one.
     torchrun --nproc-per-node=2 benchmarks/bench.py variants dispatch combine --preset qwen3-30b --json out.json
     python benchmarks/bench.py gemm grouped overhead
 
-docs/benchmarking.md has the suites, the protocol, and what the records mean; benchmarks/compare.py shows records again.
+docs/benchmarking.md has the suites and the protocol, suites/records.py what the records mean; benchmarks/compare.py
+shows records again.
 """
 
 from __future__ import annotations

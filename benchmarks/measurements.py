@@ -25,13 +25,12 @@ H200 = "NVIDIA H200, driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, NVSHME
 TOP = f"""\
 # Measurements
 
-Written by `benchmarks/measurements.py` from the records in [benchmarks/results](../benchmarks/results), which also have
-10th and 90th percentiles. *H200* is {H200}.
-Unless a table says otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
+`benchmarks/measurements.py` writes this page from the [records](../benchmarks/results/README.md), which also have the
+commands, and 10th and 90th percentiles. *H200* is {H200}.
+Unless a table states otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
 ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
-2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). What suites and ways are: [benchmarking](benchmarking.md),
-[reliability](reliability.md#suites). What was tried, and why: [notes](../notes/README.md). A command is that of the
-commit beside it, with the name that its program has now; options that are gone (`--peers`) are left out.
+2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). [Benchmarking](benchmarking.md) and [reliability](reliability.md#suites)
+define suites and ways; [decisions](design/index.md) describe the experiments.
 """
 
 Record = dict[str, Any]
@@ -76,23 +75,13 @@ def when(row: Record) -> str:
 
 
 def source(*names: str, note: str = "") -> str:
-    """Where figures come from: machine, versions, date, commit and command of each record."""
+    """Where figures come from: machine and versions of each record, dates and commits of its runs."""
     parts = []
     for name in names:
         rows = load(name) if isinstance(load(name), list) else [load(name).get("env", load(name))]
-        commands: dict[str, list[str]] = {}
-        for row in rows:
-            commands.setdefault(when(row), []).append(command(row["command"]))
-        runs = (f"{date}: {'; '.join(dict.fromkeys(called))}" for date, called in commands.items())
-        parts.append(f"{name}.json, {machine(rows[0])}. {'. '.join(runs)}.")
+        runs = "; ".join(dict.fromkeys(map(when, rows)))
+        parts.append(f"{name}.json, {machine(rows[0])} ({runs}).")
     return fill(" ".join([*parts, note]).strip())
-
-
-def command(called: str) -> str:
-    """What was called, without the files of this machine. Scripts are those of the record's commit."""
-    without = re.sub(r" --(json|peers) \S+", "", called)
-    named = re.sub(r"-m symmoe bench\b", "bench.py", without)
-    return re.sub(r"(?<![/\w])(bench|deepep|balance)\.py", r"benchmarks/\1.py", named)
 
 
 def fill(text: str) -> str:
@@ -309,7 +298,7 @@ FP8 = {
     "Float8Block": "float8-block",
     "Float8Block, E4M3 on the wire": "float8-block, wire",
     "the same, graph": "float8-block, wire, graph",
-    "the same, weights quantised before (constant_weights)": "float8-block, wire, constant weights",
+    "the same, weights quantised before (cache_quantized_weights)": "float8-block, wire, constant weights",
     "float8-auto": "float8-auto",
 }
 
@@ -527,7 +516,7 @@ def sections() -> list[tuple[str, list[str]]]:
         (
             "## Whole steps",
             [
-                source(*STEPS, note="2 H200s, and one H100, where nothing travels."),
+                source(*STEPS, note="2 H200s, and one H100 without traffic."),
                 table(["ms of a step", *columns], steps()),
                 host("steps-h200-ep2"),
             ],
@@ -535,7 +524,7 @@ def sections() -> list[tuple[str, list[str]]]:
         (
             "## Memory of a step",
             [
-                source("memory-h100-ep2", note="Memory + leases."),
+                source("memory-h100-ep2", note="Ordinary memory + leases of the heap."),
                 table(
                     [
                         "MiB",
@@ -551,7 +540,7 @@ def sections() -> list[tuple[str, list[str]]]:
                 source(
                     "layer-h200-ep2",
                     "layer-h200-ep4",
-                    note="The pictures in [benchmarking](benchmarking.md#pictures) have static capacity without a "
+                    note="The pictures in [benchmarking](benchmarking.md#pictures) show static capacity without a "
                     "graph.",
                 ),
                 table(
@@ -583,7 +572,7 @@ def sections() -> list[tuple[str, list[str]]]:
             [
                 source(
                     "balance-h200-ep2",
-                    note="Steps without a router, 4 places. Load: rows of rank 0 by the mean; peaks: its.",
+                    note="Steps without a router, 4 places. Load: rows of rank 0 divided by the mean. Peak: of rank 0.",
                 ),
                 table(
                     [
@@ -604,7 +593,7 @@ def sections() -> list[tuple[str, list[str]]]:
             [
                 source(
                     "router-h200",
-                    note=f"us {passes}; errors of logits against float64, of the sum of the terms' magnitudes.",
+                    note=f"us {passes}; errors of logits against float64, divided by the sum of the terms' magnitudes.",
                 ),
                 table(
                     ["layer", "ours", "fp32", "tf32", "bf16", "error: ours, fp32, tf32, bf16"],
@@ -625,7 +614,7 @@ def sections() -> list[tuple[str, list[str]]]:
             "## Stash choices, layouts, order",
             [
                 source(
-                    "variants-h200-ep2", note="Peak of what one step takes: ordinary memory + heap."
+                    "variants-h200-ep2", note="Peak memory of one step: ordinary memory + heap."
                 ),
                 table(
                     ["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))],
@@ -639,7 +628,7 @@ def sections() -> list[tuple[str, list[str]]]:
                 source(
                     "trips-h200-ep2",
                     "trips-h200-ep4",
-                    note="GB/s over NVLink; copy: as many bytes by plain copies.",
+                    note="GB/s over NVLink; copy: plain copies of as many bytes.",
                 ),
                 table(
                     ["layer", "EP", *trip, "copy", "combine, rank", "slot", "copy, rank", "slot"],
@@ -675,16 +664,15 @@ def sections() -> list[tuple[str, list[str]]]:
                 source(
                     *TRAINERS,
                     note="A model with four layers of Qwen3-30B-A3B, 200 steps of 16,384 tokens, of bytes of Python's "
-                    "library. The losses of transformers' Trainer are means of 20 steps. torch 2.11 lacks what "
-                    "torchtitan 0.3.0 asks for: benchmarks/torchtitan_stand_ins.py.",
+                    "library. The losses of transformers' Trainer are means of 20 steps. "
+                    "benchmarks/torchtitan_stand_ins.py adds names that torchtitan 0.3.0 needs and torch 2.11 lacks.",
                 ),
                 fill(
-                    "One run of each way, with the same tokens. Ways of a trainer start from the same weights, and "
+                    "Each way ran once, with the same tokens. Ways of a trainer start from the same weights, and "
                     "their first losses agree within 0.001; torchtitan's *step* draws other initial experts. Later "
-                    "losses differ: rows and gradients are summed in other orders. Whether that is all of the "
-                    "difference was not isolated, nor how far apart runs of several seeds are. On CPUs, in "
-                    "fp32, losses agree within 1e-6 "
-                    "([tests](trainers.md))."
+                    "losses differ, because rows and gradients are summed in other orders. Other causes were not "
+                    "excluded, and runs of several seeds were not compared. On CPUs, in fp32, losses agree within "
+                    "1e-6 ([tests](trainers.md))."
                 ),
                 table(
                     [
@@ -710,11 +698,11 @@ def sections() -> list[tuple[str, list[str]]]:
             "### On GPUs",
             [
                 fill(
-                    f"reliability-h200-ep4.json and -ep2.json, H200: {CALL} SUITE --device cuda --ranks R. Survivors "
-                    "of faults raise after median, maximum."
+                    f"reliability-h200-ep4.json and -ep2.json, H200: {CALL} SUITE --device cuda --ranks R. Times of "
+                    "faults: median and maximum until survivors raise an error."
                 ),
                 table(["4 / 2 H200s", *head[1:]], both_suites(), 5),
-                fill(f"Failed: {failed_on_gpus()}. What failed:"),
+                fill(f"Failed: {failed_on_gpus()}. The failed cases:"),
                 "\n".join(failures()),
             ],
         ),

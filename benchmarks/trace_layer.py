@@ -26,8 +26,9 @@ from suites.problem import Problem
 from suites.reference import Reference
 from suites.steps import Choice, heap_bytes, layer_step
 
+from symmoe import RouterConfig
 from symmoe.errors import ArgumentError
-from symmoe.precision.recipes import PRECISIONS
+from symmoe.precision import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Timeline, table
 from symmoe.timeline.phases import COMMUNICATION
@@ -74,7 +75,11 @@ def run(args: argparse.Namespace) -> None:
     shape = shape_of(args, next(iter(PRESETS)))
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
-    options = {"overflow": "drop", "schedule": args.schedule, "aux_loss_coef": 1e-2}
+    options = {
+        "overflow": "drop",
+        "schedule": args.schedule,
+        "router": RouterConfig(aux_loss_coef=1e-2),
+    }
     choice = Choice(
         captured=not args.eager and torch.cuda.is_available(),
         precision=None if args.precision is None else PRECISIONS[args.precision],

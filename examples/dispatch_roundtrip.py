@@ -28,7 +28,7 @@ def main() -> None:
 
     plan = symmoe.make_plan(topk_idx, num_experts=EXPERTS, heap=heap)
 
-    # Everything that crosses the wire lies in leases, where peers write and read it: nothing is copied.
+    # All data on the wire lies in leases, which peers write and read directly: no copy is made.
     names = ("rows", "expert output", "output gradient", "input gradient")
     leases = [heap.lease((plan.row_capacity, HIDDEN), dtype, name=name) for name in names]
     rows_out, out, grad_out, grad_input_out = (lease.tensor for lease in leases)

@@ -5,9 +5,9 @@
     ... --checkpoint FOLDER                                            a local checkpoint of Qwen3-MoE, Mixtral, OLMoE,
                                                                        DeepSeek-V3 or gpt-oss
 
-Without a checkpoint it makes one: a small, randomly initialised Qwen3-MoE. The text is the source code of Python's
-standard library, a token is a byte. Every rank reads its own experts from the checkpoint and writes them back into a
-checkpoint with the same files, which plain transformers reads at the end.
+Without a checkpoint the program makes a small, randomly initialised Qwen3-MoE. The text is the source code of Python's
+standard library, a token is a byte. Every rank reads its own experts from the checkpoint and writes them into a new
+checkpoint with the same files. At the end plain transformers reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--checkpoint", type=Path, help="what to fine-tune (default: a small random Qwen3-MoE)"
+        "--checkpoint", type=Path, help="the model to fine-tune (default: a small random Qwen3-MoE)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/finetune_transformers"), help="a new folder"
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_random_checkpoint(folder: Path) -> None:
-    """A Qwen3-MoE of 5 million parameters in several files. The name of a file says how many there are."""
+    """A Qwen3-MoE of 5 million parameters in several files. The name of a file has the number of files."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=256,
@@ -71,7 +71,7 @@ def write_random_checkpoint(folder: Path) -> None:
 
 
 def heap_bytes(config: transformers.PretrainedConfig, *, num_ranks: int, num_tokens: int) -> int:
-    """Symmetric memory for one forward and backward pass, however the tokens are routed."""
+    """Symmetric memory for one forward and backward pass, for any routing."""
     shape = symmoe.MoEConfig(
         hidden=config.hidden_size,
         ffn=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
@@ -119,7 +119,7 @@ def finetune(
             loss = model(batch, labels=batch).loss
         loss.backward()
         symmoe.reduce_gradients(model)  # dense averaged over ranks, experts scaled
-        symmoe.clip_grad_norm(model, 1.0)
+        symmoe.training.clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 or step % 10 == 0 or step == arguments.steps:
@@ -145,7 +145,7 @@ def main() -> None:
             if ranks.group is not None:
                 dist.broadcast_object_list(
                     where
-                )  # rank 0's folder, and the news that it is complete
+                )  # rank 0's folder, and the signal that it is complete
             source = Path(where[0])
         config = transformers.AutoConfig.from_pretrained(source)
         num_bytes = heap_bytes(
@@ -169,7 +169,7 @@ def main() -> None:
             print(
                 f"held-out loss {heldout:.4f}; of {arguments.out} in plain transformers {plain:.4f}"
             )
-        ranks.barrier()  # the source goes when rank 0 leaves
+        ranks.barrier()  # the source is deleted when rank 0 leaves
 
 
 if __name__ == "__main__":

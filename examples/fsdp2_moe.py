@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/fsdp2_moe.py                    EP over 2 CPU processes, under a minute
     torchrun --nproc-per-node=4 examples/fsdp2_moe.py --ep 2             2 replicas of EP groups of 2
-    torchrun --nproc-per-node=2 examples/fsdp2_moe.py --ep 1 --resume    goes on from the checkpoint, sharded otherwise
+    torchrun --nproc-per-node=2 examples/fsdp2_moe.py --ep 1 --resume    resumes from the checkpoint with other shards
     torchrun --nproc-per-node=2 examples/fsdp2_moe.py --steps 10         on GPUs the same commands train the gpu preset
 
 Every rank holds E / ep experts of each layer, sharded over the replicas. Other parameters are sharded over all ranks.
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import symmoe
-from symmoe.integrations.parallel import parallelize, parameter_groups
+from symmoe.training.parallel import parallelize, parameter_groups
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
         "--preset",
         choices=sorted(PRESETS),
         default=default,
-        help="default: gpu where torch sees one",
+        help="default: gpu if torch finds one",
     )
     parser.add_argument("--ep", type=int, help="ranks of an EP group (default: all)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps in all")
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/fsdp2_moe"), help="where checkpoints go"
+        "--out", type=Path, default=Path("runs/fsdp2_moe"), help="folder of the checkpoints"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --out"
@@ -64,7 +64,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Every rank reads what its shards need, however the checkpoint was sharded. Collective."""
+    """Every rank reads the data of its shards from a checkpoint in any layout. Collective."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=folder)
@@ -85,10 +85,10 @@ def main() -> None:
         )
         backend = "nvshmem" if preset.device == "cuda" else "host"
         num_bytes = heap_bytes(preset, num_ranks=ep)
-        with symmoe.SymmetricHeap(
-            mesh.get_group("ep"), num_bytes=num_bytes, backend=backend
+        with symmoe.SymmetricHeap.from_mesh(
+            mesh["ep"], num_bytes=num_bytes, backend=backend
         ) as heap:
-            # FSDP casts the parameters, in place of autocast.
+            # FSDP casts the parameters instead of autocast.
             policy = (
                 MixedPrecisionPolicy(torch.bfloat16, torch.float32)
                 if preset.autocast
@@ -121,7 +121,7 @@ def main() -> None:
                 output = model(batch[:, :-1])
                 loss = F.cross_entropy(output.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
                 (loss + output.aux_loss).backward()
-                grad_norm = symmoe.clip_grad_norm(model, 1.0)
+                grad_norm = symmoe.training.clip_grad_norm(model, 1.0)
                 for group in optimizer.param_groups:
                     group["lr"] = preset.learning_rate * min(1.0, (step + 1) / preset.warmup_steps)
                 optimizer.step()

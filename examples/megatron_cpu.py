@@ -1,7 +1,7 @@
-"""Megatron-Core on a machine without CUDA: the few names it needs that are not there. For examples and tests only.
+"""Megatron-Core on a machine without CUDA: stand-ins for the few names that it lacks. For examples and tests only.
 
-Megatron-Core assumes a GPU in a handful of places. `install()` replaces those by what they mean on a CPU. Nothing here
-is needed by symmoe.
+Megatron-Core assumes a GPU in a few places. `install()` replaces them by their equivalents on a CPU. symmoe does not
+need this file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class _NoStream:
-    """A CUDA stream where there is none: everything has been done by the time it is asked for."""
+    """A stand-in for a CUDA stream: all work is finished at any query."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -23,7 +23,7 @@ class _NoStream:
         """There is nothing to wait for."""
 
     def record_event(self) -> _NoStream:
-        """An event that has happened."""
+        """A completed event."""
         return self
 
     def synchronize(self) -> None:
@@ -42,7 +42,7 @@ class _NoStreamContext:
 
 
 def install() -> None:
-    """Makes megatron.core run in this process without Transformer Engine, and where torch sees no GPU on CPUs.
+    """Makes megatron.core run in this process without Transformer Engine, and without a GPU on CPUs.
 
     Call it before building a model.
     """

@@ -1,18 +1,18 @@
-"""Trains a GPT of Megatron-Core whose MoE layers are symmoe's, on the source code of Python's standard library.
+"""Trains a GPT of Megatron-Core with symmoe's MoE layers on the source code of Python's standard library.
 
     torchrun --nproc-per-node=2 examples/megatron_gpt.py                              2 CPU processes, under a minute
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --preset qwen3-30b           2 GPUs: a few layers of that shape
-    torchrun --nproc-per-node=2 examples/megatron_gpt.py --dispatcher alltoall        Megatron's own, to compare
+    torchrun --nproc-per-node=2 examples/megatron_gpt.py --dispatcher alltoall        Megatron's own, for comparison
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --preset qwen3-30b --force-balance --steps 0 \\
         --compare alltoall,alltoall+symmoe,symmoe           no training: only MoE layers, timed in turn
 
-Model, optimizer, DDP and router are Megatron's in every run; `--dispatcher` says whose tokens travel, `--experts` whose
-experts compute. "megatron" are its fastest experts that run: TEGroupedMLP with Transformer Engine; else, in bf16,
+Model, optimizer, DDP and router are Megatron's in every run; `--dispatcher` chooses the dispatcher, `--experts`
+the experts. "megatron" means its fastest experts that run here: TEGroupedMLP with Transformer Engine; else, in bf16,
 GroupedMLP on torch's grouped GEMM (up to 0.16); else SequentialMLP. The same seed gives the same model and data, so
-losses can be compared. At the end one line of JSON has the times of steps and of MoE layers by themselves.
+losses are comparable. At the end one line of JSON has the times of steps and of single MoE layers.
 
-Needs megatron-core 0.16.1 or newer. megatron_cpu.py and megatron_without_te.py stand in for what Megatron expects of
-CUDA and of Transformer Engine.
+Needs megatron-core 0.16.1 or newer. megatron_cpu.py and megatron_without_te.py replace the parts of CUDA and of
+Transformer Engine that Megatron expects.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ PRESETS = {"tiny": Preset(), "qwen3-30b": Preset(layers=4, **_ATTENTION, **_EXPE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """Whose dispatcher (one of DISPATCHERS) and whose experts (one of EXPERTS) an MoE layer has."""
+    """The dispatcher (one of DISPATCHERS) and the experts (one of EXPERTS) of an MoE layer."""
 
     dispatcher: str
     experts: str
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """DISPATCHER or DISPATCHER+EXPERTS; without, the experts are of the dispatcher's house."""
+        """DISPATCHER or DISPATCHER+EXPERTS; without EXPERTS, the experts belong to the dispatcher's package."""
         dispatcher, _, experts = text.partition("+")
         experts = experts or ("symmoe" if dispatcher == "symmoe" else "megatron")
         if dispatcher not in DISPATCHERS or experts not in EXPERTS:
@@ -96,7 +96,7 @@ EXPERTS = ("symmoe", "megatron", "sequential")
 
 
 def variants(text: str) -> list[Variant]:
-    """Of a list with commas."""
+    """The variants of a comma-separated list."""
     return [Variant.parse(part) for part in text.split(",")]
 
 
@@ -106,7 +106,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset]:
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--dispatcher", choices=DISPATCHERS, default="symmoe")
-    parser.add_argument("--experts", choices=EXPERTS, help="default: as the dispatcher")
+    parser.add_argument("--experts", choices=EXPERTS, help="default: those of the dispatcher")
     parser.add_argument(
         "--compare", type=variants, metavar="V,V", help="MoE layers to time: DISPATCHER[+EXPERTS]"
     )
@@ -120,7 +120,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset]:
     parser.add_argument(
         "--load-factor",
         type=float,
-        help="rows a rank can take, over their mean: no host waits in symmoe",
+        help="rows that a rank accepts, divided by their mean: no host waits in symmoe",
     )
     parser.add_argument(
         "--order", choices=("rank", "slot"), default="rank", help="order of combine's sums"
@@ -205,7 +205,7 @@ def make_config(arguments: argparse.Namespace, preset: Preset, variant: Variant)
 
 
 def has_grouped_experts(dtype: torch.dtype) -> bool:
-    """Whether Megatron has experts here that do not compute one after the other."""
+    """Whether Megatron has grouped experts here, which compute together."""
     from megatron.core.transformer.moe import experts
 
     return _has_transformer_engine() or (dtype == torch.bfloat16 and hasattr(experts, "GroupedMLP"))
@@ -214,7 +214,7 @@ def has_grouped_experts(dtype: torch.dtype) -> bool:
 def make_spec(
     arguments: argparse.Namespace, preset: Preset, config: Any, variant: Variant, heap: Any
 ) -> Any:
-    """Megatron's layer spec, with symmoe's dispatcher and experts where they are asked for."""
+    """Megatron's layer spec, with symmoe's dispatcher and experts if the variant has them."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     from symmoe.integrations.megatron import (
@@ -247,7 +247,7 @@ def make_spec(
 
 
 def make_model(config: Any, spec: Any, preset: Preset, seed: int) -> Any:
-    """GPTModel on this rank's device; every rank has experts of its own."""
+    """GPTModel on this rank's device; every rank has its own experts."""
     from megatron.core.models.gpt import GPTModel
 
     model = GPTModel(config, spec, VOCABULARY, preset.sequence, position_embedding_type="rope")
@@ -271,7 +271,7 @@ def in_ddp(config: Any, model: Any) -> Any:
 
 @torch.no_grad()
 def start_alike(model: Any, config: Any, seed: int) -> None:
-    """The same numbers whichever classes hold the experts, and on however many ranks."""
+    """The same initial numbers for all classes of experts and any number of ranks."""
     from megatron.core import parallel_state
 
     num_local = config.num_moe_experts // config.expert_model_parallel_size
@@ -312,7 +312,7 @@ def start_alike(model: Any, config: Any, seed: int) -> None:
 
 
 def make_optimizer(config: Any, model: Any, learning_rate: float) -> Callable[[], None]:
-    """`step()`: Megatron's Adam on GPUs; on CPUs, where that does not run, torch's on the same gradients."""
+    """`step()`: Megatron's Adam on GPUs; on CPUs, which it does not support, torch's on the same gradients."""
     if torch.cuda.is_available():
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -457,7 +457,7 @@ def compare_layers(
 def heap_size(
     arguments: argparse.Namespace, preset: Preset, trained: Variant, timed: list[Variant]
 ) -> int:
-    """Bytes of the heap for training and then for the layers; 0 if symmoe's dispatcher is in neither."""
+    """Bytes of the heap for training and then for the layers; 0 without symmoe's dispatcher in both."""
     from symmoe.integrations.megatron import heap_bytes
 
     numbers_of_layers = [preset.layers] * (preset.steps > 0 and trained.dispatcher == "symmoe")
@@ -477,7 +477,7 @@ def heap_size(
 def about(
     arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device
 ) -> dict[str, Any]:
-    """What the figures are figures of."""
+    """The subject of the figures: model, machine and versions."""
     from symmoe.integrations.megatron import MEGATRON_VERSION
 
     return {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 WARM_UP = 5  # kernels are compiled, buffers grow
-# Between the results of two layers, as a share of the first one's norm: what rounding can do.
+# The largest rounding difference between the results of two layers, relative to the first one's norm.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
@@ -27,7 +27,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: list[float]) -> Summary:
-        """Of any number of values but none."""
+        """The summary of one or more values."""
         p10, median, p90 = (float(round(value, 4)) for value in np.percentile(values, (10, 50, 90)))
         return cls(median, p10, p90)
 
@@ -44,16 +44,16 @@ def time_layers(
 
     First the results of all layers are compared. In the timed part steps follow each other without a pause, as in
     training: before each the ranks' streams are aligned, not their hosts. A repetition takes as long as on its slowest
-    rank. Weight gradients are made anew each time.
+    rank. Each repetition makes new weight gradients.
 
     Args:
-        layers: Megatron MoE layers that hold the same numbers.
+        layers: Megatron MoE layers with the same numbers.
         x, dy: [S, B, H], input and gradient of the output.
         repetitions: timed ones of each layer, after WARM_UP.
         reseed: sets Megatron's generators, so that random routing repeats.
 
     Raises:
-        RuntimeError: two layers differ by more than rounding does.
+        RuntimeError: two layers differ by more than rounding errors.
     """
     _compare(layers, x, dy, reseed)
     marks: dict[str, list[list[Any]]] = {name: [] for name in layers}
@@ -129,5 +129,5 @@ def _phases_ms(start: Any, middle: Any, end: Any) -> tuple[float, float]:
 
 
 def _align(device: torch.device) -> None:
-    """The ranks' streams meet; hosts of GPUs do not wait."""
+    """Aligns the ranks' streams; hosts of GPUs do not wait."""
     dist.all_reduce(torch.zeros(1, device=device))

@@ -1,6 +1,6 @@
-"""Megatron-Core without Transformer Engine, apex and grouped_gemm: names it needs that are not there. For examples.
+"""Megatron-Core without Transformer Engine, apex and grouped_gemm: stand-ins for missing names. For examples.
 
-Nothing here is needed by symmoe.
+symmoe does not need this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def provide_grouped_gemm() -> None:
-    """Lets Megatron's GroupedMLP run on torch's grouped GEMM where the package grouped_gemm is not installed."""
+    """Lets Megatron's GroupedMLP run on torch's grouped GEMM if the package grouped_gemm is not installed."""
     from megatron.core.transformer.moe import grouped_gemm_util
 
     if not grouped_gemm_util.grouped_gemm_is_available():
@@ -70,5 +70,5 @@ class FusedAttention(nn.Module):
 
 
 def use_fused_attention(spec: Any) -> None:
-    """Puts it into a layer spec."""
+    """Sets FusedAttention in a layer spec."""
     spec.submodules.self_attention.submodules.core_attention = FusedAttention

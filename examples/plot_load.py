@@ -1,10 +1,10 @@
-"""Draws how evenly the experts of a run were loaded: `python examples/plot_load.py runs/lm/metrics.jsonl load.png`.
+"""Draws the load of the experts of a run: `python examples/plot_load.py runs/lm/metrics.jsonl load.png`.
 
 A heat map of each layer (tokens of an expert over the mean of the layer's experts), and below, over all layers, the
 largest expert over the mean, experts without a token, and dropped slots; with replicas also the largest rank over the
 mean, before and after rows have moved. The log has a line for every step: {"step", "expert_load": [layers][experts]} as
 train_lm.py writes them, with replicas also "balanced_per_rank": [layers][ranks], or {"step", "layers": records} with
-what `MetricsLogger.step` has returned, as dictionaries. If a step comes twice, after a restart, the last one counts.
+the results of `MetricsLogger.step` as dictionaries. If a restart has repeated a step, its last line counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_log(
     """Steps [S], the layers' names, tokens per expert of each layer [S, E], dropped slots [S] if the log has them, and
     of_ranks of each step [S, L, 2], or nothing of any.
 
-    A last line that is cut off is left out.
+    An incomplete last line is ignored.
     """
     text = path.read_text(encoding="utf-8")
     found = {
@@ -84,7 +84,7 @@ def draw(log: Path, picture: Path) -> None:
         height_ratios=ratios,
         layout="constrained",
     )
-    # A balanced model shall not look uneven, nor one hot expert hide the others.
+    # A balanced model must not look uneven, and one hot expert must not hide the others.
     brightest = float(np.clip(max(np.quantile(over_mean[i], 0.99) for i in shown), 2, 4))
     width = -(-len(steps) // MAX_COLUMNS)
     starts = np.arange(0, len(steps), width)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/train_lm.py                 2 CPU processes, 4 minutes on 2 cores
     torchrun --nproc-per-node=4 examples/train_lm.py --preset gpu    1, 2 or 4 GPUs
-    python examples/train_lm.py                                      one process, all experts in it
+    python examples/train_lm.py                                      one process with all experts
 
 On several nodes, with EP groups inside a node (the same on each, with its own --node-rank), and on CPUs with one that
 spans two virtual nodes:
@@ -12,13 +12,12 @@ spans two virtual nodes:
 
 Dense parameters are data-parallel over all ranks, experts are expert-parallel in each EP group. The batch, the
 initial model and the data do not depend on the number of ranks, so neither does the training. `--resume`
-continues from the newest checkpoint and ends in the same bits as a run that was never interrupted; it may do
-so on another number of ranks, with losses that then differ by rounding. With more `--steps` it extends a run, at the
-learning rates that a run of so many steps has from there on.
+continues from the newest checkpoint and ends in the same bits as an uninterrupted run. On another number of
+ranks losses differ by rounding. With more `--steps` it extends a run, at the learning rates of a run of so many steps.
 
     torchrun --nproc-per-node=2 examples/train_lm.py --prompt "class "    a sample from the checkpoint in --out
 
-Leaves in --out: metrics.jsonl (one object per step), loss.png, experts.png, sample.txt, checkpoints/.
+Writes to --out: metrics.jsonl (one object per step), loss.png, experts.png, sample.txt, checkpoints/.
 """
 
 from __future__ import annotations
@@ -61,25 +60,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ranks-per-node",
         type=int,
-        help="cut the machine into virtual nodes, on CPUs (default: not)",
+        help="divide the machine into virtual nodes, on CPUs (default: no)",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
     parser.add_argument(
         "--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)"
     )
     parser.add_argument(
-        "--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)"
+        "--precision",
+        choices=PRECISIONS,
+        help="numbers that experts multiply (default: the working dtype)",
     )
     parser.add_argument(
         "--wire",
         action="store_true",
-        help="rows travel to experts as the numbers of --precision, too",
+        help="send rows to experts as the numbers of --precision, too",
     )
     parser.add_argument(
         "--bf16", action="store_true", help="bf16 products with fp32 parameters, on CPUs too"
     )
     parser.add_argument(
-        "--replicas", type=int, metavar="PLACES", help="hot experts get replicas, so many on a rank"
+        "--replicas",
+        type=int,
+        metavar="PLACES",
+        help="balance by replicas of hot experts, at most so many on a rank",
     )
     parser.add_argument(
         "--muon", action="store_true", help="the matrices of experts by Muon, the rest by AdamW"
@@ -171,7 +175,7 @@ def evaluate(model: LanguageModel, corpus: Corpus, preset: Preset, ranks: Ranks)
 
 
 def check_settings(folder: Path, settings: dict[str, str | int]) -> None:
-    """Raises ValueError if the newest checkpoint is of a run with other settings, which both stand in the text."""
+    """Raises ValueError, with both settings, if the newest checkpoint belongs to a run with other settings."""
     saved = read_manifest(folder).extra
     for name, value in settings.items():
         if saved.get(name) != value:
@@ -188,7 +192,7 @@ def train(
     model = LanguageModel(preset, heap, device=ranks.device)
     init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)
     optimizer = make_optimizer(model, preset)
-    check_first_step(model, optimizer)  # warns if ranks begin to train apart
+    check_first_step(model, optimizer)  # warns if ranks start to train different models
     folder, state = (
         arguments.out / "checkpoints",
         {"model": model, "optimizer": optimizer, "group": ranks.group},
@@ -240,7 +244,7 @@ def train(
 def write_sample(
     model: LanguageModel, prompt: bytes, arguments: argparse.Namespace, preset: Preset
 ) -> bytes:
-    """What the model makes of the prompt, which it prints. On rank 0; the others lend their experts."""
+    """Prints and returns the model's continuation of the prompt. On rank 0; the others provide their experts."""
     sizes = {"num_bytes": preset.sample_bytes, "context": preset.context}
     sample = generate(model, prompt, **sizes, seed=arguments.seed)
     print(f"--- sample ---\n{sample.decode(errors='replace')}\n--------------")
@@ -250,7 +254,7 @@ def write_sample(
 def sample_checkpoint(
     arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap
 ) -> None:
-    """Prints how the newest checkpoint continues --prompt. Collective."""
+    """Prints the newest checkpoint's continuation of --prompt. Collective."""
     folder = arguments.out / "checkpoints"
     check_settings(folder, {"preset": repr(preset)})
     model = LanguageModel(preset, heap, device=ranks.device)
@@ -269,7 +273,7 @@ def main() -> None:
     if arguments.order:
         preset = preset.with_moe(order=arguments.order)
     if arguments.replicas:
-        preset = preset.with_moe(balance="replicas", replica_places=arguments.replicas)
+        preset = preset.with_moe(balance="replicas", replicas_per_rank=arguments.replicas)
     if arguments.precision:
         wire = "both" if arguments.wire else "none"
         preset = preset.with_moe(precision=PRECISIONS[arguments.precision], quantized_wire=wire)

@@ -1,8 +1,8 @@
 """The command `symmoe`.
 
-`symmoe plan` says how much memory a configuration needs, before anything is allocated, and what bounds it on several
-nodes; `symmoe doctor` says whether a machine can run symmoe, and who waited for whom; `symmoe check` compares a model
-on n ranks with one.
+`symmoe plan` computes the memory of a configuration before any allocation, and its bound on several nodes; `symmoe
+doctor` reports whether a machine can run symmoe, and which ranks waited for which; `symmoe check` compares a model on n
+ranks with one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from symmoe import __version__
 from symmoe.errors import ArgumentError
-from symmoe.precision.recipes import PRECISIONS
+from symmoe.moe.config import RouterConfig
+from symmoe.precision import PRECISIONS
 from symmoe.tools.check import command as check
 from symmoe.tools.check.runs import DTYPES
 from symmoe.tools.doctor import command as doctor
@@ -41,14 +42,14 @@ from symmoe.training.precision_choice import (
 
 _PLAN_HELP = "bytes of heap and activations, or bytes and time on several nodes, per rank"
 _PLAN = """\
-Says what a rank needs to train MoE layers, before anything is allocated: bytes of the symmetric heap and of activations
-with exact capacity (uniform routing, and the worst) and with a static one. With --nodes: a model of the bytes and the
-time of a forward pass on several nodes. The layer is a preset, or of the sizes given:
+Computes the memory of a rank that trains MoE layers, before any allocation: bytes of the symmetric heap and of
+activations with exact capacity (uniform routing, and the worst) and with a static one. With --nodes: a model of the
+bytes and the time of a forward pass on several nodes. The layer is a preset, or of the sizes given:
 
   symmoe plan --preset qwen3-30b --layout packed --ranks 8 --tokens 8192 --layers 48
   symmoe plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 32 --tokens 8192 --nodes 4
 
-docs/tuning.md says what to do where it is too much, docs/nodes.md what the model assumes.
+docs/layouts.md helps to choose a layout, docs/tuning.md to reduce memory; docs/nodes.md describes the model.
 """
 ROWS_SHOWN = (
     ("rows per rank and call", "num_rows"),
@@ -101,15 +102,15 @@ _OPTIONS: Options = {
     },
     "--precision": {
         "choices": (*PRECISIONS, AUTO),
-        "help": f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where a layer that is "
+        "help": f"numbers that experts multiply (default: of --dtype); {AUTO}: float8-block if a layer that is "
         "nowhere larger was faster in it on H200s",
     },
     "--groups": {
         "type": int,
         "default": 1,
-        "help": "groups of experts; see num_groups of MoEConfig (default 1)",
+        "help": "groups of experts; see num_expert_groups of RouterConfig (default 1)",
     },
-    "--top-groups": {
+    "--topk-groups": {
         "type": int,
         "default": 1,
         "help": "groups that a token may choose from (default 1)",
@@ -176,8 +177,7 @@ def _plan(args: argparse.Namespace) -> int:
         precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
         balance=args.balance,
-        num_groups=args.groups,
-        top_groups=args.top_groups,
+        router=RouterConfig(num_expert_groups=args.groups, topk_groups=args.topk_groups),
     )
     reason = ""
     if args.precision == AUTO:

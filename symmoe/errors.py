@@ -146,14 +146,15 @@ class PeerAborted(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended."""
+    """The connection to a peer broke while a heap was under construction, or in collective work of the host: the
+    process of that peer has ended."""
 
     def __init__(self, *, rank: int, problem: str) -> None:
         super().__init__(f"lost rank {rank}: {problem}")
         self.rank = rank
 
 
-def word_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentError | None:
+def choice_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentError | None:
     """The error of an argument that takes one of these words, if it is another, or None."""
     if isinstance(word, str) and word in words:  # an array would compare with each element
         return None

@@ -13,18 +13,18 @@ from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import (
     buffer_problem,
     check_kind,
+    choices_problem,
     memory_problem,
     tensor_problem,
-    words_problem,
 )
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, combine
+from symmoe.combine.trip import CombineTrip, combine
 from symmoe.dispatch.plan import Plan, reads_rows_in_place
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, StaleLease, StalePlan, SymmoeError
 from symmoe.kernels import control
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.symm_mem.heap import FailPeersOnError
 
 
@@ -89,7 +89,7 @@ def dispatch_tokens(
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, SEND):
-        heap.fail_for(
+        heap._fail_for(
             _rows_problem("x", x, plan, plan.num_tokens)
             or _dispatch_problem(x, plan, probs, out, order),
             SEND,
@@ -128,16 +128,16 @@ class _Dispatch(Function):
         rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
         with FailPeersOnError(heap, COLLECT):
             if needs_x:
-                heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
+                heap._fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
                 rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             if needs_probs:
-                d_row_probs = given("d_row_probs", d_row_probs)
-                heap.fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
+                d_row_probs = require_tensor("d_row_probs", d_row_probs)
+                heap._fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
             with rows_to_read as rows:
-                with Collection(
+                with CombineTrip(
                     rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients
                 ) as collection:
                     collection.collect()
@@ -172,7 +172,7 @@ def _receive(
 def _dispatch_problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> SymmoeError | None:
-    error: SymmoeError | None = words_problem(order=order)
+    error: SymmoeError | None = choices_problem(order=order)
     if error is None and probs is not None:
         error = tensor_problem(
             "probs",
@@ -228,7 +228,7 @@ def combine_tokens(
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, COLLECT):
-        heap.fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
+        heap._fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
         y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
     return y
 
@@ -258,7 +258,7 @@ class _Combine(Function):
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):
-            plan.heap.fail_for(
+            plan.heap._fail_for(
                 memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND
             )
             d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)
@@ -292,7 +292,7 @@ def _readable_rows(
 def _combine_problem(
     expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
 ) -> SymmoeError | None:
-    error: SymmoeError | None = words_problem(order=order)
+    error: SymmoeError | None = choices_problem(order=order)
     if error is not None:
         return error
     try:

@@ -21,10 +21,10 @@ from symmoe.tools.timing import times_in_a_row_ms
 
 PLACES = 4  # of a rank, for replicas
 BALANCES = {
-    "none": Choice(static=False, options={"router": "none"}),
+    "none": Choice(static=False, options={"router": None}),
     "replicas": Choice(
         static=False,
-        options={"router": "none", "balance": "replicas", "replica_places": PLACES},
+        options={"router": None, "balance": "replicas", "replicas_per_rank": PLACES},
     ),
 }
 

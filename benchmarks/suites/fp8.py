@@ -23,8 +23,7 @@ from suites.records import Record
 from suites.timing import Run, Variant, in_steps
 from symmoe import kernels
 from symmoe.grouped.weights import kernel_matrices
-from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.operands import Operand, ScatteredWeight
+from symmoe.kernels.operands import Operand, ScatteredWeight, range_of
 from symmoe.kernels.quantized_gemm import BLOCK, num_blocks
 
 MAX_ERROR = 1e-2  # of bf16 results, relative

@@ -32,7 +32,8 @@ from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
-from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
+from symmoe.precision import NVFP4, PRECISIONS
+from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.tools.shapes import Shape
 
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.

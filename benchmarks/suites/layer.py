@@ -31,7 +31,7 @@ from suites.timing import (
     median_ms,
     plan_of,
 )
-from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, Hidden
+from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, SavedActivations
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import LayerWeights
 from symmoe.kernels.activation import Activation
@@ -145,7 +145,7 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     fc1, fc2 = LayerWeights(problem.w1.detach()), LayerWeights(problem.w2.detach())
     weights = ExpertWeights(fc1, fc2, Activation())
     rows = ExpertRows(received[token], row_range, probs.reshape(-1)[slot])
-    d_out, kept = d_out[token], list[Hidden]()
+    d_out, kept = d_out[token], list[SavedActivations]()
     out = received.new_empty((num_rows, problem.case.shape.hidden))
     d_rows = torch.empty_like(out)
 

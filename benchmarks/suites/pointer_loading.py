@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from suites.timing import Variant, in_steps
-from symmoe.grouped.pointers import (
+from symmoe.pointers import (
     PackedPointers,
     Swizzle,
     copy_data_ptrs_to_device,

@@ -1,4 +1,33 @@
-"""One record per figure, a flat dictionary with the same keys in every suite; where it was measured; a table."""
+"""One record per figure, a flat dictionary with the same keys in every suite; where it was measured; a table.
+
+suite, variant, preset, ep, tokens, skew, direction: the case; with explicit sizes the preset is HxIxExK. ep: ranks.
+    tokens: T per rank. direction: forward or backward (of calls without one: forward)
+ms_median, ms_p10, ms_p90, repetitions: of the slowest rank
+tflops: 6 T H I K forward and 12 T H I K backward over the median, of the mean rank; in gemm the products named, of
+    GroupedLinear 4 and 8
+ceiling_tflops, stock_tflops, stock_ms: the same FLOPs by the GEMMs alone and by stock torch in this run, and its
+    time
+wire_bytes, wire_gbs: bytes of rows that leave a rank (combine: that arrive), of the rank with the most, from the
+    plan; over the median, in 1e9 bytes per second. layer: dispatch and combine together
+copy_gbs: as many bytes by a plain copy in this run
+yardstick: the key that the figure is compared with: ceiling_tflops, stock_tflops, copy_gbs or stock_ms; null for
+    yardsticks and other implementations
+error: the largest relative error found in step 2
+hidden, ffn, num_experts, top_k, dtype: sizes
+precision, weights, splits: grouped: the recipe or bf16, packed or scattered, device or host
+weight_copy_bytes: grouped: bytes of weights that torch's operators copy in a step, forward and backward, without
+    copies in kernels. "copied B" in the table
+host_us, launches, waits, copies, allocations: steps, grouped: see step 5; in grouped of a step, forward and
+    backward; all but host_us only on GPUs
+in_a_row_us: overhead: host microseconds of a call that loads pointers, among 200 of its kind, or fewer that take 50
+    ms. "in a row" in the table
+skipped: grouped: name and reason of each variant without a measurement
+nodes: rail: number of nodes
+peak_ordinary_bytes, peak_heap_bytes: layer, variants, precision, memory: peak of one step above the memory before
+    it: GPU memory, leases
+gpu, driver, torch, triton, nvshmem: machine and versions; gpu is the CPU's model on CPUs
+commit, command, date: of the source tree (`-dirty`: with changes; unknown outside of git), the call, UTC
+"""
 
 from __future__ import annotations
 
@@ -18,7 +47,7 @@ from symmoe.tools.ranks import Ranks
 
 Record = dict[str, Any]
 
-# Keys of every record; None where a figure does not exist. docs/benchmarking.md says what each means.
+# Keys of every record; None where a figure does not exist.
 KEYS = (
     *(
         "suite",

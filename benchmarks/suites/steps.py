@@ -24,7 +24,7 @@ from suites.stock_torch import STOCK, stock_layer, torch_experts
 from suites.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps, largest_error, plan_of
 from suites.traced import of_step
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.moe.config import MoEConfig
+from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
@@ -71,7 +71,9 @@ class Choice:
 
 LAYERS = {  # the whole MoELayer with its router
     "layer": Choice(static=False),
-    "layer, losses": Choice(static=False, options={"aux_loss_coef": 1e-2, "z_loss_coef": 1e-3}),
+    "layer, losses": Choice(
+        static=False, options={"router": RouterConfig(aux_loss_coef=1e-2, z_loss_coef=1e-3)}
+    ),
     "layer, static": Choice(),
     "layer, graph": Choice(captured=True),
 }
@@ -255,9 +257,9 @@ def layer_step(
 
     def forward() -> tuple[torch.Tensor, ...]:
         y, metrics = layer(x)
-        return (y, metrics.aux_loss) if config.aux_loss_coef else (y,)
+        return (y, metrics.aux_loss) if config.router.aux_loss_coef else (y,)
 
-    d_out = (dy, torch.ones((), device=heap.device))[: 2 if config.aux_loss_coef else 1]
+    d_out = (dy, torch.ones((), device=heap.device))[: 2 if config.router.aux_loss_coef else 1]
     parameters = (x, *layer.parameters())
     return Step(
         name, forward, parameters, d_out, lambda *_: reference.step_error(*routed.results())

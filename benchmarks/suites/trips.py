@@ -29,11 +29,11 @@ from suites.timing import (
     median_ms,
     plan_of,
 )
-from symmoe.combine.trip import Collection, combine
+from symmoe.combine.trip import CombineTrip, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import SymmoeError
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
 
@@ -192,7 +192,7 @@ def _dispatch_variant(
         rows.fill_(torch.nan)
         row_probs = forward()
         wrong = _differing_bits(rows, arriving(local.packed))
-        wrong += _differing(given("row_probs", row_probs), local.row_probs)
+        wrong += _differing(require_tensor("row_probs", row_probs), local.row_probs)
         rows.fill_(torch.nan)
         backward()
         return wrong + _differing_bits(rows, arriving(local.d_packed))
@@ -218,7 +218,7 @@ def _combine_variant(
         return combine(rows, plan, order=order)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
-        with Collection(rows, plan, order=order, row_values=values) as collection:
+        with CombineTrip(rows, plan, order=order, row_values=values) as collection:
             collection.collect()
         assert collection.out is not None
         assert collection.values is not None

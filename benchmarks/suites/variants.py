@@ -13,7 +13,7 @@ from suites.records import Record
 from suites.steps import Choice, Forward, heap_bytes
 from suites.timing import Run, plan_of
 from symmoe.dispatch.plan import Plan
-from symmoe.grouped.linear import constant_weights
+from symmoe.grouped.linear import cache_quantized_weights
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision.recipes import Float8Block
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -65,7 +65,9 @@ PRECISION = {
     "float8-block": Choice(**_FP8),
     "float8-block, wire": Choice(**_WIRE),
     "float8-block, wire, graph": Choice(captured=True, apart=True, **_WIRE),
-    "float8-block, wire, constant weights": Choice(apart=True, block=constant_weights, **_WIRE),
+    "float8-block, wire, constant weights": Choice(
+        apart=True, block=cache_quantized_weights, **_WIRE
+    ),
     AUTO: Choice(**_WIRE),  # what choose_precision makes of it
 }
 

@@ -18,7 +18,7 @@ _HELDOUT_ONE_IN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Train and held-out bytes from different files, and a digest that tells two corpora apart."""
+    """Train and held-out bytes from different files, and a digest that identifies the corpus."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -50,7 +50,7 @@ def train_batch(
 ) -> torch.Tensor:
     """The training sequences with these global indices at this step, [len(sequences), context + 1] int64.
 
-    A function of (seed, step, index): any number of ranks can cut the same global batch, and resuming
+    A function of (seed, step, index): any number of ranks can divide the same global batch, and resuming
     needs no state.
     """
     last = len(corpus.train) - (context + 1)

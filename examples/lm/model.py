@@ -61,9 +61,9 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def lend_experts(self, num_calls: int) -> None:
-        """Takes part in so many forward passes of other ranks, without tokens. Collective.
+        """Takes part in this number of forward passes of other ranks, without tokens. Collective.
 
-        If every rank brought the same text instead, its experts would compute it once for each of them.
+        If every rank passed the same text instead, its experts would compute it once for each of them.
         """
         nothing = self.embedding.weight.new_zeros(0, self.embedding.embedding_dim)
         with torch.autocast(nothing.device.type, dtype=torch.bfloat16, enabled=self.autocast):
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 
 def rope_rotation(length: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Rotary positions: what pairs of a head's features are multiplied by, [S, 1, 1, D / 2] complex64."""
+    """Rotary positions: the factors of pairs of a head's features, [S, 1, 1, D / 2] complex64."""
     frequencies = _ROPE_BASE ** (
         -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     )
@@ -138,9 +138,9 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
     """The same initial model on any number of ranks: every matrix has its own generator, seeded by its name.
 
-    An expert's name contains its global number, so expert g starts with the same weights wherever it lives.
-    Matrices start at deviation fan_in^-0.5; those that write to the residual stream are smaller, for its
-    variance to stay put over the depth; the head starts at zero (a uniform guess, 8 bits per byte).
+    An expert's name contains its global number, so expert g starts with the same weights on any rank.
+    Matrices start at deviation fan_in^-0.5; those that write to the residual stream are smaller, to
+    keep its variance constant over the depth; the head starts at zero (a uniform guess, 8 bits per byte).
     """
     num_writes, num_local = 2 * len(model.blocks), model.blocks[0].moe.experts.num_groups
     for full_name, parameter in model.named_parameters():
@@ -169,7 +169,7 @@ def _normal_(tensor: torch.Tensor, std: float, key: str) -> None:
 
 
 def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
-    """Bytes of symmetric memory a training step can need on one rank of an EP group of that size, whatever the routing.
+    """Bytes of symmetric memory a training step can need on one rank of an EP group of that size, for any routing.
 
     A quarter more than the leases of one step, for gaps: their sizes change from step to step.
     """
@@ -190,7 +190,7 @@ def generate(
 ) -> bytes:
     """Continues `prompt` by sampling at temperature 0.8; the other ranks call `model.lend_experts` num_bytes times.
 
-    The text is padded to few lengths, which repeat: what is behind a byte it does not see.
+    The text is padded to a few lengths, which repeat: a byte does not attend to later ones.
     """
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)

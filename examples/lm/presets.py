@@ -1,4 +1,4 @@
-"""Sizes and training settings: all there is to a run apart from its seed and its number of steps."""
+"""Sizes and training settings: a run without its seed and its number of steps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from symmoe import MoEConfig
+from symmoe import MoEConfig, RouterConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """One size of language model and how to train it; what is not given is that of the preset "cpu".
+    """One size of language model with its training; the defaults are those of the preset "cpu".
 
-    The batch is global: `sequences` are cut over however many ranks there are, so that a run at 1, 2 or 4
-    ranks is the same training.
+    The batch is global: `sequences` are divided over all ranks, so that a run at 1, 2 or 4 ranks is the
+    same training.
     """
 
     moe: MoEConfig
@@ -39,18 +39,20 @@ class Preset:
         return dataclasses.replace(self, moe=dataclasses.replace(self.moe, **changes))
 
 
-_LOSSES = {"aux_loss_coef": 0.01, "z_loss_coef": 1e-4}
+_ROUTER = RouterConfig(aux_loss_coef=0.01, z_loss_coef=1e-4)
 
 PRESETS = {
     # Two processes of one thread each: some three minutes on idle cores.
     "cpu": Preset(
-        moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, **_LOSSES),
+        moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, router=_ROUTER),
         takes="about 4 minutes on 2 cores",
     ),
     # About 2 billion parameters: 32 GB of weights, gradients and Adam moments in fp32 on a single GPU.
     "gpu": Preset(
         # Packed: an eighth of the rows that 12 layers keep for backward.
-        moe=MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, layout="packed", **_LOSSES),
+        moe=MoEConfig(
+            hidden=2048, ffn=768, num_experts=32, top_k=8, layout="packed", router=_ROUTER
+        ),
         layers=12,
         heads=16,
         context=2048,
@@ -67,7 +69,7 @@ PRESETS = {
     ),
     # Some ten million parameters, two minutes on a GPU that six such runs share: to compare ways to train.
     "gpu-small": Preset(
-        moe=MoEConfig(hidden=512, ffn=256, num_experts=16, top_k=4, **_LOSSES),
+        moe=MoEConfig(hidden=512, ffn=256, num_experts=16, top_k=4, router=_ROUTER),
         layers=6,
         heads=8,
         context=512,
@@ -82,7 +84,7 @@ PRESETS = {
     ),
     # For tests: seconds, and too small to learn much.
     "tiny": Preset(
-        moe=MoEConfig(hidden=32, ffn=64, num_experts=4, top_k=2, **_LOSSES),
+        moe=MoEConfig(hidden=32, ffn=64, num_experts=4, top_k=2, router=_ROUTER),
         layers=2,
         heads=2,
         context=64,

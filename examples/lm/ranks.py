@@ -21,9 +21,9 @@ class Ranks:
     """This process among its peers.
 
     Attributes:
-        group: all of them; None: there is no other.
-        ep_group: of those, the ones that share the experts.
-        expert_group: those that hold this rank's experts in the other EP groups, and this one; None: there are none.
+        group: all ranks; None: this one is alone.
+        ep_group: the ranks of `group` that share the experts.
+        expert_group: this rank and those of other EP groups with the same experts; None: there are none.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Ranks:
         return total / self.size
 
     def sum_of_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the EP groups of what is the same on all ranks of each. Collective."""
+        """Sum over the EP groups of a value that all ranks of a group share. Collective."""
         if self.expert_group is None:
             return value
         total = value.clone()
@@ -69,7 +69,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def open_ranks(device_type: str, ep: int | None = None) -> Iterator[Ranks]:
-    """Joins the process group that torchrun describes in the environment, if any, and leaves it at last.
+    """Joins the process group that torchrun describes in the environment, if any, and leaves it at the end.
 
     Args:
         ep: ranks of an EP group, neighbours and so on one node if it divides the ranks of a node; None: all.

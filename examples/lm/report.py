@@ -1,4 +1,4 @@
-"""What a run leaves behind: a progress line, `metrics.jsonl`, and two pictures."""
+"""Output of a run: a progress line, `metrics.jsonl`, and two pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = dict[str, int | float | list[int] | list[list[int]]]
 
 
 class Reporter:
-    """Prints and records one step after another. Ranks other than 0 have one that does nothing.
+    """Prints and records one step after another. On ranks other than 0 it does nothing.
 
     On a terminal one line updates in place; elsewhere every evaluation prints a line.
     """
@@ -53,7 +53,7 @@ class Reporter:
 
 
 def _truncate(path: Path, *, last_step: int) -> None:
-    """Keeps the records up to `last_step`: those after it will be made again. A torn last line goes too."""
+    """Keeps the records up to `last_step`: the run repeats those after it. An incomplete last line is removed, too."""
     kept = (
         [r for r in read_records(path) if r["step"] <= last_step]
         if last_step and path.exists()
@@ -72,7 +72,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def plot(folder: Path) -> None:
-    """Draws `loss.png` and `experts.png` from `metrics.jsonl`; says so if matplotlib is missing."""
+    """Draws `loss.png` and `experts.png` from `metrics.jsonl`; prints a note if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.autograd import transform_problem
-from symmoe.errors import ArgumentError, StaleLease, word_problem
+from symmoe.errors import ArgumentError, StaleLease, choice_problem
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import Score
 from symmoe.symm_mem.memory import ended_lease
@@ -31,7 +31,6 @@ Overflow = Literal["raise", "drop"]
 Order = Literal["rank", "slot", "node"]
 Stash = Literal["all", "rows", "hidden", "none"]
 Layout = Literal["auto", "packed", "expert-major"]
-RouterKind = Literal["linear", "none"]
 Schedule = Literal["serial", "overlapped", "always-overlapped"]
 QuantizedWire = Literal["none", "forward", "backward", "both"]
 AuxLoss = Literal["micro_batch", "sequence", "global"]
@@ -45,7 +44,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "score": get_args(Score),
     "stash": get_args(Stash),
     "layout": get_args(Layout),
-    "router": get_args(RouterKind),
     "schedule": get_args(Schedule),
     "quantized_wire": get_args(QuantizedWire),
     "aux_loss": get_args(AuxLoss),
@@ -95,9 +93,9 @@ def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
         raise ArgumentError(f"{name} ({value}) must be finite and at least {at_least}")
 
 
-def words_problem(**words: object) -> ArgumentError | None:
+def choices_problem(**words: object) -> ArgumentError | None:
     """The error for the first argument whose word it does not take, or None."""
-    problems = (word_problem(name, word, CHOICES[name]) for name, word in words.items())
+    problems = (choice_problem(name, word, CHOICES[name]) for name, word in words.items())
     return next(filter(None, problems), None)
 
 
@@ -337,7 +335,7 @@ def call_problem(**modules: torch.nn.Module) -> ArgumentError | None:
             return ArgumentError(
                 f"{name} has {found}, which would be left out: kernels take the place of its call. Put hooks on the "
                 "layer, its router or shared expert, or on parameters; other experts run by parts: see "
-                "docs/own_experts.md. Call symmoe.add_lora in place of peft's target_parameters, or "
+                "docs/own_experts.md. Call symmoe.lora.add_lora in place of peft's target_parameters, or "
                 "symmoe.integrations.peft.get_peft_model of a model whose experts are swapped"
             )
     return None

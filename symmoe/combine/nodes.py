@@ -1,5 +1,5 @@
 """The way home between nodes: what each node has summed of a token comes back along the rail, and home adds it up. With
-`order="slot"` a node sends the K rows of a token themselves. "Order of sums" in docs/design.md."""
+`order="slot"` a node sends the K rows of a token themselves. "Order of sums" in docs/design/trips.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The combine trip without autograd: every token's rows come home from the ranks of its experts and are summed, in one
-of the orders of "Order of sums" in docs/design.md. Between nodes home reads the rows of a token that are inside its
-node, and what other nodes have summed comes along the rails (combine/nodes.py)."""
+of the orders of "Order of sums" in docs/design/trips.md. Between nodes home reads the rows of a token that are inside
+its node, and what other nodes have summed comes along the rails (combine/nodes.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from symmoe.dispatch.nodes import NodesPlan
 from symmoe.dispatch.plan import Plan, reads_rows_in_place
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.symm_mem.memory import Lease
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
@@ -48,11 +48,11 @@ def combine(
             first: their sums go home while those of this node's tokens are computed.
         division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
     """
-    collection = Collection(rows, plan, order=order)
+    collection = CombineTrip(rows, plan, order=order)
     if division is None or plan.nodes is not None:
-        with collecting(collection, compute, division):
+        with combine_during(collection, compute, division):
             pass
-        return given("rows", collection.out)
+        return require_tensor("rows", collection.out)
     branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
     (last, *sources), (before, own, after) = (
@@ -75,13 +75,13 @@ def combine(
         finally:
             branch.join()
         collection.finish()  # nothing else runs meanwhile
-    return given("rows", collection.out)
+    return require_tensor("rows", collection.out)
 
 
 @contextmanager
-def collecting(
-    collection: Collection, compute: ComputePart, division: Division | None = None
-) -> Iterator[Collection]:
+def combine_during(
+    collection: CombineTrip, compute: ComputePart, division: Division | None = None
+) -> Iterator[CombineTrip]:
     """Context of a collection, complete after it, of rows that `compute` fills, see :func:`combine`. The caller may
     compute other things in it, at the same time if there is a division of the SMs. Collective; does not synchronise the
     host."""
@@ -108,7 +108,7 @@ def collecting(
 
 @contextmanager
 def _on_rails(
-    collection: Collection, nodes: NodesPlan[Plan], compute: ComputePart, division: Division
+    collection: CombineTrip, nodes: NodesPlan[Plan], compute: ComputePart, division: Division
 ) -> Iterator[None]:
     """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
     node's tokens, and what the caller does in the context, are computed."""
@@ -131,7 +131,7 @@ def _on_rails(
         collection.finish()
 
 
-class Collection:
+class CombineTrip:
     """One combine trip, as a context: :meth:`collect`, or its steps, collective but for `send`: :meth:`open`, with
     order "rank" :meth:`send` for every peer as soon as the rows of its tokens are complete, and :meth:`finish`. Between
     nodes :meth:`open` has the sums of foreign tokens leave, and :meth:`finish` makes those of this node's; where the
@@ -182,7 +182,7 @@ class Collection:
                 plan, plan.nodes, rows, has_values=row_values is not None, order=order
             )
 
-    def __enter__(self) -> Collection:
+    def __enter__(self) -> CombineTrip:
         plan, heap = self.plan, self.plan.heap
         with self._exit:
             values_offset = 0
@@ -196,7 +196,7 @@ class Collection:
                 values_offset = packed_values.offset
             rows_offset = last_row_offset = 0
             if self._rows is not None and self._pulls:
-                rows_offset = heap.offset_of(self._rows, phase=PHASE)
+                rows_offset = heap._offset_of(self._rows, phase=PHASE)
             elif self._rows is not None:
                 width, region_rows = (
                     self._rows.shape[1],
@@ -228,7 +228,7 @@ class Collection:
     def open(self) -> None:
         """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
         until the rows of tokens of other nodes are, whose sums then leave."""
-        with self.plan.heap.timed("combine"):
+        with self.plan.heap._timed("combine"):
             self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
@@ -239,7 +239,7 @@ class Collection:
     def leave(self) -> None:
         """Between nodes, sends the sums of tokens of other nodes home."""
         if self._from_nodes is not None:
-            with self.plan.heap.timed("combine"):
+            with self.plan.heap._timed("combine"):
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
 
     def open_again(self) -> None:
@@ -271,7 +271,7 @@ class Collection:
             (self._packed_to_row, self.plan.source_to_packed_start),
             (self.plan.heap.peers, self._ready),
         )
-        with self.plan.heap.timed("combine"):
+        with self.plan.heap._timed("combine"):
             self._ops.push_sums(
                 self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas
             )
@@ -279,7 +279,7 @@ class Collection:
     def finish(self, *, num_ctas: int | None = None) -> None:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
         plan, heap = self.plan, self.plan.heap
-        with heap.timed("combine"):
+        with heap._timed("combine"):
             nan_on_failure = None
             if self._from_nodes is not None:
                 self._pull(self._from_nodes.own)

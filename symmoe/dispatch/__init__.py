@@ -2,3 +2,7 @@
 
 May use the heap and precision's wire format. Begin with `plan`, then `trip`.
 """
+
+from symmoe.dispatch.plan import Plan
+
+__all__ = ["Plan"]

@@ -1,5 +1,5 @@
 """A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that they bring along
-("Between nodes" in docs/design.md).
+(docs/design/nodes.md).
 
 Row numbers are those of the plan over all ranks. Rows are ordered expert, source rank, token, k, and packed rows source
 rank, token, where a source is a rank of any node. So rows of all ranks before this node are next to each other, and
@@ -176,7 +176,7 @@ class RailPlan:
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        comes next. phase, agreed: as in Nodes.meet. Yields what waits for what other nodes send: of each tensor,
+        comes next. phase, agreed: as in RemoteNodes.meet. Yields what waits for what other nodes send: of each tensor,
         [F, .], F foreign tokens."""
         heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
@@ -217,7 +217,7 @@ class RailPlan:
         return self.num_sent, self.num_received, self.sizes
 
     def meet(self, phase: int, agreed: control.CallFields) -> None:
-        """The ranks of the rail meet, see Nodes.meet. agreed: on what those of a node agree."""
+        """The ranks of the rail meet, see RemoteNodes.meet. agreed: on what those of a node agree."""
         nodes_of(self.heap).meet(phase, sizes=self.sizes, rail_plan=self.number, **agreed)
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -336,9 +336,9 @@ def plan_in_node(
         return [found.storage]
 
     key = "plan in node", num_tokens, top_k, num_local, *of_nodes
-    found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
+    found = InNodeIntegers(heap._run(key, launch, (plan.storage, integers))[0], layout)
     return NodesPlan(
-        plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number)
+        plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.channel.number)
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,21 +16,22 @@ from symmoe import kernels
 from symmoe.checks.arguments import (
     Problem,
     check_kind,
+    choices_problem,
     parameter_dtype_problem,
     tensor_problem,
-    words_problem,
 )
 from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, in_storage, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
-from symmoe.kernels.gemm_parts import Part, bounds_of
+from symmoe.kernels.gemm_parts import Part
+from symmoe.kernels.operands import bounds_of
 from symmoe.precision.recipes import Recipe, precision_problem, precision_word
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
 
 MAX_TOP_K = 32
-FindRoom = Callable[[], RowBudget | None]
+FindBudget = Callable[[], RowBudget | None]
 _Rails = tuple[int, bool] | None  # the last arguments of RailRows, if the group spans nodes
 _OVERFLOW = {
     "raise": control.OVERFLOW_RAISE,
@@ -47,14 +47,15 @@ class Plan(PlanIntegers):
     Attributes:
         splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
-        num_tokens, top_k, num_experts: T, K, E. num_places: S, places of a rank for replicas of other ranks' experts.
+        num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, places of a rank for replicas of other ranks'
+            experts.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
             capacity), the capacity given (static), or the room that the call got here; -1: only the routing says that,
             and the plan has not been settled.
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
         expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.
-        is_settled: whether the host has read the report, or nobody posts it.
+        has_sizes: whether the host has read the report, or nobody posts it.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
             room until it is settled.
@@ -62,7 +63,7 @@ class Plan(PlanIntegers):
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
-        has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
+        fits_budget: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
     """
 
@@ -70,11 +71,11 @@ class Plan(PlanIntegers):
     num_tokens: int
     top_k: int
     num_experts: int
-    num_places: int
+    num_replica_slots: int
     row_capacity: int
     packed_row_capacity: int
     expected_rows: int
-    is_settled: bool
+    has_sizes: bool
     generation: int
     num_rows: int | None = None
     packed_to_row: torch.Tensor | None = None
@@ -82,21 +83,21 @@ class Plan(PlanIntegers):
     max_rows: int | None = None
     max_packed_rows: int | None = None
     most_sent: int = 0
-    has_room: bool = True
+    fits_budget: bool = True
     nodes: NodesPlan[Plan] | None = None
 
     phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
 
-    def settle(self) -> None:
+    def wait_for_sizes(self) -> None:
         """Finds out what the routing of a plan with room needs, and whether there is room for it. Waits until the
         device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan;
         on every rank."""
-        if self.is_settled:
+        if self.has_sizes:
             return
         report = self.heap.await_report(self.generation)
-        self.is_settled = True
-        self.has_room = report[control.SUM_ERROR] != control.PLAN_NO_ROOM
-        if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
+        self.has_sizes = True
+        self.fits_budget = report[control.SUM_ERROR] != control.PLAN_OVER_BUDGET
+        if self.fits_budget and report[control.SUM_ERROR] != control.PLAN_OK:
             if (
                 report[control.SUM_ERROR] == control.PLAN_FAULT
                 and self.heap.nodes is not None
@@ -166,7 +167,7 @@ class Plan(PlanIntegers):
         are_there = self.heap.rank > 0, True, self.heap.rank < self.heap.num_ranks - 1
         return [
             (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),)
-            if self.num_places and is_there
+            if self.num_replica_slots and is_there
             else ()
             for i, is_there in enumerate(are_there)
         ]
@@ -201,7 +202,7 @@ class PlanRequest:
     num_tokens: int
     top_k: int
     num_experts: int
-    num_places: int
+    num_replica_slots: int
     header: tuple[int, ...]  # words for the peers, see control.HEAD_*
     layout: control.PlanLayout
     row_capacity: int
@@ -226,12 +227,12 @@ class PlanRequest:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
         with torch.no_grad(), (heap := self.heap).one_call:
             generation = heap.epoch + 1
-            launch = partial(self.launch, generation)
+            launch = functools.partial(self.launch, generation)
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
-            storage, *found = heap.run(self.key, launch, inputs, plan=generation)
+            storage, *found = heap._run(self.key, launch, inputs, plan=generation)
             plan = self.plan(storage, generation)
         if self.row_capacity < 0:
-            plan.settle()
+            plan.wait_for_sizes()
         return MadePlan(plan, found)
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
@@ -253,11 +254,11 @@ class PlanRequest:
             self.num_tokens,
             self.top_k,
             self.num_experts,
-            self.num_places,
+            self.num_replica_slots,
             self.row_capacity,
             self.packed_row_capacity,
             self.expected_rows,
-            is_settled=not self.is_read,
+            has_sizes=not self.is_read,
             generation=generation,
         )
 
@@ -274,7 +275,7 @@ class PlanRequest:
         if self.rails is not None:
             rails = RailRows(topk_idx, heap, num_experts, *self.rails)
         ops = kernels.for_device(heap.device)
-        numel, layout = plan_layout(*topk_idx.shape, num_experts, num_ranks, self.num_places)
+        numel, layout = plan_layout(*topk_idx.shape, num_experts, num_ranks, self.num_replica_slots)
         integers = in_storage(
             PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout
         )
@@ -284,14 +285,14 @@ class PlanRequest:
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         received = self._exchange(counts, topk_idx, num_experts, rails)
-        if self.num_places:  # the rest is the plan of a call whose experts are the copies
-            num_experts += num_ranks * self.num_places
+        if self.num_replica_slots:  # the rest is the plan of a call whose experts are the copies
+            num_experts += num_ranks * self.num_replica_slots
             near = num_ranks if rails is None else len(heap.topology.ranks)
             ops.place_replicas(
                 heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near
             )
             starts, counts = counts, counts.new_empty((blocks, num_experts + num_ranks + 2))
-            ops.choose_copies(topk_idx, starts, integers, counts)
+            ops.route_to_replicas(topk_idx, starts, integers, counts)
             received = self._exchange(counts, topk_idx, num_experts, rails)
             topk_idx = integers.slot_to_copy
         overflow = header[control.HEAD_OVERFLOW]
@@ -356,7 +357,7 @@ class PlanOptions(NamedTuple):
     quantized_wire: str = "none"
     rail_capacity: int | None = None
     config: int = 0  # the number of a layer's configuration, see symm_mem/reports.py
-    replica_places: int = 0
+    replicas_per_rank: int = 0
     replica_slack: float = 0.05
 
 
@@ -373,16 +374,17 @@ def make_plan(
     precision: Recipe | None = None,
     quantized_wire: str = "none",
     rail_capacity: int | None = None,
-    replica_places: int = 0,
+    replicas_per_rank: int = 0,
     replica_slack: float = 0.05,
 ) -> Plan:
     """Plans one layer call. Collective over the heap's group.
 
     With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits.
 
-    With `replica_places` ranks that get more rows than the others give some to replicas of their experts on ranks that
+    With `replicas_per_rank` ranks that get more rows than the others give some to replicas of their experts on ranks
+    that
     get less, in every call anew: after its own experts a rank computes the rows of each of its places with the weights
-    of the expert in `plan.place_to_expert[rank]` (-1: no rows). All that a plan says of the experts of a rank then
+    of the expert in `plan.replica_to_expert[rank]` (-1: no rows). All that a plan says of the experts of a rank then
     holds for its E / R experts and its places; topk_idx and expert_load are of the E experts. See
     ReplicaKernels.place_replicas for how rows are moved.
 
@@ -402,8 +404,8 @@ def make_plan(
         rail_capacity: static capacity only, and without effect on one node: the most tokens that a rank sends to
             another node; each has its place in messages of that size. None: max_tokens, or T. More tokens are an
             overflow: with "drop" the last ones of a rank lose their slots on that node, and do not count as load.
-        replica_places: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0: none.
-            Of ranks of its node, which must follow each other.
+        replicas_per_rank: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0:
+            none. Of ranks of its node, which must follow each other.
         replica_slack: how much more rows than the mean a rank may keep, as a share of the mean.
 
     Returns:
@@ -427,7 +429,7 @@ def make_plan(
         precision,
         quantized_wire,
         rail_capacity,
-        replica_places=replica_places,
+        replicas_per_rank=replicas_per_rank,
         replica_slack=replica_slack,
     )
     check_kind("heap", heap, SymmetricHeap)
@@ -445,32 +447,32 @@ def plan_call(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
     options: PlanOptions,
-    find_room: FindRoom = lambda: None,
+    find_budget: FindBudget = lambda: None,
 ) -> Plan:
     """Same as make_plan, for calls that go on with a trip: between nodes an error at its end is raised there on other
-    ranks. With exact capacity the host does not wait if there is room: see Plan.settle. find_room: with exact capacity,
-    what the buffers of this call can take on this rank; None, on all ranks: what its routing needs. Asked for once this
-    rank has noticed the errors of earlier calls, as its peers have."""
+    ranks. With exact capacity the host does not wait if there is room: see Plan.wait_for_sizes. find_budget: with
+    exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what its routing needs.
+    Asked for once this rank has noticed the errors of earlier calls, as its peers have."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
-        return begin_plan(topk_idx, heap, options, find_room).made().plan
+        return begin_plan(topk_idx, heap, options, find_budget).made().plan
 
 
 def begin_plan(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
     options: PlanOptions,
-    find_room: FindRoom,
+    find_budget: FindBudget,
     route: Any = None,
 ) -> PlanRequest | MadePlan:
     """What plan_call begins with; on one node nothing is launched. route: what makes the values of topk_idx [T, K]
     before."""
     capacity = options.capacity
     heap.check(control.PHASE_PLAN, waits=capacity is None)
-    heap.fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
-    room = find_room() if capacity is None else None
+    heap._fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
+    room = find_budget() if capacity is None else None
     if capacity is None and heap.captured_reports is not None:  # no host can wait
         why = room.why_it_waits if room else "calls a layer that earlier calls did not"
-        heap.fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
+        heap._fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
     topk_idx = topk_idx.detach().contiguous()
     if heap.nodes is None:
         return _request(topk_idx, heap, options, room, None, route)
@@ -488,7 +490,11 @@ def _sizes_of(
 ) -> tuple[tuple[int, ...], control.PlanLayout, int, int, int]:
     """What the host knows of a plan with these options, which have been checked, on a heap of so many ranks, before it
     is made: header, layout, row_capacity, packed_row_capacity and expected_rows of PlanRequest."""
-    capacity, max_tokens, num_places = options.capacity, options.max_tokens, options.replica_places
+    capacity, max_tokens, num_replica_slots = (
+        options.capacity,
+        options.max_tokens,
+        options.replicas_per_rank,
+    )
     most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
     limit = capacity if room is None else room.rows
     packed_limit = None if room is None else room.packed_rows
@@ -506,11 +512,11 @@ def _sizes_of(
         control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
         control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(options.quantized_wire),
         control.HEAD_RAIL_CAPACITY: rail_capacity,
-        control.HEAD_NUM_PLACES: num_places,
-        control.HEAD_SLACK: round(1000 * options.replica_slack) if num_places else 0,
+        control.HEAD_NUM_REPLICA_SLOTS: num_replica_slots,
+        control.HEAD_SLACK: round(1000 * options.replica_slack) if num_replica_slots else 0,
     }
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
-    _, layout = plan_layout(num_tokens, top_k, options.num_experts, num_ranks, num_places)
+    _, layout = plan_layout(num_tokens, top_k, options.num_experts, num_ranks, num_replica_slots)
     rows, most_tokens = words[control.HEAD_CAPACITY], words[control.HEAD_MAX_TOKENS]
     packed_rows = words[control.HEAD_PACKED_CAPACITY]
     if most_tokens >= 0:
@@ -573,7 +579,7 @@ def _request(
         num_tokens,
         top_k,
         num_experts=options.num_experts,
-        num_places=options.replica_places,
+        num_replica_slots=options.replicas_per_rank,
         header=header,
         layout=layout,
         row_capacity=row_capacity,
@@ -639,8 +645,15 @@ def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
     """What is wrong with options for a group of so many ranks, of which those of a node follow each other or not."""
     num_experts, capacity, dtype = options.num_experts, options.capacity, options.dtype
-    places, slack = options.replica_places, options.replica_slack
-    sizes = ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity", "replica_places")
+    places, slack = options.replicas_per_rank, options.replica_slack
+    sizes = (
+        "num_experts",
+        "capacity",
+        "max_tokens",
+        "hidden",
+        "rail_capacity",
+        "replicas_per_rank",
+    )
     for name in () if options.config else sizes:  # MoEConfig has looked at those of a layer
         value = getattr(options, name)
         if value is None and name != "num_experts":
@@ -658,22 +671,22 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
             f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})"
         )
     if places < 0:
-        return ArgumentError(f"replica_places ({places}) must be at least 0")
+        return ArgumentError(f"replicas_per_rank ({places}) must be at least 0")
     if (num_copies := num_experts + places * num_ranks) > control.MAX_EXPERTS:
         return ArgumentError(
-            f"num_experts ({num_experts}) and replica_places ({places}) on each rank make {num_copies} experts; there "
-            f"must be at most {control.MAX_EXPERTS}"
+            f"num_experts ({num_experts}) and replicas_per_rank ({places}) on each rank make {num_copies} experts; "
+            f"there must be at most {control.MAX_EXPERTS}"
         )
     if places and not is_in_order:
         return ArgumentError(
-            f"replica_places ({places}) must be 0 where ranks of a node do not follow each other"
+            f"replicas_per_rank ({places}) must be 0 where ranks of a node do not follow each other"
         )
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
     error = None
     if not options.config:  # as above
         words = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
-        error = words_problem(**words)
+        error = choices_problem(**words)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():

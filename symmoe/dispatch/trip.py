@@ -1,4 +1,4 @@
-"""The dispatch trip without autograd: rows of tokens travel to the ranks of their experts ("Trips" in docs/design.md).
+"""The dispatch trip without autograd: rows of tokens travel to the ranks of their experts (docs/design/trips.md).
 
 The receive buffer is packed [P, H], one row per (token, rank), from which readers gather through
 `plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (which rows a token has here, and their
@@ -24,7 +24,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.program.builder import mark, owed
+from symmoe.program.builder import mark, must_complete
 from symmoe.program.program import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
@@ -43,7 +43,7 @@ class Arrival:
     row_to_packed_row: torch.Tensor  # int32
 
 
-class Rider(Protocol):
+class ExtraPayload(Protocol):
     """The weights of replicas, which travel before rows. agreed: what ranks must agree on, by name, so that they fit.
     weights_offset: where this rank wants them."""
 
@@ -65,7 +65,7 @@ def dispatch(
     gradients: int | None = None,
     division: Division | None = None,
     is_last: bool = True,
-    rider: Rider | None = None,
+    extra_payload: ExtraPayload | None = None,
 ) -> Iterator[Arrival]:
     """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective. A context, at
     the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the plan's
@@ -87,8 +87,8 @@ def dispatch(
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
     }
-    if rider is not None:
-        number = plan.heap.configurations.number({**agreed, **rider.agreed})
+    if extra_payload is not None:
+        number = plan.heap.configurations.number({**agreed, **extra_payload.agreed})
         agreed = {"replicas": 1, "config": number}
     agreed["plan"] = plan.generation
     index = None if gradients is None else _Index(*plan.received_index())
@@ -97,14 +97,14 @@ def dispatch(
             index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
         stack.enter_context(plan.heap.one_call)
         if division is None:
-            stack.enter_context(plan.heap.timed("dispatch"))
+            stack.enter_context(plan.heap._timed("dispatch"))
         tensors, come = [x] if probs is None else [x, probs], None
         if plan.nodes is not None:
             come = stack.enter_context(
                 plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
             )
-        travelling = _travelling(plan, tensors, come, agreed if is_last else None)
-        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, rider)
+        travelling = _token_sources(plan, tensors, come, agreed if is_last else None)
+        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, extra_payload)
         if division is not None:
             with trip.arriving() as parts:
                 yield Arrival(parts, index.row_probs, index.row_to_packed_row)
@@ -113,7 +113,7 @@ def dispatch(
     yield Arrival(None, index.row_probs, index.row_to_packed_row)
 
 
-def _travelling(
+def _token_sources(
     plan: Plan,
     tensors: list[torch.Tensor],
     come: Callable[[], list[torch.Tensor]] | None,
@@ -121,7 +121,7 @@ def _travelling(
 ) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
     """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
     nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
-    with a meeting, see Nodes.meet: its last barrier is next."""
+    with a meeting, see RemoteNodes.meet: its last barrier is next."""
     yield plan.in_node, tensors
     if plan.nodes is not None and come is not None:
         yield plan.nodes.foreign, come()
@@ -202,15 +202,15 @@ class _Trip:
     _buffer: torch.Tensor
     _layout: str
     _index: _Index
-    _travelling: Iterator[tuple[Plan, list[torch.Tensor]]]  # see there
+    _token_sources: Iterator[tuple[Plan, list[torch.Tensor]]]  # see there
     _agreed: control.CallFields
     _division: Division | None
-    _rider: Rider | None
+    _rider: ExtraPayload | None
     _num_sent = 0  # steps of _exchange that have sent their rows
     _are_read = True  # whether somebody reads what comes
 
     def __post_init__(self) -> None:
-        self._heap, division, rider = self._plan.heap, self._division, self._rider
+        self._heap, division, extra_payload = self._plan.heap, self._division, self._rider
         self._ops = kernels.for_device(self._buffer.device)
         self._num_ctas = None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
@@ -218,17 +218,17 @@ class _Trip:
         self._come: dict[
             int, torch.cuda.Event | None
         ] = {}  # key: the source whose rows are complete after the event
-        with nullcontext() if division is None else self._heap.timed("dispatch"):
-            offsets = self._heap.offset_of(self._buffer, phase=PHASE), *self._index.offsets
-            if rider is not None:
-                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], rider.weights_offset
+        with nullcontext() if division is None else self._heap._timed("dispatch"):
+            offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
+            if extra_payload is not None:
+                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], extra_payload.weights_offset
             self._ready = self._heap.barrier(
                 PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed
             )
 
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
         """The plan and the rows [T, H] of what travels next; its slots have been sent."""
-        for tokens, (rows, *values) in self._travelling:
+        for tokens, (rows, *values) in self._token_sources:
             self._index.push(tokens, values[0] if values else None, self._ready)
             yield tokens, rows
 
@@ -255,7 +255,7 @@ class _Trip:
         heap = self._heap
         mark(MUST_ABORT)
         try:
-            with heap.timed("dispatch"):
+            with heap._timed("dispatch"):
                 self._own, self._x = next(self._tokens())
                 if (
                     self._rider is not None
@@ -283,7 +283,7 @@ class _Trip:
                 heap.abort(error)
             raise
         finally:
-            with owed():
+            with must_complete():
                 self._branch.join()
             mark(CLEAN)
 
@@ -294,7 +294,7 @@ class _Trip:
             plan.arrivals,
             self._plan.parts_of_replicas(num_sms),
         )
-        with self._heap.timed("dispatch"):
+        with self._heap._timed("dispatch"):
             if self._layout == "packed":
                 self._push(self._x, plan, to=self._rank)
             else:
@@ -320,17 +320,17 @@ class _Trip:
         All ranks wait for a push only after their own one of the same step: no two wait for each other.
         """
         heap, num_ranks = self._heap, self._num_ranks
-        with self._branch.after(self._start), heap.timed("dispatch"):
+        with self._branch.after(self._start), heap._timed("dispatch"):
             for step in range(len(self._come) + 1, num_ranks):
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
-                with owed():
+                with must_complete():
                     if (
                         step > self._num_sent
                     ):  # once: after the signal the peer may use its buffer for other rows
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
-                        heap.send_signal(to)
+                        heap._send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(
+                    arrived = heap._wait_for_signal(
                         peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer
                     )
                 source, self._signalled = self._own.arrivals[step], self._branch.point()
@@ -340,7 +340,7 @@ class _Trip:
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
-        with self._branch.after(self._start), self._heap.timed("dispatch"):
+        with self._branch.after(self._start), self._heap._timed("dispatch"):
             for tokens, rows in self._tokens():  # the foreign ones
                 if self._num_ranks == 1 and self._layout == "expert-major":
                     self._place_own(rows, tokens)
@@ -375,7 +375,7 @@ class _Trip:
     def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
         """Writes tokens to all rows that they have on this rank, in an expert-major buffer."""
         slots = tokens.slot_to_rank, tokens.slot_to_row
-        self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
+        self._ops.replica_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
 
     def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
         """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows. arrived:

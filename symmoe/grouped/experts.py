@@ -20,9 +20,8 @@ from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import LayerWeights, WeightProduct
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import Matrices
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import Operand, given
+from symmoe.kernels.operands import Matrices, Operand, require_tensor
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertForm:
+class ExpertSpec:
     """What launches of experts depend on in addition to tensors: fields of GroupedMLP; and of fc1 and of fc2 the number
     of weights, and whether they have biases."""
 
@@ -50,23 +49,23 @@ class ExpertForm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CallExperts:
+class ExpertTensors:
     """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
     parametrizations and adapters have made for this call, or an operator's inputs."""
 
-    form: ExpertForm
+    form: ExpertSpec
     biases: Biases
-    tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
+    tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertSpec.split
     linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
 
 
 def of_tensors(
     layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
-) -> CallExperts:
+) -> ExpertTensors:
     """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
     fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
-    form = ExpertForm(
+    form = ExpertSpec(
         fc1.num_groups,
         fc1.in_features,
         fc2.in_features,
@@ -75,18 +74,18 @@ def of_tensors(
         num_weights=(len(fc1.weight_names), len(fc2.weight_names)),
         have_biases=(b1 is not None, b2 is not None),
     )
-    return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
+    return ExpertTensors(form, (b1, b2), tuple(tensors), (fc1, fc2))
 
 
-def evaluated(experts: Any, dtype: torch.dtype) -> CallExperts:
-    """The experts for a call in that dtype, see local_tensors, of a GroupedMLP; CallExperts are as they are."""
-    if isinstance(experts, CallExperts):
+def materialized(experts: Any, dtype: torch.dtype) -> ExpertTensors:
+    """The experts for a call in that dtype, see local_tensors, of a GroupedMLP; ExpertTensors are as they are."""
+    if isinstance(experts, ExpertTensors):
         return experts
     biases, tensors = local_tensors((experts.fc1, experts.fc2), dtype)
     return of_tensors((experts.fc1, experts.activation, experts.fc2), biases, tensors)
 
 
-class Hidden(NamedTuple):
+class SavedActivations(NamedTuple):
     """What forward leaves for backward, in addition to its inputs; with a recipe the transposed weights as operands."""
 
     h: torch.Tensor  # [num_rows, W], FC1's output
@@ -181,7 +180,7 @@ class ExpertWeights:
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
-    ) -> tuple[Hidden, SecondInput]:
+    ) -> tuple[SavedActivations, SecondInput]:
         """h [num_rows, W] and a [num_rows, I]. The first GEMM runs once for each part, or for all rows; so does the
         activation, which with adapters runs after all parts."""
         ops, rows = kernels.for_device(x.rows.device), (x.rows, x.row_index)
@@ -199,7 +198,7 @@ class ExpertWeights:
                     bias=its.fc1.bias,
                     num_sms=part.num_sms,
                 )
-            return Hidden(h), (a, None)
+            return SavedActivations(h), (a, None)
         t1 = h.new_empty((num_rows, self.fc1.a.shape[1]))
         t2 = h.new_empty((num_rows, self.fc2.a.shape[1]))
         for part, its in self.calls(x, parts):
@@ -210,7 +209,7 @@ class ExpertWeights:
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
         for part, its in self.calls(x):
             ops.grouped_gemm(a, its.fc2.a, part.rows, t2)
-        return Hidden(h, t1, t2), (a, t2)
+        return SavedActivations(h, t1, t2), (a, t2)
 
     def second_layer(
         self,
@@ -241,7 +240,7 @@ class ExpertWeights:
                 ops.grouped_gemm(t2, b2, its_part.rows, out, accumulate=True, num_sms=num_sms)
 
     def backward(
-        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
+        self, x: ExpertRows, hidden: SavedActivations, d_out: torch.Tensor, **options: Any
     ) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, **options)
@@ -259,7 +258,7 @@ class ExpertsBackward:
         self,
         x: ExpertRows,
         weights: ExpertWeights,
-        hidden: Hidden,
+        hidden: SavedActivations,
         d_out: torch.Tensor,
         *,
         parts: Parts = None,
@@ -291,7 +290,7 @@ class ExpertsBackward:
                         (d_out, x.row_index), its.fc2.bias, part.rows, self.d_scale, accumulate=True
                     )
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
+    def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient. Whether it has also made db2."""
         h, weights = hidden.h, self._weights
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((len(h), weights.fc2.weight.shape[2]))
@@ -331,11 +330,11 @@ class ExpertsBackward:
         if not is_whole:
             ops.sum_dact_partials(workspace, end, self.d_scale, num_partials)
 
-    def _dgrad_with_adapters(self, hidden: Hidden, parts: Parts) -> None:
+    def _dgrad_with_adapters(self, hidden: SavedActivations, parts: Parts) -> None:
         """By kernels of their own, which compute `a` again."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         scale, da, d_out = x.scale[: len(h)], torch.empty_like(self._a), (self._d_out, x.row_index)
-        self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
+        self._t1, self._t2 = require_tensor("t1", hidden.t1), require_tensor("t2", hidden.t2)
         self._dt1, self._dt2 = torch.empty_like(self._t1), torch.empty_like(self._t2)
         for part, its in weights.calls(x, parts):
             fc2, num_sms = its.fc2, part.num_sms

@@ -30,9 +30,8 @@ from symmoe.grouped.rows_function import (
 )
 from symmoe.grouped.weights import LayerWeights, WeightProduct, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
-from symmoe.kernels.contract.operands import Rows
-from symmoe.kernels.operands import Operand, given
-from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
+from symmoe.kernels.operands import Operand, Rows, require_tensor
+from symmoe.precision.operands import CachedWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import replaceable
 
@@ -146,8 +145,8 @@ class LinearProducts:
         end = len(layer.weight_names)
         (weight,) = kernel_matrices({"weight": matrices[:end]})
         weights = LayerWeights(weight, bias, *matrices[end:])
-        if is_forward and layer.held_weight is not None and layer.precision is not None:
-            return weights.with_held(layer.held_weight, layer.precision, self.trains_rows)
+        if is_forward and layer.cached_weight is not None and layer.precision is not None:
+            return weights.with_held(layer.cached_weight, layer.precision, self.trains_rows)
         return weights
 
     def forward(
@@ -204,7 +203,7 @@ class LinearProducts:
         if d_bias is not None and (recipe is None or d_rows is None):
             ops.grouped_bias_grad(d_out, row_range, d_bias, scale=rows.bias_scale)
         if needs_scale:
-            d_scale = torch.zeros_like(given("bias_scale", rows.bias_scale))
+            d_scale = torch.zeros_like(require_tensor("bias_scale", rows.bias_scale))
             ops.grouped_bias_dot(d_out, bias, row_range, d_scale)
         if d_rows is not None and recipe is None:
             ops.grouped_gemm_dgrad(d_out, weights.weight, row_range, d_rows, zero_tail=zero_tail)
@@ -236,7 +235,7 @@ def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor
 
 
 @contextmanager
-def constant_weights(module: nn.Module) -> Iterator[None]:
+def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
     """A block in which no weight of a GroupedLinear in `module` (also those of GroupedMLP and MoELayer) changes: each
     that has a `precision` is quantised once, for all calls in it, e.g. of the micro-batches before an optimizer's step.
     What is held, and CUDA graphs: docs/tuning.md. If the first forward pass was without gradients, the first one with
@@ -258,13 +257,17 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
         module, GroupedLinear, name="module", needs="GroupedLinear whose weights could be constant"
     )
     entered = [
-        linear for linear in linears if linear.precision is not None and linear.held_weight is None
+        linear
+        for linear in linears
+        if linear.precision is not None and linear.cached_weight is None
     ]
     with ExitStack() as held:
         for linear in entered:
-            weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
-            linear.held_weight = held.enter_context(closing(weight))
-            held.callback(setattr, linear, "held_weight", None)
+            weight = CachedWeight(
+                [linear.weight] if linear.is_packed else linear.weight_parameters()
+            )
+            linear.cached_weight = held.enter_context(closing(weight))
+            held.callback(setattr, linear, "cached_weight", None)
         yield
 
 

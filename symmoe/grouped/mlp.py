@@ -17,7 +17,7 @@ from torch import nn
 from symmoe.checks.arguments import call_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
-from symmoe.grouped.experts import ExpertForm, ExpertWeights, Hidden, Layers, of_tensors
+from symmoe.grouped.experts import ExpertSpec, ExpertWeights, Layers, SavedActivations, of_tensors
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.quantized_experts import QuantizedWeights, Wire
 from symmoe.grouped.rows_function import (
@@ -31,7 +31,7 @@ from symmoe.grouped.rows_function import (
 )
 from symmoe.grouped.weights import LayerWeights, kernel_matrices
 from symmoe.kernels.activation import Activation
-from symmoe.precision.operands import HeldWeight
+from symmoe.precision.operands import CachedWeight
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import replaceable
 
@@ -201,17 +201,17 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
 
 
 def expert_weights(
-    form: ExpertForm,
+    form: ExpertSpec,
     biases: Sequence[MaybeTensor],
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
     wire: Wire | None = None,
-    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None),
+    held: tuple[CachedWeight | None, CachedWeight | None] = (None, None),
 ) -> ExpertWeights:
     """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
     trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
-    gradients have travelled; held: what symmoe.constant_weights holds of fc1 and fc2."""
+    gradients have travelled; held: what symmoe.grouped.cache_quantized_weights holds of fc1 and fc2."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     a1, b1, a2, b2 = adapters or (None,) * 4
@@ -233,7 +233,7 @@ def expert_weights(
 class MLPProducts:
     """What the layers of an MLP compute in a call, without autograd. trains: as in expert_weights."""
 
-    form: ExpertForm
+    form: ExpertSpec
     layers: tuple[GroupedLinear, GroupedLinear]
     scale_bias: bool
     trains: tuple[bool, bool]
@@ -243,7 +243,7 @@ class MLPProducts:
         return self.form, self.scale_bias
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> ExpertWeights:
-        held = [layer.held_weight if is_forward else None for layer in self.layers]
+        held = [layer.cached_weight if is_forward else None for layer in self.layers]
         biases, tensors = tensors[:2], tensors[2:]
         return expert_weights(
             self.form, biases, tensors, trains=self.trains, held=(held[0], held[1])
@@ -251,7 +251,7 @@ class MLPProducts:
 
     def forward(
         self, weights: ExpertWeights, rows: ExpertRows, out: torch.Tensor, *, zero_tail: bool
-    ) -> Hidden:
+    ) -> SavedActivations:
         hidden, a = weights.first_layer(rows, num_rows=len(rows.rows))
         weights.second_layer(a, rows, out, zero_tail=zero_tail)
         return hidden
@@ -267,7 +267,7 @@ class MLPProducts:
         *,
         zero_tail: bool,
     ) -> RowGradients:
-        steps = weights.backward(rows, Hidden(*kept), d_out, needs_scale=needs[1])
+        steps = weights.backward(rows, SavedActivations(*kept), d_out, needs_scale=needs[1])
         if d_rows is not None:
             steps.input_gradient(d_rows, zero_tail=zero_tail)
         of_weights = steps.w1_product, steps.w2_product

@@ -22,7 +22,7 @@ from torch import nn
 
 from symmoe.autograd import Unmodified
 from symmoe.checks.arguments import modules_of, parameter_dtype_problem, size_problem
-from symmoe.errors import ArgumentError, raise_for, word_problem
+from symmoe.errors import ArgumentError, choice_problem, raise_for
 from symmoe.grouped.weights import (
     Target,
     WeightProduct,
@@ -34,7 +34,7 @@ from symmoe.grouped.weights import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.precision.operands import HeldWeight
+from symmoe.precision.operands import CachedWeight
 from symmoe.precision.recipes import Recipe, precision_problem
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class GroupedParameters(nn.Module):
         )
         dtype = torch.get_default_dtype() if dtype is None else dtype
         raise_for(parameter_dtype_problem(dtype))
-        raise_for(word_problem("weights", weights, ("packed", "discrete")))
+        raise_for(choice_problem("weights", weights, ("packed", "discrete")))
         raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
         self.num_groups = operator.index(num_groups)
         self.in_features = operator.index(in_features)
@@ -89,7 +89,9 @@ class GroupedParameters(nn.Module):
         self.weight_names = (
             ("weight",) if self.is_packed else tuple(f"weight{g}" for g in range(num_groups))
         )
-        self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
+        self.cached_weight: CachedWeight | None = (
+            None  # symmoe.grouped.cache_quantized_weights sets it
+        )
         self._init_method = init_method
         self._delayed: deque[Callable[[], None]] = deque()
         self._after_backward_dw: list[Callable[[], object]] = []
@@ -146,14 +148,14 @@ class GroupedParameters(nn.Module):
                 )
         return None if self.precision is None else e4m3_problem(self.precision, device)
 
-    def held_problem(self) -> ArgumentError | None:
-        """Why a forward pass cannot use the weights that symmoe.constant_weights holds, or None."""
-        if self.held_weight is None:
+    def cache_problem(self) -> ArgumentError | None:
+        """Why a forward pass cannot use the weights that symmoe.grouped.cache_quantized_weights holds, or None."""
+        if self.cached_weight is None:
             return None
         # FSDP puts others in their place in every call; what a parametrization makes is new in each.
         is_theirs = self._is_fsdp_managed_module or self.weight_names[0] not in self._parameters
         current = () if is_theirs else map(self._parameters.__getitem__, self.weight_names)
-        return self.held_weight.problem(current)
+        return self.cached_weight.problem(current)
 
     def adapters(self) -> tuple[torch.Tensor, ...]:
         """A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here."""

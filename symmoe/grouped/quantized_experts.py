@@ -22,7 +22,13 @@ from typing import Any
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
+from symmoe.grouped.experts import (
+    ExpertsBackward,
+    ExpertWeights,
+    Parts,
+    SavedActivations,
+    SecondInput,
+)
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import WeightProduct
 from symmoe.kernels import act_quantized
@@ -65,7 +71,7 @@ class QuantizedWeights(ExpertWeights):
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
-    ) -> tuple[Hidden, SecondInput]:
+    ) -> tuple[SavedActivations, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
         recipe, weight, ffn = self.recipe, self.fc1.weight, self.fc2.weight.shape[2]
         ops = kernels.for_device(weight.device)
@@ -93,7 +99,9 @@ class QuantizedWeights(ExpertWeights):
             ops.scaled_activation(h, x.scale, full, self.activation)
             a = recipe.quantize(full, x.row_range)
         unused = (None,) * len(Operand._fields)  # by backward
-        return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (
+        return SavedActivations(
+            h, None, None, *(transposed1 or unused), *(transposed2 or unused)
+        ), (
             a.operand(),
             w2,
         )
@@ -126,7 +134,7 @@ class QuantizedWeights(ExpertWeights):
         )
 
     def backward(
-        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any
+        self, x: ExpertRows, hidden: SavedActivations, d_out: torch.Tensor, **options: Any
     ) -> QuantizedBackward:
         num_rows = len(hidden.h)
         d_out = d_out[:num_rows] if x.row_index is None else d_out  # it may be longer
@@ -143,7 +151,7 @@ class QuantizedBackward(ExpertsBackward):
     _dh_columns: Callable[[], Operand]
     _a_columns: Callable[[], Operand]
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
+    def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
         x, weights, h = self._x, self._weights, hidden.h
         self._dtype, wire = h.dtype, weights.wire.gradients
         self._transposed1, transposed2 = hidden.transposed

@@ -30,7 +30,7 @@ from symmoe.checks.arguments import (
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.weights import WeightProduct
-from symmoe.kernels.operands import FLOATS, given_of
+from symmoe.kernels.operands import FLOATS, present_tensors
 from symmoe.kernels.programs import run_program
 
 Products = Any  # LinearProducts of linear.py, or MLPProducts of mlp.py
@@ -101,7 +101,7 @@ class RowArguments:
         argument `name` is x: else ArgumentError, StaleLease."""
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
-            problem = problem or layer.width_problem(x.device) or layer.held_problem()
+            problem = problem or layer.width_problem(x.device) or layer.cache_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
         read = itertools.chain(
             (x, self.splits, self.scale), *(layer.parameters() for layer in layers)
@@ -214,7 +214,7 @@ class _RowsFunction(Function):
         kept = run_program(
             ("rows", products.key, weights.key, out is None, scale is None),
             lambda: products.forward(weights, rows, y.view(-1, width), zero_tail=out is None),
-            given_of(rows.rows, row_range, scale, *weights.operands, y),
+            present_tensors(rows.rows, row_range, scale, *weights.operands, y),
         )
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
         ctx.products, ctx.overwrites, ctx.num_kept = products, given.overwrite_main_grad, len(kept)
@@ -254,9 +254,9 @@ class _RowsFunction(Function):
         has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
         key = "rows backward", products.key, weights.key, *options, has, needs
         # The rows, not x: what the program returns of them is the tensor that it is given, with its version.
-        read = given_of(d_y, rows.rows, row_range, scale, *kept, *weights.operands)
+        read = present_tensors(d_y, rows.rows, row_range, scale, *kept, *weights.operands)
         written = [tensor for target in targets for tensor in target.operands]
-        found = run_program(key, compute, [*read, *written, *given_of(d_x)])
+        found = run_program(key, compute, [*read, *written, *present_tensors(d_x)])
         d_scale, d_biases, d_weights, d_adapters = found
         if d_x is not None:
             d_x = buffer.hand_on(d_x)

@@ -26,12 +26,10 @@ from torch import nn
 from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.errors import ArgumentError
-from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
-from symmoe.kernels.contract.operands import Matrices
-from symmoe.kernels.operands import Operand, address_or_self, given
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import Directions, HeldWeight
+from symmoe.kernels.operands import Matrices, Operand, TensorTable, address_or_self, require_tensor
+from symmoe.pointers import load_addresses
+from symmoe.precision.operands import CachedWeight, Directions
 from symmoe.precision.recipes import Recipe
 from symmoe.torch_internals import version_of
 
@@ -45,8 +43,8 @@ class LayerWeights(NamedTuple):
     b: Any = None  # and [G, O, r]
     held: Directions | None = None  # operands that several calls share; None: a call makes its own
 
-    def with_held(self, held: HeldWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
-        """With what symmoe.constant_weights holds of the weight; for dgrad too if `transposed`."""
+    def with_held(self, held: CachedWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
+        """With what symmoe.grouped.cache_quantized_weights holds of the weight; for dgrad too if `transposed`."""
         return self._replace(held=held.operands(recipe, self.weight, transposed=transposed))
 
     @property
@@ -248,7 +246,7 @@ class Target:
             self.delay(found[0])
             return [None] * len(weights)
         if self.option == "new" and weights[0].dim() == 2:
-            return given("buffer", found[0]).unbind(0)
+            return require_tensor("buffer", found[0]).unbind(0)
         asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self.parameters]
         if not any(asked):
             return found

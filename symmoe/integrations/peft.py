@@ -1,5 +1,5 @@
 """peft's LoRA on transformers models with swapped experts, and its files (docs/peft.md). Adapters of experts are those
-of grouped layers (symmoe.training.lora), which peft cannot save. E experts in all, H hidden, I ffn."""
+of grouped layers (symmoe.lora), which peft cannot save. E experts in all, H hidden, I ffn."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.swap import adapt, heap_of, refuse_methods_of_peft
+from symmoe.lora import LoRAGroupedLinear
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
-from symmoe.training.lora import LoRAGroupedLinear
 
 with extra("peft"):
     import peft

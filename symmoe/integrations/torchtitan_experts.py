@@ -115,7 +115,7 @@ class SymmoeRoutedExperts(RoutedExperts):
             "top_k": sent.top_k,
         }
         stash: Stash = "all" if sent.num_kept_layers else "hidden"
-        self._config = MoEConfig(**sizes, order=sent.order, stash=stash, router="none")
+        self._config = MoEConfig(**sizes, order=sent.order, stash=stash, router=None)
         self._step: Step | None = None
 
     @torch.compiler.disable
@@ -142,7 +142,7 @@ class SymmoeRoutedExperts(RoutedExperts):
         tokens, probs, topk_idx = (
             each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK)
         )
-        heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
+        heap._fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
         y, load = run_routed(self._step, tokens, probs, topk_idx, experts, x_BLD.shape)
         self.token_dispatcher.tell(topk_idx, load, tokens)
         return y

@@ -1,19 +1,19 @@
-"""Device code and its PyTorch twins, both of the type `contract.Kernels`.
+"""Device code and its PyTorch twins, both of the type `twin.Kernels`.
 
-May use errors, program and autograd only. Begin with `contract`, which says what every kernel computes, then `select`
+May use errors, program and autograd only. Begin with `twin`, which defines what every kernel computes, then `select`
 (which device has which kernels, and who stands in between) and `hopper_choice` (where those for Hopper replace others).
 """
 
-from symmoe.kernels.contract import Kernels
 from symmoe.kernels.select import (
     compiled_counter,
     for_device,
     has_hook,
     hooked,
-    looked_up,
+    kernel_getter,
     may_run_programs,
     program_compiler,
 )
+from symmoe.kernels.twin import Kernels
 
 __all__ = [
     "Kernels",
@@ -21,7 +21,7 @@ __all__ = [
     "for_device",
     "has_hook",
     "hooked",
-    "looked_up",
+    "kernel_getter",
     "may_run_programs",
     "program_compiler",
 ]

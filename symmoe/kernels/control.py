@@ -81,7 +81,7 @@ HEADER_WORDS = 32
     HEAD_RAIL_CAPACITY,
     HEAD_RAIL_DROPPED,  # slots of tokens that have no room on a rail and are dropped; where none are, the tokens that
     # would go where most would, if those have no room. Known to the device only
-    HEAD_NUM_PLACES,
+    HEAD_NUM_REPLICA_SLOTS,
     HEAD_SLACK,
 ) = range(18)
 # Header fields on which all ranks must agree, with their names for users.
@@ -97,7 +97,7 @@ AGREED_FIELDS = {
     HEAD_QUANTIZED_WIRE: "quantized_wire",
     HEAD_PACKED_CAPACITY: "room for packed rows",
     HEAD_RAIL_CAPACITY: "rail_capacity",
-    HEAD_NUM_PLACES: "replica places",
+    HEAD_NUM_REPLICA_SLOTS: "replica places",
     HEAD_SLACK: "slack per mille",
 }
 
@@ -172,7 +172,7 @@ SUMMARY_WORDS = 16
     SUM_NUM_DROPPED,  # slots of the whole group that were dropped
     SUM_MOST_SENT,  # with exact capacity between nodes: the most tokens that this rank sends to another node
 ) = range(11)
-# PLAN_NO_ROOM is either overflow with OVERFLOW_REPEAT, which is no error.
+# PLAN_OVER_BUDGET is either overflow with OVERFLOW_REPEAT, which is no error.
 (
     PLAN_OK,
     PLAN_FAULT,
@@ -180,7 +180,7 @@ SUMMARY_WORDS = 16
     PLAN_BAD_ID,
     PLAN_OVERFLOW,
     PLAN_RAIL_OVERFLOW,
-    PLAN_NO_ROOM,
+    PLAN_OVER_BUDGET,
 ) = range(7)
 
 # barrier names, by the number kernels record
@@ -435,7 +435,7 @@ class PlanIntegers:
         "T if S", "K"
     )  # topk_idx with copies, rank * e + n, in place of experts
     # The expert of which a place of a rank has a replica, and its rows there.
-    place_to_expert, place_rows = _Integers("R", "S"), _Integers("R", "S")
+    replica_to_expert, replica_rows = _Integers("R", "S"), _Integers("R", "S")
     expert_to_place = _Integers("E if S", "R")  # the place of an expert's replica on a rank
     copy_slots = _Integers(
         "E if S", "R"
@@ -478,7 +478,7 @@ class InNodeIntegers:
 
 @functools.lru_cache(maxsize=256)
 def plan_layout(
-    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, num_places: int = 0
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, num_replica_slots: int = 0
 ) -> tuple[int, PlanLayout]:
     """Elements of the storage of PlanIntegers, and where each of them is."""
     num_own = num_experts // num_ranks
@@ -487,15 +487,18 @@ def plan_layout(
         "K": top_k,
         "E": num_experts,
         "R": num_ranks,
-        "S": num_places,
+        "S": num_replica_slots,
         "R + 1": num_ranks + 1,
     }
     sizes |= {
         "E / R": num_own,
-        "e": num_own + num_places,
-        "R * e": num_ranks * (num_own + num_places),
+        "e": num_own + num_replica_slots,
+        "R * e": num_ranks * (num_own + num_replica_slots),
     }
-    sizes |= {"T if S": num_tokens * min(1, num_places), "E if S": num_experts * min(1, num_places)}
+    sizes |= {
+        "T if S": num_tokens * min(1, num_replica_slots),
+        "E if S": num_experts * min(1, num_replica_slots),
+    }
     return _laid_out(PlanIntegers, sizes | {"B": num_blocks(num_tokens)})
 
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from symmoe.kernels.contract import Kernels
-from symmoe.kernels.contract.operands import num_rows
-from symmoe.kernels.operands import Operand, ScatteredWeight
+from symmoe.kernels.operands import Operand, ScatteredWeight, num_rows
+from symmoe.kernels.twin import Kernels
 from symmoe.torch_internals import without_dispatch_modes
 
 _ROUTER = {
@@ -39,7 +38,7 @@ class Product(NamedTuple):
 
 def arguments_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a kernel by the names of its parameters."""
-    return dict(inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments)
+    return dict(inspect.signature(getattr(Kernels, name)).bind(*args, **kwargs).arguments)
 
 
 def product_of(name: str, arguments: Mapping[str, Any]) -> Product | None:

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 import torch
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 
 TILE = 128  # padded groups (tokens for wgrad, rows of swizzled scales) begin at multiples of it
 
@@ -61,8 +61,8 @@ class BlockFormat:
     block_lines: int = 1
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("element", self.element, get_args(Element)))
-        raise_for(word_problem("scale", self.scale, get_args(ScaleKind)))
+        raise_for(choice_problem("element", self.element, get_args(Element)))
+        raise_for(choice_problem("scale", self.scale, get_args(ScaleKind)))
 
     @property
     def data_dtype(self) -> torch.dtype:
@@ -99,3 +99,8 @@ def max_tiles(num_rows: int, num_groups: int) -> int:
     The first tile of a group is the one after the last tile of the group before; tiles past the last one stay unused.
     """
     return (num_rows + num_groups * (TILE - 1)) // TILE
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that can be indexed, and stored by kernels, whatever the format: uint8 where a number has one byte."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,6 +1,6 @@
 """Parts of the grouped GEMMs, for overlap with communication.
 
-A part is a row_range that has only some rows of every group (contract/__init__.py).
+A part is a row_range that has only some rows of every group (twin/__init__.py).
 """
 
 from dataclasses import dataclass
@@ -29,20 +29,3 @@ class Part:
     is_of_replicas: bool = (
         False  # whether the groups are a rank's places for replicas; else its experts
     )
-
-
-def range_of(bounds: torch.Tensor) -> torch.Tensor:
-    """The row_range of groups that lie one after the other: int32[2, G] from int32[G + 1], the row where each begins
-    and the row where the last one ends."""
-    return torch.stack((bounds[:-1], bounds[1:]))
-
-
-def bounds_of(row_range: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`range_of`."""
-    return torch.cat((row_range[0], row_range[1, -1:]))
-
-
-def equal_groups(num_groups: int, num_rows: int, device: torch.device) -> torch.Tensor:
-    """The row_range of groups that have num_rows rows each."""
-    begin = torch.arange(num_groups, dtype=torch.int32, device=device) * num_rows
-    return torch.stack((begin, begin + num_rows))

@@ -39,8 +39,8 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
     """The launchers of the kernels for Hopper where they can run and pay; None elsewhere.
 
     Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. In the kernels for
-    Hopper the epilogue runs during the next tile's products (notes/2026-11-21-hopper-gemms.md). Triton's kernels
-    remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
+    Hopper the epilogue runs during the next tile's products (docs/decisions/0003-kernels-on-hopper.md). Triton's
+    kernels remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
     features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
     gathered rows). Those of E4M3 numbers (low_precision) take tables and biases; weight gradients may be fp32 and
     accumulated. dtype, columns: of the output.

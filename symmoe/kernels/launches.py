@@ -1,4 +1,4 @@
-"""What a call launches, as a table: every kernel of the programs that it runs, by its name in the contract, what that
+"""What a call launches, as a table: every kernel of the programs that it runs, by the name of its twin, what that
 reads and writes, and whom it waits for. The same on CPUs and GPUs."""
 
 import inspect
@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.contract import Kernels
-from symmoe.kernels.contract.operands import in_parts
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable, in_parts
+from symmoe.kernels.twin import Kernels
 from symmoe.program.builder import SLOT_BYTES
-from symmoe.program.program import Memory, Operation, Program
+from symmoe.program.program import Operation, Program, TensorRef
 from symmoe.program.programs import Programs, Recorded
 
-_NOTHING = "no program has run: the first calls of a size have none (docs/design.md, Programs)"
+_NOTHING = "no program has run: the first calls of a size have none (docs/design/programs.md)"
 
 
 class Argument(NamedTuple):
@@ -39,7 +38,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. kernel: of the contract, or an operator of torch, or what meets other nodes. Bytes are of its tensors
+    """One launch. kernel: that of a twin, or an operator of torch, or what meets other nodes. Bytes are of its tensors
     on this rank, FLOPs those of its products; both at most, for the room that the call has. waits_for: ranks, and
     streams; "": nothing but what is before it on its stream. stream: "", that of the call, or "branch", which on CPUs
     is the same."""
@@ -181,12 +180,12 @@ class _Places:
         elif isinstance(value, (tuple, list)):
             for part in value:
                 yield from self._tensors(name, part)
-        elif isinstance(value, Memory) and 0 not in value.shape:
+        elif isinstance(value, TensorRef) and 0 not in value.shape:
             yield Argument(name, self._place(value), value.shape, value.dtype)
         elif name == "words" and value >= SLOT_BYTES:
             yield Argument(name, self._of_slot[value // SLOT_BYTES])
 
-    def _place(self, memory: Memory) -> str:
+    def _place(self, memory: TensorRef) -> str:
         if memory.slot is None:
             return "the heap"
         if memory.slot not in self._of_slot:

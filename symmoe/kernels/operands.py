@@ -1,12 +1,49 @@
-"""Quantised operands of kernels as records, and checks of operands."""
+"""Operands of kernels that are more than one tensor, which of them a kernel writes, and checks of operands.
 
-from typing import NamedTuple
+The words are those of twin/__init__.py. Operands are tuples, in which a program finds tensors. Tables of matrices
+anywhere in memory do not keep these alive.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.tensor_table import TensorTable
 
+
+class TensorTable(NamedTuple):
+    """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor."""
+
+    pointers: torch.Tensor  # addresses of the matrices, int64 [G] on their device (16-byte aligned)
+    shape: tuple[int, int, int]  # (G, rows, columns)
+    dtype: torch.dtype  # of the matrices
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the matrices."""
+        return self.pointers.device
+
+
+class ScaleTable(NamedTuple):
+    """G matrices of one-byte scales, of any shapes, for swizzle_scales."""
+
+    sources: torch.Tensor  # addresses of the matrices, int64 [G] on their device
+    destinations: torch.Tensor  # addresses of their first tiles, int64 [G], multiples of 16
+    shapes: torch.Tensor  # which of `extents` a matrix has, int32 [G]
+    # int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes
+    extents: torch.Tensor
+    most_tiles: tuple[int, int]  # the most (rows of tiles, tiles of a row) that a matrix has
+
+
+MaybeTensor = torch.Tensor | None
+Matrices = torch.Tensor | TensorTable  # a packed tensor, or matrices anywhere
+Rows = (
+    torch.Tensor | tuple[torch.Tensor, MaybeTensor]
+)  # rows; or a tensor of rows, and which of them stands for row r
+Bias = (
+    torch.Tensor | tuple[MaybeTensor, MaybeTensor] | None
+)  # [G, O]; or that, and what multiplies it for row r, fp32[N]
 Buffers = tuple[torch.Tensor, torch.Tensor]  # data and scale, which a quantising kernel fills
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,7 +101,7 @@ def check_column_scale(name: str, scale: torch.Tensor) -> None:
         )
 
 
-def given(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+def require_tensor(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
     """The tensor; ArgumentError if it is None."""
     if tensor is None:
         raise ArgumentError(f"{name} must be a tensor here, got None")
@@ -77,11 +114,78 @@ def check_multiple(what: str, number: int, unit: int) -> None:
         raise ArgumentError(f"the number of {what} must be a multiple of {unit}, got {number}")
 
 
-def given_of(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def present_tensors(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Those that are not None."""
     return [tensor for tensor in tensors if tensor is not None]
+
+
+def packed_and_table(
+    matrices: torch.Tensor | TensorTable,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The packed tensor and the addresses in the table, of which one is None: arguments of a kernel."""
+    return (matrices, None) if isinstance(matrices, torch.Tensor) else (None, matrices.pointers)
 
 
 def address_or_self(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
     """The tensor that stands for matrices among the operands of a call: the packed one, or the table's addresses."""
     return matrices if isinstance(matrices, torch.Tensor) else matrices.pointers
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def writes(*names: str) -> Callable[[F], F]:
+    """Decorator of a kernel: which arguments it writes. It may read these, too; all others it only reads. name.n: part
+    n of a tuple; otherwise all of its parts are written. "peers": memory of other ranks that they have for it."""
+
+    def decorate(kernel: F) -> F:
+        kernel.writes = names  # type: ignore[attr-defined]  # for who asks the twins
+        return kernel
+
+    return decorate
+
+
+def in_parts(arguments: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Arguments by the names of their parameters; those of which the names have parts, as name.n."""
+    for name, value in arguments.items():
+        if f"{name}.0" in names:
+            yield from ((f"{name}.{n}", part) for n, part in enumerate(value or ()))
+        else:
+            yield name, value
+
+
+def as_pair(operand: Any) -> tuple[Any, Any]:
+    """Rows and their index, or a bias and its scale; None for a second one that is not given."""
+    return operand if isinstance(operand, tuple) else (operand, None)
+
+
+def num_rows(rows: Rows) -> int:
+    """N."""
+    tensor, row_index = as_pair(rows)
+    return int((tensor if row_index is None else row_index).shape[0])
+
+
+def range_of(bounds: torch.Tensor) -> torch.Tensor:
+    """The row_range of groups that lie one after the other: int32[2, G] from int32[G + 1], the row where each begins
+    and the row where the last one ends."""
+    return torch.stack((bounds[:-1], bounds[1:]))
+
+
+def bounds_of(row_range: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`range_of`."""
+    return torch.cat((row_range[0], row_range[1, -1:]))
+
+
+def equal_groups(num_groups: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """The row_range of groups that have num_rows rows each."""
+    begin = torch.arange(num_groups, dtype=torch.int32, device=device) * num_rows
+    return torch.stack((begin, begin + num_rows))
+
+
+def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The row_range int32[2, G] of groups of `rows`, from their bounds int32[G + 1] or their row_range itself;
+    ArgumentError if it is neither. Values are not looked at."""
+    is_range = row_start.dim() == 2
+    shape = (2, max(1, row_start.shape[1])) if is_range else (max(2, row_start.numel()),)
+    check_operand("row_start", row_start, shape, (torch.int32,), rows.device)
+    return row_start if is_range else range_of(row_start)

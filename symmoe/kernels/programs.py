@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from symmoe.kernels.select import looked_up, may_run_programs, program_compiler
+from symmoe.kernels.select import kernel_getter, may_run_programs, program_compiler
 from symmoe.program.programs import Programs
 from symmoe.torch_internals import fills_memory
 
@@ -16,7 +16,7 @@ class _DevicePrograms(Programs):
     """Those of one device. fills: as in Programs."""
 
     def __init__(self, device: torch.device, *, fills: bool) -> None:
-        kernels, compiled = looked_up(device), program_compiler(device)
+        kernels, compiled = kernel_getter(device), program_compiler(device)
         super().__init__(device, lambda error: None, (), kernels, compiled, fills=fills)
         self.may_run, self.turn = may_run_programs(device), threading.Lock()
 

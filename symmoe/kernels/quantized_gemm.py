@@ -5,23 +5,26 @@
     NVFP4        data E2M1 (torch.uint8, two in a byte), a scale E4M3 for 16 of them, a global scale fp32 for a group
 
 Scales in fp32 are compact. Where they are bytes, the dtype of the data is the format, and they lie in 128x4 tiles:
-uint8 [tiles, ceil(scales of a line / 4), 512] (contract/quantize.py), maybe more tiles than are needed.
+uint8 [tiles, ceil(scales of a line / 4), 512] (twin/quantize.py), maybe more tiles than are needed.
 """
 
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, as_pair
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import (
     FLOATS,
+    Bias,
+    Matrices,
+    MaybeTensor,
     Operand,
     ScatteredWeight,
+    TensorTable,
+    as_pair,
     check_column_scale,
     check_multiple,
     check_operand,
 )
-from symmoe.kernels.tensor_table import TensorTable
 
 BLOCK = 128
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from symmoe.kernels.contract import Kernels
+from symmoe.kernels.twin import Kernels
 from symmoe.program.builder import builder
 from symmoe.program.program import Program
 from symmoe.torch_internals import current_device, num_dispatch_modes
@@ -73,7 +73,7 @@ def has_hook(device: torch.device, hook: Hook) -> bool:
     return hook in _hooks.get(device.type, ())
 
 
-def looked_up(device: torch.device) -> Callable[[], Kernels]:
+def kernel_getter(device: torch.device) -> Callable[[], Kernels]:
     """A function that returns for_device(device), in less time, but with no mode of this thread in between."""
     _look_up(device.type)
     return functools.partial(_current.__getitem__, device.type)

@@ -25,7 +25,7 @@ from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import check_kind, check_model
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.kernels.operands import given_of
+from symmoe.kernels.operands import present_tensors
 from symmoe.kernels.programs import run_program
 from symmoe.moe.router import Router
 
@@ -37,17 +37,17 @@ def normalised(scores: torch.Tensor) -> torch.Tensor:
 
 
 def rows_per_rank(
-    expert_load: torch.Tensor, place_to_expert: torch.Tensor, place_rows: torch.Tensor
+    expert_load: torch.Tensor, replica_to_expert: torch.Tensor, replica_rows: torch.Tensor
 ) -> torch.Tensor:
     """int64 [2, R], rows of each rank before and after balance: of its E / R experts of expert_load [E], and as
-    place_rows [R, S] of the experts place_to_expert [R, S] have moved to its places."""
-    by_rank = expert_load.view(len(place_rows), -1)
+    replica_rows [R, S] of the experts replica_to_expert [R, S] have moved to its places."""
+    by_rank = expert_load.view(len(replica_rows), -1)
     owners, ranks = (
-        place_to_expert // by_rank.shape[1],
+        replica_to_expert // by_rank.shape[1],
         torch.arange(len(by_rank), device=by_rank.device),
     )
-    before, given = by_rank.sum(1), (place_rows * (owners == ranks[:, None, None])).sum((1, 2))
-    return torch.stack([before, before - given + place_rows.sum(1)])
+    before, given = by_rank.sum(1), (replica_rows * (owners == ranks[:, None, None])).sum((1, 2))
+    return torch.stack([before, before - given + replica_rows.sum(1)])
 
 
 def load_balance_loss(
@@ -152,7 +152,7 @@ class _KernelLoss(Function):
             kernels.for_device(scores.device).router_losses(*given, **of.options)
             return loss, slopes
 
-        inputs = given_of(logits, scores, expert_load, token_mask)
+        inputs = present_tensors(logits, scores, expert_load, token_mask)
         loss, slopes = run_program(("loss of a router", of), compute, inputs)
         ctx.save_for_backward(logits, scores, token_mask, slopes)
         ctx.loss = of
@@ -176,7 +176,7 @@ class _KernelLoss(Function):
             return found
 
         key = "gradient of the loss of a router", ctx.loss.score, needs
-        inputs = given_of(d_loss, logits, scores, token_mask, slopes)
+        inputs = present_tensors(d_loss, logits, scores, token_mask, slopes)
         return None, None, *run_program(key, compute, inputs)
 
 
@@ -282,7 +282,7 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         its = wholes.get(router, router).parameters()
         is_trained = any(parameter.requires_grad for parameter in its)
         if router.expert_bias is not None and is_trained:
-            update_expert_bias(router.expert_bias, step_load, router.config.bias_update_rate)
+            update_expert_bias(router.expert_bias, step_load, router.options.bias_update_rate)
         router.start_step()
 
 

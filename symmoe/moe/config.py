@@ -7,32 +7,81 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from symmoe.checks import arguments
-from symmoe.errors import ArgumentError, raise_for, word_problem
+from symmoe.errors import ArgumentError, choice_problem, raise_for
 from symmoe.grouped.activations import activation_problem
 from symmoe.kernels.activation import SWIGLU, Activation
-from symmoe.kernels.routing_rule import RoutingRule, Score
+from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
-_SIZES = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups", "replica_places")
-_BOUNDS = ("capacity", "max_room", "max_tokens", "rail_capacity")  # sizes, or None
-_FLAGS = ("renormalize", "expert_bias")
-_FACTORS = ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef")
+_SIZES = ("hidden", "ffn", "num_experts", "top_k", "replicas_per_rank")
+_BOUNDS = ("capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes, or None
 _OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
-_OF_THE_ROUTER = (
-    *_FLAGS,
-    *_FACTORS,
-    "score",
-    "num_groups",
-    "top_groups",
-    "aux_loss",
-)  # nor these without a router
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig(RoutingRule):
+    """The router of a layer: how it chooses experts, and what keeps them equally busy.
+
+    Attributes:
+        score: how logits become scores, by "softmax" or "sigmoid".
+        renormalize: make the K probs of a token sum to one (before `route_scale`).
+        num_expert_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
+        topk_groups: groups a token may choose its experts from.
+        route_scale: factor on the probs.
+        expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary loss).
+        bias_update_rate: step of that bias per optimizer step.
+        aux_loss_coef: factor of the load-balance loss; 0 turns it off.
+        aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's;
+            with a capacity_factor this rank's), of each sequence, or of all micro-batches since the last balance_step
+            ("global", which therefore needs one per optimizer step); see symmoe.moe.balance. Without effect if
+            aux_loss_coef is 0, so that a search over coefficients may begin there.
+        z_loss_coef: factor of the router z-loss; 0 turns it off.
+
+    Raises:
+        ArgumentError: a field is out of range, or two fields do not fit together. The text names both values.
+    """
+
+    expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+    aux_loss_coef: float = 0.0
+    aux_loss: arguments.AuxLoss = "micro_batch"
+    z_loss_coef: float = 0.0
+
+    @property
+    def rule(self) -> RoutingRule:
+        """How the router's logits become a choice."""
+        rule = {field.name: getattr(self, field.name) for field in fields(RoutingRule)}
+        return RoutingRule(**rule)
+
+    def __post_init__(self) -> None:
+        _take_sizes(self, "num_expert_groups", "topk_groups")
+        raise_for(arguments.choices_problem(score=self.score, aux_loss=self.aux_loss))
+        for name in ("renormalize", "expert_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
+        for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
+            arguments.check_factor(name, getattr(self, name))
+        object.__setattr__(self, "route_scale", float(self.route_scale))
+        if self.topk_groups > self.num_expert_groups:
+            raise ArgumentError(
+                f"topk_groups ({self.topk_groups}) must be at most num_expert_groups ({self.num_expert_groups})"
+            )
+
+
+def _take_sizes(config: RouterConfig | MoEConfig, *names: str) -> None:
+    """Raises an ArgumentError if one of these fields is no size; makes them int: equal texts on all ranks."""
+    sizes = {name: getattr(config, name) for name in names}
+    raise_for(arguments.size_problem(**sizes))
+    for name, size in sizes.items():
+        object.__setattr__(config, name, operator.index(size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """The shape and the routing of one MoE layer. Equal on every rank of the EP group: every call's plan compares it.
+    """One MoE layer: its shape, its memory, what travels, and its router. Equal on every rank of the EP group: the plan
+    of every call compares it.
 
     Attributes:
         hidden: H, width of the tokens.
@@ -42,9 +91,9 @@ class MoEConfig:
         activation: between the two layers of an expert.
         capacity: rows a rank can receive in one call. None is exact: nothing is dropped, and the host reads the plan of
             a call once everything is launched.
-        max_room: with exact capacity, the most rows that a call gets room for before its routing is known. A call
+        max_row_budget: with exact capacity, the most rows that a call gets room for before its routing is known. A call
             gets what recent calls have needed, and a margin; one that needs more is made again. Where recent calls
-            have needed more than max_room, the host waits for the routing first. None: no limit.
+            have needed more than max_row_budget, the host waits for the routing first. None: no limit.
         overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
         max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each call,
             which then needs the same number on every rank.
@@ -68,27 +117,13 @@ class MoEConfig:
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
         balance: "replicas": in every call, ranks that get more rows than the others give some to replicas of their
             experts on ranks that get less, see docs/balance.md. "none": the rank of an expert computes all its rows.
-        replica_places: with "replicas", how many experts of others a rank can have replicas of at a time.
+        replicas_per_rank: with "replicas", how many experts of others a rank can have replicas of at a time.
         replica_slack: with "replicas", how much more rows than the mean a rank may keep, as a share of the mean.
-        router: "linear": the layer has a router (symmoe.moe.router). "none": it has no router and no parameters of
-            one, and each call brings topk_idx and probs. Then all fields below, except capacity_factor and
-            drop_policy, must keep their defaults.
-        score: how logits become scores, by "softmax" or "sigmoid".
-        renormalize: make the K probs of a token sum to one (before `route_scale`).
-        num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
-        top_groups: groups a token may choose its experts from.
-        route_scale: factor on the probs.
-        expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary loss).
-        bias_update_rate: step of that bias per optimizer step.
-        aux_loss_coef: factor of the load-balance loss; 0 turns it off.
-        aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's;
-            with a capacity_factor this rank's), of each sequence, or of all micro-batches since the last balance_step
-            ("global", which therefore needs one per optimizer step); see symmoe.moe.balance. Without effect if
-            aux_loss_coef is 0, so that a search over coefficients may begin there.
+        router: the layer's router (symmoe.moe.router). None: the layer has no router and no parameters of one, and
+            each call brings topk_idx and probs.
         capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens, padding
             counted; the others lose that slot before they travel. None drops nothing.
         drop_policy: which tokens lose: those of the smallest prob ("probs") or the last ones ("position").
-        z_loss_coef: factor of the router z-loss; 0 turns it off.
 
     Raises:
         ArgumentError: a field is out of range, or two fields do not fit together. The text names both values.
@@ -100,7 +135,7 @@ class MoEConfig:
     top_k: int
     activation: Activation = SWIGLU
     capacity: int | None = None
-    max_room: int | None = None
+    max_row_budget: int | None = None
     overflow: arguments.Overflow = "raise"
     max_tokens: int | None = None
     rail_capacity: int | None = None
@@ -111,21 +146,11 @@ class MoEConfig:
     precision: Recipe | None = None
     quantized_wire: arguments.QuantizedWire = "none"
     balance: arguments.Balance = "none"
-    replica_places: int = 2
+    replicas_per_rank: int = 2
     replica_slack: float = 0.05
-    router: arguments.RouterKind = "linear"
-    score: Score = "softmax"
-    renormalize: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
-    route_scale: float = 1.0
-    expert_bias: bool = False
-    bias_update_rate: float = 1e-3
-    aux_loss_coef: float = 0.0
-    aux_loss: arguments.AuxLoss = "micro_batch"
+    router: RouterConfig | None = RouterConfig()  # frozen
     capacity_factor: float | None = None
     drop_policy: arguments.DropPolicy = "probs"
-    z_loss_coef: float = 0.0
 
     @property
     def received_layout(self) -> str:
@@ -133,15 +158,9 @@ class MoEConfig:
         return received_layout(self.layout, self.ffn, self.precision)
 
     @property
-    def num_places(self) -> int:
+    def num_replica_slots(self) -> int:
         """Places of a rank for replicas."""
-        return self.replica_places if self.balance == "replicas" else 0
-
-    @property
-    def routing_rule(self) -> RoutingRule:
-        """How the router's logits become a choice."""
-        rule = {field.name: getattr(self, field.name) for field in fields(RoutingRule)}
-        return RoutingRule(**{**rule, "route_scale": float(self.route_scale)})
+        return self.replicas_per_rank if self.balance == "replicas" else 0
 
     def experts_per_rank(self, num_ranks: int) -> int:
         """E / R. Raises an ArgumentError if that is no integer."""
@@ -154,32 +173,24 @@ class MoEConfig:
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
         """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number.
         ArgumentError: direction is another word."""
-        raise_for(word_problem("direction", direction, ("forward", "backward")))
+        raise_for(choice_problem("direction", direction, ("forward", "backward")))
         if self.precision is None or self.quantized_wire not in (direction, "both"):
             return self.hidden * item_bytes
         return WireFormat(self.precision, self.hidden).row_bytes
 
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
-        sizes = {name: getattr(self, name) for name in (*_SIZES, *bounds)}
-        raise_for(arguments.size_problem(**sizes))
-        for name, size in sizes.items():
-            object.__setattr__(self, name, operator.index(size))  # equal texts on all ranks
+        _take_sizes(self, *_SIZES, *bounds)
         raise_for(activation_problem(self.activation))
-        raise_for(
-            arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES})
-        )
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
-        for name in (*_FACTORS, "replica_slack"):
-            arguments.check_factor(name, getattr(self, name))
+        taken = arguments.CHOICES.keys() & {field.name for field in fields(self)}
+        raise_for(arguments.choices_problem(**{name: getattr(self, name) for name in taken}))
+        arguments.check_factor("replica_slack", self.replica_slack)
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
         if self.balance == "none":
             self._check_defaults(
-                ("replica_places", "replica_slack"), "balance 'replicas', but balance is 'none'"
+                ("replicas_per_rank", "replica_slack"), "balance 'replicas', but balance is 'none'"
             )
         elif self.precision is not None:
             raise ArgumentError(
@@ -187,25 +198,26 @@ class MoEConfig:
             )
         if self.replica_slack > 1:
             raise ArgumentError(f"replica_slack ({self.replica_slack}) must be at most 1")
-        if self.router == "none":
-            self._check_defaults(_OF_THE_ROUTER, "a router, but router is 'none'")
-        if self.num_experts % self.num_groups:
+        kinds = (RouterConfig, type(None))
+        arguments.check_kind("router", self.router, kinds, "a RouterConfig, or None")
+        router = self.router or RouterConfig()
+        num_groups = router.num_expert_groups
+        if self.num_experts % num_groups:
             raise ArgumentError(
-                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})"
+                f"num_experts ({self.num_experts}) must be divisible by num_expert_groups ({num_groups})"
             )
-        reachable = self.top_groups * (self.num_experts // self.num_groups)
-        for name, limit_name, limit in (
-            ("top_k", "num_experts", self.num_experts),
-            ("top_groups", "num_groups", self.num_groups),
-            ("top_k", "the experts in top_groups groups", reachable),
+        reachable = router.topk_groups * (self.num_experts // num_groups)
+        for name, limit in (
+            ("num_experts", self.num_experts),
+            ("the experts in topk_groups groups", reachable),
         ):
-            if (value := getattr(self, name)) > limit:
-                raise ArgumentError(f"{name} ({value}) must be at most {limit_name} ({limit})")
+            if self.top_k > limit:
+                raise ArgumentError(f"top_k ({self.top_k}) must be at most {name} ({limit})")
         if self.capacity is None:
             self._check_defaults(_OF_A_CAPACITY, "a static capacity, but capacity is None")
-        elif self.max_room is not None:
+        elif self.max_row_budget is not None:
             raise ArgumentError(
-                f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}"
+                f"max_row_budget ({self.max_row_budget}) needs exact capacity, but capacity is {self.capacity}"
             )
         if (factor := self.capacity_factor) is None:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
@@ -215,11 +227,11 @@ class MoEConfig:
             raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
         given = f"with capacity_factor ({factor})"
-        if self.expert_bias:
+        if router.expert_bias:
             raise ArgumentError(
                 f"expert_bias (True) must be False {given}: it would follow the load after the drops"
             )
-        if self.aux_loss == "global":
+        if router.aux_loss == "global":
             raise ArgumentError(f"aux_loss ('global') must be 'micro_batch' or 'sequence' {given}")
 
     def _check_defaults(self, names: tuple[str, ...], what: str) -> None:

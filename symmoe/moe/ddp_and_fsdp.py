@@ -32,7 +32,7 @@ _NUM_COMPARED = 8  # dense parameters, the smallest
 _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 
-class Replicas:
+class ExpertDataParallel:
     """The other ranks that hold the experts of one layer, as `group` with this one (None: there is one EP group), and
     a reference to the DDP in which it was last met, if there is one. Copies of the layer are in none."""
 
@@ -43,11 +43,11 @@ class Replicas:
         self.gradient_group = (
             group if gradient_group is None else gradient_group
         )  # for gradients under DDP
-        self.its_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self.ddp_ref: Callable[[], DistributedDataParallel | None] = lambda: None
         self.are_reduced = False  # whether reduce_gradients has been called for the layer
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Replicas:
-        return Replicas(self.group, self.gradient_group)
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertDataParallel:
+        return ExpertDataParallel(self.group, self.gradient_group)
 
 
 class _Joined:
@@ -72,16 +72,16 @@ class ExpertParallelModule(nn.Module):
 
     heap: SymmetricHeap
     experts: GroupedMLP  # this rank's
-    replicas: Replicas  # the other ranks that have them
+    expert_data_parallel: ExpertDataParallel  # the other ranks that have them
 
     def __init__(self) -> None:
         super().__init__()
         self._sound_look: list[list[object]] = []  # of the parts, when nothing was wrong with them
 
     @property
-    def is_spread(self) -> bool:
+    def is_expert_parallel(self) -> bool:
         """Whether ranks of a DDP have, or may have, other experts than this one."""
-        return self.heap.num_ranks > 1 or self.replicas.gradient_group is not None
+        return self.heap.num_ranks > 1 or self.expert_data_parallel.gradient_group is not None
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -95,7 +95,7 @@ class ExpertParallelModule(nn.Module):
     def wrapper_problem(self) -> SymmoeError | None:
         """What is around the layer that would mix experts, or why its parts cannot be used as they are, or None; in a
         forward of a DDP, takes part in it."""
-        problem: SymmoeError | None = ddp_problem(self)
+        problem: SymmoeError | None = attach_to_ddp(self)
         # Of the parts, not of the layer: it would keep itself alive.
         if (
             problem is None
@@ -137,14 +137,16 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     )
     if expert_group is not None:
         for layer in layers:
-            layer.replicas = Replicas(layer.replicas.group, expert_group)
+            layer.expert_data_parallel = ExpertDataParallel(
+                layer.expert_data_parallel.group, expert_group
+            )
     if not isinstance(model, ExpertParallelModule):
         names = vars(model).get(DDP_IGNORED, ())
         others = names.others if isinstance(names, _ExpertNames) else names
         vars(model)[DDP_IGNORED] = _ExpertNames(model, others)
 
 
-def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
+def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
     """What is wrong with the DDP whose forward is running, if there is one, or None. Layers and parameters of experts
     that are in its forward for the first time, or take gradients since the last one, take part: these gradients get
     hooks, and replicas of new parameters are made equal (collective over them). layer: the one that is being called;
@@ -155,11 +157,11 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     joined: _Joined | None = vars(ddp).get(_JOINED)
     if joined is None or not joined.layers or not (layer is None or layer in joined.layers):
         return join_ddp(ddp, [] if layer is None else [layer])
-    if layer is not None and not layer.is_spread:
+    if layer is not None and not layer.is_expert_parallel:
         return None
     # An operator does not know its layer.
     for each in [*joined.layers] if layer is None else [layer]:
-        if each.is_spread and not all(map(joined.knows, _parameters(each.experts))):
+        if each.is_expert_parallel and not all(map(joined.knows, _parameters(each.experts))):
             if (problem := gradients_elsewhere(each.experts)) is not None:
                 return problem
             _average_gradients(ddp, each, joined)
@@ -182,7 +184,7 @@ def join_ddp(
         if (problem := _group_problem(ddp, layer)) is not None:
             return problem
     for layer in new_layers:
-        if layer.is_spread:
+        if layer.is_expert_parallel:
             _average_gradients(ddp, layer, joined)
         joined.layers[layer] = None
     return None
@@ -212,7 +214,7 @@ def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
         if shape[0] != num_ranks * linear.num_groups:
             return ArgumentError(
                 "FSDP has taken experts, which differ from rank to rank, for parts of the same: build the model anew, "
-                "and call symmoe.integrations.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
+                "and call symmoe.training.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
                 "transformers: symmoe.integrations.transformers.register in place of swap_moe)"
             )
     return None
@@ -277,7 +279,7 @@ def _expert_names(model: nn.Module) -> Iterator[str]:
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, ExpertParallelModule) and module.is_spread
+        if isinstance(module, ExpertParallelModule) and module.is_expert_parallel
     ]
     experts = {id(parameter) for layer in layers for parameter in _parameters(layer.experts)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -289,26 +291,26 @@ def _expert_names(model: nn.Module) -> Iterator[str]:
 def _group_problem(
     ddp: DistributedDataParallel, layer: ExpertParallelModule
 ) -> ArgumentError | None:
-    if not layer.is_spread:
+    if not layer.is_expert_parallel:
         return None  # if every rank has all experts, they are like any parameter for DDP
     reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
     if any(id(parameter) in reduced for parameter in _parameters(layer.experts)):
         return ArgumentError(
             "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
-            "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
-            "symmoe.prepare_for_ddp(model) before something else wraps it"
+            "build the model anew, and call symmoe.training.parallel.data_parallel(model, mesh) in its place, or "
+            "symmoe.training.prepare_for_ddp(model) before something else wraps it"
         )
     world, ep_group = (
         dist.get_process_group_ranks(ddp.process_group),
         layer.heap.bootstrap.global_ranks,
     )
-    replicas = layer.replicas.gradient_group
+    replicas = layer.expert_data_parallel.gradient_group
     num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
         return ArgumentError(
             f"DistributedDataParallel has the ranks {world}, the experts are spread over {ep_group} and have "
-            f"{num_replicas} replica(s): call symmoe.integrations.parallel.data_parallel(model, mesh), or pass "
-            "expert_group to symmoe.prepare_for_ddp"
+            f"{num_replicas} replica(s): call symmoe.training.parallel.data_parallel(model, mesh), or pass "
+            "expert_group to symmoe.training.prepare_for_ddp"
         )
     return gradients_elsewhere(layer.experts)
 
@@ -329,7 +331,7 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
         return None
     return ArgumentError(
         "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
-        "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm (transformers: take "
+        "reduced them, otherwise on each rank. Clip with symmoe.training.clip_grad_norm (transformers: take "
         "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts"
     )
 
@@ -339,17 +341,19 @@ def _average_gradients(
 ) -> None:
     """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
     joined: knows parameters that have it already, e.g. of experts that layers share; updated here."""
-    num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
+    num_ranks, group = layer.heap.num_ranks, layer.expert_data_parallel.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)
     its_layer = weakref.ref(layer)
-    layer.replicas.its_ddp = its_ddp = weakref.ref(ddp)
+    layer.expert_data_parallel.ddp_ref = ddp_ref = weakref.ref(ddp)
 
     def current() -> DistributedDataParallel | None:
         """The DDP, unless it or the layer is gone, or another has wrapped the layer since."""
-        wrapper, owner = its_ddp(), its_layer()
+        wrapper, owner = ddp_ref(), its_layer()
         return (
             wrapper
-            if wrapper is not None and owner is not None and owner.replicas.its_ddp() is wrapper
+            if wrapper is not None
+            and owner is not None
+            and owner.expert_data_parallel.ddp_ref() is wrapper
             else None
         )
 

@@ -1,4 +1,5 @@
-"""Dispatch, experts and combine as one differentiable step: no copy between its parts ("A step" in docs/design.md).
+"""Dispatch, experts and combine as one differentiable step: no copy between its parts
+("A step" in docs/design/programs.md).
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
 backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows travel while
@@ -19,11 +20,17 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
-from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem
-from symmoe.combine.trip import Collection, collecting, combine
+from symmoe.checks.arguments import CHOICES, choices_problem, kernel_rows, memory_problem
+from symmoe.combine.trip import CombineTrip, combine, combine_during
 from symmoe.dispatch.plan import MAX_TOP_K, MadePlan, Plan, PlanRequest, reads_rows_in_place
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertWeights, Hidden, evaluated
+from symmoe.grouped.experts import (
+    ExpertSpec,
+    ExpertTensors,
+    ExpertWeights,
+    SavedActivations,
+    materialized,
+)
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
@@ -31,7 +38,7 @@ from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import given, given_of
+from symmoe.kernels.operands import present_tensors, require_tensor
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
 from symmoe.moe.router import Route, Routed, RouteGradients, computed
@@ -45,7 +52,7 @@ DISPATCH, COMBINE = (
     control.PHASE_DISPATCH_READY,
     control.PHASE_COMBINE_READY,
 )  # the first barriers of trips
-NUM_HIDDEN = len(Hidden._fields)
+NUM_SAVED_ACTIVATIONS = len(SavedActivations._fields)
 _NUM_ROUTE_KEPT = (
     4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 )
@@ -72,7 +79,7 @@ STASHES = {
     word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]
 }
 # Options of expert_parallel_mlp, as in MoEConfig, and their defaults.
-WORDS = {
+OPTION_DEFAULTS = {
     "order": "rank",
     "stash": "all",
     "layout": "auto",
@@ -95,7 +102,7 @@ def step_options(words: Mapping[str, str], precision: Recipe | None, hidden: int
 def expert_parallel_mlp(
     x: torch.Tensor,
     probs: torch.Tensor,
-    experts: GroupedMLP | CallExperts,
+    experts: GroupedMLP | ExpertTensors,
     plan: Plan,
     *,
     out_shape: torch.Size | None = None,
@@ -111,18 +118,20 @@ def expert_parallel_mlp(
             next call on the heap, or in heap.synchronize). Or rows are to travel quantised, and the experts' precision
             is not one of E4M3 numbers; or as in run_experts.
     """
-    if unknown := words.keys() - WORDS:
-        raise TypeError(f"expert_parallel_mlp takes {', '.join(WORDS)}, not {', '.join(unknown)}")
+    if unknown := words.keys() - OPTION_DEFAULTS:
+        raise TypeError(
+            f"expert_parallel_mlp takes {', '.join(OPTION_DEFAULTS)}, not {', '.join(unknown)}"
+        )
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, DISPATCH):
-        heap.fail_for(transform_problem() or words_problem(**words), DISPATCH)
-        experts = evaluated(experts, x.dtype)
+        heap._fail_for(transform_problem() or choices_problem(**words), DISPATCH)
+        experts = materialized(experts, x.dtype)
         form = experts.form
-        words = WORDS | words
+        words = OPTION_DEFAULTS | words
         words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
         if words["quantized_wire"] != "none":
-            heap.fail_for(wire_problem(form.precision), DISPATCH)
+            heap._fail_for(wire_problem(form.precision), DISPATCH)
         options = step_options(words, form.precision, form.hidden)
         made = MadePlan(plan)
         return run_experts(kernel_rows(x), probs, experts, made, options, out_shape=out_shape)[0]
@@ -131,7 +140,7 @@ def expert_parallel_mlp(
 def run_experts(
     x: torch.Tensor,
     probs: torch.Tensor | Route,
-    experts: CallExperts,
+    experts: ExpertTensors,
     begun: PlanRequest | MadePlan,
     options: Options,
     *,
@@ -150,19 +159,19 @@ def run_experts(
         out_shape: [..., H] of the result; None is [T, H].
 
     Raises:
-        ArgumentError: the GPU is too old for the precision, or a weight has changed inside constant_weights; on every
-            rank in the same way.
+        ArgumentError: the GPU is too old for the precision, or a weight has changed inside cache_quantized_weights; on
+            every rank in the same way.
     """
     planned = begun if isinstance(begun, PlanRequest) else begun.plan
     heap, form, (fc1, fc2) = planned.heap, experts.form, experts.linears
     if isinstance(planned, Plan):
         heap.check()
-    problem = fc1.held_problem() or fc2.held_problem()
-    if planned.num_places:
+    problem = fc1.cache_problem() or fc2.cache_problem()
+    if planned.num_replica_slots:
         problem = problem or replicas_problem(experts)
     if form.precision is not None:
         problem = problem or e4m3_problem(form.precision, x.device)
-    heap.fail_for(problem, planned.phase)
+    heap._fail_for(problem, planned.phase)
     trains = torch.is_grad_enabled()
     call = _Call(heap, form, experts.linears, options, begun, trains, out_shape)
     tensors = *experts.biases, *experts.tensors
@@ -180,7 +189,7 @@ class _Call(NamedTuple):
     """What one call of run_experts takes in addition to tensors that are differentiated."""
 
     heap: SymmetricHeap
-    form: ExpertForm
+    form: ExpertSpec
     linears: tuple[GroupedLinear, GroupedLinear]
     options: Options
     begun: PlanRequest | MadePlan
@@ -189,7 +198,7 @@ class _Call(NamedTuple):
 
 
 def _overlap_of(
-    form: ExpertForm, plan: Plan | PlanRequest, options: Options, x: torch.Tensor
+    form: ExpertSpec, plan: Plan | PlanRequest, options: Options, x: torch.Tensor
 ) -> Overlap:
     """Which trips are overlapped. It depends only on what all ranks agree on."""
     heap, nodes, wire = plan.heap, plan.nodes, options.wire
@@ -230,7 +239,7 @@ class _EPStep(NamedTuple):
     number, equal for steps that launch the same kernels with the same arguments, given tensors of the same shapes; None
     for those that have none."""
 
-    form: ExpertForm
+    form: ExpertSpec
     plan: Plan | PlanRequest  # whose sizes are known; in backward it is made
     options: Options
     overlap: Overlap
@@ -252,7 +261,7 @@ class _EPStep(NamedTuple):
             plan.row_capacity,
             plan.packed_row_capacity,
             plan.num_experts,
-            plan.num_places,
+            plan.num_replica_slots,
             plan.top_k,
             None if plan.nodes is None else plan.nodes.rails.key,
         )
@@ -271,9 +280,9 @@ class _EPStep(NamedTuple):
             return function()
         plan = self.plan
         if plan.nodes is None:
-            return plan.heap.run((*key, self.kind), function, inputs, plan=generation)
+            return plan.heap._run((*key, self.kind), function, inputs, plan=generation)
         rails = plan.nodes.rails
-        found = plan.heap.run(
+        found = plan.heap._run(
             (*key, self.kind, rails.brings_maps),
             function,
             [*inputs, rails.found.storage],
@@ -317,7 +326,7 @@ class _EPStep(NamedTuple):
         )
 
 
-def most_bytes(
+def max_lease_bytes(
     sizes: tuple[int, int, int],
     num_tokens: int,
     heap: SymmetricHeap,
@@ -325,7 +334,7 @@ def most_bytes(
     more: tuple[bool, int],
 ) -> int:
     """What a call leases at most, forward or backward: a receive buffer, rows of outputs or gradients, sums of the
-    peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: that of more_of."""
+    peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: that of extra_lease_needs."""
     (received, rows, packed_rows), (keeps, replica_bytes) = sizes, more
     slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
     gradients = received + rows if keeps else max(received, rows)
@@ -333,22 +342,22 @@ def most_bytes(
     return num_rows * row_bytes + slot_bytes + replica_bytes + 8 * ALIGNMENT_BYTES
 
 
-def more_of(experts: CallExperts, num_places: int) -> tuple[bool, int]:
+def extra_lease_needs(experts: ExpertTensors, num_replica_slots: int) -> tuple[bool, int]:
     """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
     places for replicas lease."""
     has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
     keeps = experts.linears[1].delay_wgrad or has_adapters
-    return keeps, replica_bytes(experts, num_places) if num_places else 0
+    return keeps, replica_bytes(experts, num_replica_slots) if num_replica_slots else 0
 
 
-def _that_fits(step: _EPStep, row_bytes: int, experts: CallExperts) -> _EPStep:
+def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
     plan = step.plan
     heap, sizes = plan.heap, (plan.row_capacity, plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    more = more_of(experts, plan.num_places)
-    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, more)
+    more = extra_lease_needs(experts, plan.num_replica_slots)
+    needed = max_lease_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, more)
     if not heap.memory.lacks(needed):
         return step
     plan.shrink()
@@ -360,7 +369,7 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-def _with_rows(tensor: Any, num_rows: int) -> Any:
+def _resized_rows(tensor: Any, num_rows: int) -> Any:
     """So many rows from where a tensor begins; the tensor if its memory has fewer, as that of a copy. None of None."""
     if tensor is None or tensor.shape[0] == num_rows:
         return tensor
@@ -374,16 +383,16 @@ class _Kept(NamedTuple):
     """What backward needs of forward besides what that is given."""
 
     received: torch.Tensor | None  # the received rows; None: backward dispatches the tokens again
-    hidden: Hidden  # its fields are None if backward computes it again
+    hidden: SavedActivations  # its fields are None if backward computes it again
     row_probs: torch.Tensor
 
     def with_rows(self, received: int, hidden: int, row_probs: int) -> _Kept:
-        """The same with so many rows of each, see _with_rows."""
-        rows = [_with_rows(tensor, hidden) for tensor in self.hidden[:3]]
+        """The same with so many rows of each, see _resized_rows."""
+        rows = [_resized_rows(tensor, hidden) for tensor in self.hidden[:3]]
         return _Kept(
-            _with_rows(self.received, received),
-            Hidden._make([*rows, *self.hidden[3:]]),
-            _with_rows(self.row_probs, row_probs),
+            _resized_rows(self.received, received),
+            SavedActivations._make([*rows, *self.hidden[3:]]),
+            _resized_rows(self.row_probs, row_probs),
         )
 
 
@@ -397,7 +406,7 @@ class _Found(NamedTuple):
     received: Lease  # the received rows
     row_probs: torch.Tensor  # their probs
     a: Any  # the activation, see SecondInput
-    hidden: Hidden
+    hidden: SavedActivations
     places: Lease | None  # the weights of replicas
     y: torch.Tensor | None = None  # [T, H], of both halves
 
@@ -431,13 +440,15 @@ class _Forward:
         else:
             plan = copy.copy(step.plan)
         sent = _on_wire(self.x, step.options.wire.rows)
-        probs = given("probs", routed[1] if self.probs is None else self.probs)
+        probs = require_tensor("probs", routed[1] if self.probs is None else self.probs)
         replicas = ReplicaTrip(plan, self.weights)
         received = step.receive(sent, name="received rows")
         layout = step.options.layout
         send = partial(dispatch, layout=layout, division=step.overlap.dispatch, is_last=False)
-        with send(sent, plan, received.tensor, probs, rider=replicas.rider) as arrival:
-            row_probs = given("row_probs", arrival.row_probs)
+        with send(
+            sent, plan, received.tensor, probs, extra_payload=replicas.extra_payload
+        ) as arrival:
+            row_probs = require_tensor("row_probs", arrival.row_probs)
             rows = step.rows(plan, received.tensor, arrival.row_to_packed_row, row_probs)
             hidden, a = replicas.weights.first_layer(
                 rows, num_rows=step.num_rows, parts=arrival.parts
@@ -463,7 +474,11 @@ class _Forward:
         step, stash, received = self.step, self.step.options.stash, found.received
         max_rows, max_packed_rows = plan.needed_rows
         used = max_packed_rows if step.is_packed else max_rows
-        hidden = found.hidden if stash.keeps_h else Hidden._make([None] * NUM_HIDDEN)
+        hidden = (
+            found.hidden
+            if stash.keeps_h
+            else SavedActivations._make([None] * NUM_SAVED_ACTIVATIONS)
+        )
         kept = _Kept(None, hidden, found.row_probs)
         if stash.keeps_rows:
             # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
@@ -503,7 +518,7 @@ class _ExpertParallelMLP(Function):
             tensors,
             trains=(keeps_h and ctx.needs_input_grad[2], keeps_h),
             wire=call.options.wire,
-            held=(fc1.held_weight, fc2.held_weight),
+            held=(fc1.cached_weight, fc2.cached_weight),
         )
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
@@ -519,9 +534,9 @@ class _ExpertParallelMLP(Function):
                 storage, generation = plan.storage, plan.generation
                 step = _EPStep.of(call, plan, x)
             probs = routed[1] if routed else None if probs is None else probs.contiguous()
-            inputs = given_of(x, probs, storage, *weights.operands)
+            inputs = present_tensors(x, probs, storage, *weights.operands)
             if isinstance(step.plan, PlanRequest) and route is not None:
-                inputs += given_of(weight, route.bias)
+                inputs += present_tensors(weight, route.bias)
             forward = _Forward(step, x, probs, weights, frees, generation)
             function = forward.first_half if is_recomputed else forward.both_halves
             found = _Found._make(step.run(key, function, inputs, generation))
@@ -529,12 +544,17 @@ class _ExpertParallelMLP(Function):
                 plan = step.plan.plan(found.storage, generation)
         routed = routed or found.routed
         plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
-        plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
+        plan.wait_for_sizes()  # everything that is wanted is launched: now the host may wait for the plan
         if keeps:
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
-                kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
-            if plan.has_room:
+                kept = (
+                    x,
+                    require_tensor("weight", weight),
+                    require_tensor("topk_idx", route.topk_idx),
+                    routed[2],
+                )
+            if plan.fits_budget:
                 received, hidden, row_probs = forward.kept(found, plan)
                 # x in any case: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
@@ -564,7 +584,7 @@ class _ExpertParallelMLP(Function):
             )
             return *[None] * 4, *computed(route), *[None] * len(ctx.needs_input_grad[6:])
         with FailPeersOnError(heap, DISPATCH):
-            heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
+            heap._fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
             return _backward(ctx, kernel_rows(dy), d_routed)
 
@@ -582,12 +602,15 @@ def _backward(
         )
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
-    hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
+    hidden, (row_probs, b1, b2, *tensors) = (
+        SavedActivations(*rest[:NUM_SAVED_ACTIVATIONS]),
+        rest[NUM_SAVED_ACTIVATIONS:],
+    )
     # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a program takes one.
     x = route_kept[0] if ctx.rule is not None else x
     x = x if received is None else None  # what has arrived is read
-    experts = CallExperts(ctx.step.form, (b1, b2), tuple(tensors), linears)
-    step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size(), experts)
+    experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
+    step = ctx.step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan, options = cast(Plan, step.plan), step.options
     # As large as in forward, where that is possible: sizes repeat then.
     kept = _Kept(received, hidden, row_probs).with_rows(
@@ -599,8 +622,8 @@ def _backward(
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
-    # Now, too: a block of symmoe.constant_weights may have ended since forward.
-    held = [linear.held_weight if kept.hidden.h is None else None for linear in linears]
+    # Now, too: a block of symmoe.grouped.cache_quantized_weights may have ended since forward.
+    held = [linear.cached_weight if kept.hidden.h is None else None for linear in linears]
     weights = expert_weights(
         step.form,
         (b1, b2),
@@ -624,7 +647,7 @@ def _backward(
     )
     of_plan = plan.storage, *plan.received_index()
     kept_tensors = kept.received, *kept.hidden, kept.row_probs
-    read = given_of(dy, x, *kept_tensors, *of_plan, *weights.operands)
+    read = present_tensors(dy, x, *kept_tensors, *of_plan, *weights.operands)
     targets, has = (fc1.option, fc2.option), tuple([each is None for each in kept.hidden])
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, targets, weights.key, has
     if route is not None:
@@ -679,11 +702,13 @@ class _Backward:
         )
         replicas = ReplicaTrip(plan, self.weights, self.targets)
         if received is None:
-            sent = _on_wire(given("x", self.x), options.wire.rows)
+            sent = _on_wire(require_tensor("x", self.x), options.wire.rows)
             received = step.receive(sent, name="received rows").tensor
         rows = step.rows(plan, received, plan.received_index()[1], row_probs)
         if self.kept.received is None:  # who goes where is in the plan
-            with send(sent, buffer=received, is_last=False, rider=replicas.rider) as arrival:
+            with send(
+                sent, buffer=received, is_last=False, extra_payload=replicas.extra_payload
+            ) as arrival:
                 if hidden.h is None:
                     hidden = replicas.weights.first_layer(
                         rows, num_rows=step.num_rows, parts=arrival.parts
@@ -691,7 +716,7 @@ class _Backward:
         sent = _on_wire(dy, options.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
         with send(
-            sent, buffer=d_out.tensor, is_last=not gradients, rider=replicas.rider
+            sent, buffer=d_out.tensor, is_last=not gradients, extra_payload=replicas.extra_payload
         ) as arrival:
             if hidden.h is None:  # not before: the weights of replicas come with this trip
                 hidden = replicas.weights.first_layer(
@@ -726,16 +751,16 @@ class _Backward:
                 if d_rows is None
                 else partial(experts_backward.input_gradient, d_rows)
             )
-            trip: AbstractContextManager[Collection | None] = nullcontext()
+            trip: AbstractContextManager[CombineTrip | None] = nullcontext()
             if gradients:
-                sums = Collection(
+                sums = CombineTrip(
                     d_rows,
                     plan,
                     order=options.order,
                     row_values=experts_backward.d_scale if needs_probs else None,
                     gradients=gradients,
                 )
-                trip = collecting(sums, compute, division)
+                trip = combine_during(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
             w1_gradient = partial(experts_backward.w1_gradient, num_sms=num_sms)
             with trip as collection:

@@ -17,10 +17,10 @@ from symmoe.errors import ArgumentError, SymmoeError, raise_for, users_line, war
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import require_tensor
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
+from symmoe.moe.ddp_and_fsdp import ExpertDataParallel, ExpertParallelModule, device_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import (
@@ -53,8 +53,8 @@ class MoEMetrics(NamedTuple):
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
         topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
         num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
-        place_to_expert, place_rows: int32 [R, S], the expert of which a place of a rank has a replica, -1 for none, and
-            how many rows of the expert it takes; None without balance "replicas". The same on all ranks.
+        replica_to_expert, replica_rows: int32 [R, S], the expert of which a place of a rank has a replica, -1 for
+            none, and how many rows of the expert it takes; None without balance "replicas". The same on all ranks.
     """
 
     aux_loss: torch.Tensor
@@ -62,8 +62,8 @@ class MoEMetrics(NamedTuple):
     num_dropped: torch.Tensor
     topk_idx: torch.Tensor
     num_over_capacity: torch.Tensor | None
-    place_to_expert: torch.Tensor | None = None
-    place_rows: torch.Tensor | None = None
+    replica_to_expert: torch.Tensor | None = None
+    replica_rows: torch.Tensor | None = None
 
     @property
     def imbalance(self) -> torch.Tensor:
@@ -89,14 +89,14 @@ class MoEMetrics(NamedTuple):
     def rows_per_rank(self) -> torch.Tensor | None:
         """int64 [2, R], rows of each rank before and after balance by replicas, before a static capacity drops any, or
         None without replicas; computed when it is asked for."""
-        if self.place_to_expert is None or self.place_rows is None:
+        if self.replica_to_expert is None or self.replica_rows is None:
             return None
-        return balance.rows_per_rank(self.expert_load, self.place_to_expert, self.place_rows)
+        return balance.rows_per_rank(self.expert_load, self.replica_to_expert, self.replica_rows)
 
     @property
     def num_replicas(self) -> torch.Tensor | None:
         """int64 scalar, replicas that have rows, in the whole EP group, or None; computed when it is asked for."""
-        return None if self.place_to_expert is None else (self.place_to_expert >= 0).sum()
+        return None if self.replica_to_expert is None else (self.replica_to_expert >= 0).sum()
 
 
 register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
@@ -104,10 +104,10 @@ register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 class MoELayer(ExpertParallelModule):
     """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group: rank r
-    holds experts r * E / R to (r + 1) * E / R - 1. The router (None with config.router "none") is replicated: its
+    holds experts r * E / R to (r + 1) * E / R - 1. The router (None if config.router is) is replicated: its
     gradients are data-parallel, those of `experts` are not (see reduce_gradients).
 
-    A router of your own is no part of the layer: with router="none" it gives each call topk_idx and probs. Experts of
+    A router of your own is no part of the layer: with router=None it gives each call topk_idx and probs. Experts of
     your own run by parts, between make_plan, dispatch_tokens and combine_tokens, differentiable through all of them:
     see docs/own_experts.md.
 
@@ -149,14 +149,17 @@ class MoELayer(ExpertParallelModule):
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
-        self.router = (
-            Router(config, device=device, heap=heap) if config.router == "linear" else None
+        options = config.router
+        self.router = None if options is None else Router(config, device=device, heap=heap)
+        # Whether a loss needs the load of all micro-batches since the last balance_step.
+        self.sums_global_load = bool(
+            options and options.aux_loss == "global" and options.aux_loss_coef
         )
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
         self.shared_expert = shared_expert
-        self.replicas = Replicas(expert_group)
+        self.expert_data_parallel = ExpertDataParallel(expert_group)
         self._called_at: tuple[str, int] | None = None  # where, by the last call without gradients
 
     def set_experts(self, experts: GroupedMLP) -> None:
@@ -202,7 +205,7 @@ class MoELayer(ExpertParallelModule):
                 aux_loss="sequence", the last but one dimension is the sequence: [B, S, H] holds B of them.
             token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
                 is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
-            topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.training.replay); -1 is none.
+            topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.routing); -1 is none.
             probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of your own router. They are
                 taken as they are, and get their gradient. The layer's router, if it has one, does not run: its losses
                 are 0, and the call does not count for balance_step.
@@ -222,11 +225,11 @@ class MoELayer(ExpertParallelModule):
         before_trips = None if shared is None else shared.start
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
             if not is_compiling:
-                self.heap.fail_for(
+                self.heap._fail_for(
                     self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
                     control.PHASE_PLAN,
                 )
-            load_before = self._load_before_call()
+            load_before = self._load_before_call() if self.sums_global_load else None
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
@@ -369,7 +372,10 @@ class MoELayer(ExpertParallelModule):
     ) -> Choice:
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
-            topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
+            topk_idx, probs = (
+                require_tensor("topk_idx", topk_idx),
+                require_tensor("probs", probs).float(),
+            )
             probs = probs.masked_fill(topk_idx < 0, 0.0)
             routed = Choice(*choice_of(self.config, topk_idx, probs, token_mask))
         else:
@@ -389,7 +395,7 @@ class MoELayer(ExpertParallelModule):
 
     def _load_before_call(self) -> torch.Tensor | None:
         """What the step has counted before this call, if a loss needs it and the router counts."""
-        if self.router is None or not self.config.aux_loss_coef or self.config.aux_loss != "global":
+        if self.router is None:
             return None
         router = next((each for each in self.router.modules() if isinstance(each, Router)), None)
         if router is None or router.step_load is None:
@@ -406,21 +412,22 @@ class MoELayer(ExpertParallelModule):
     ) -> torch.Tensor:
         """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
         config = self.config
-        has_loss = config.aux_loss_coef or config.z_loss_coef
-        if not has_loss or not isinstance(routed, RouterOutput):
+        options = config.router
+        has_loss = options is not None and (options.aux_loss_coef or options.z_loss_coef)
+        if options is None or not has_loss or not isinstance(routed, RouterOutput):
             return torch.zeros((), device=expert_load.device)
         sequence_length = None
-        if config.aux_loss == "sequence":
+        if options.aux_loss == "sequence":
             sequence_length = x.shape[-2] if x.dim() > 1 else 1
         elif load_before is not None:
             expert_load = balance.load_so_far(load_before, expert_load)
-            if self.replicas.group is not None:
-                dist.all_reduce(expert_load, group=self.replicas.group)
-        elif config.aux_loss_coef and config.capacity_factor is not None:
+            if self.expert_data_parallel.group is not None:
+                dist.all_reduce(expert_load, group=self.expert_data_parallel.group)
+        elif options.aux_loss_coef and config.capacity_factor is not None:
             # The load before the drops: what an overloaded expert has after them says little.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         loss = balance.RouterLoss(
-            config.aux_loss_coef, config.z_loss_coef, config.score, sequence_length
+            options.aux_loss_coef, options.z_loss_coef, options.score, sequence_length
         )
         of_load = routed.chosen_idx, expert_load, token_mask
         return balance.router_loss(loss, routed.logits, routed.scores, *of_load)

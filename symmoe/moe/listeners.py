@@ -38,8 +38,8 @@ class RoutingReport:
     is_training: bool
     num_over_capacity: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None  # None where losses are the trainer's own
-    place_to_expert: torch.Tensor | None = None
-    place_rows: torch.Tensor | None = None
+    replica_to_expert: torch.Tensor | None = None
+    replica_rows: torch.Tensor | None = None
     replica_bytes: int = (
         0  # of one replica: its weights in forward and again in backward, and their gradients
     )

@@ -22,7 +22,8 @@ from symmoe.precision.recipes import Float8Block, Recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the hardware does, per second. The defaults are for an H200 with NVLink (notes/2026-11-21-overlap.md)."""
+    """What the hardware does, per second. The defaults are for an H200 with NVLink; where they come from:
+    docs/decisions/0007-rows-under-gemms.md."""
 
     link_bytes: float = 340e9  # over NVLink to all peers together, one direction, by our push
     program_push_bytes: float = 28e9  # that one program (it fills an SM) pushes while a GEMM runs

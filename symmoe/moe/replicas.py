@@ -20,11 +20,11 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import READY_WEIGHTS
 from symmoe.errors import ArgumentError
-from symmoe.grouped.experts import FC1, FC2, W1, W2, CallExperts, ExpertWeights, Replicas
+from symmoe.grouped.experts import FC1, FC2, W1, W2, ExpertTensors, ExpertWeights, Replicas
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
-from symmoe.kernels.contract.operands import Matrices
-from symmoe.kernels.contract.plan import Pair
+from symmoe.kernels.operands import Matrices
+from symmoe.kernels.twin.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease, aligned
 
@@ -33,7 +33,7 @@ _Wanted = (
 )  # shape and dtype of a matrix for a place, or none
 
 
-def replicas_problem(experts: CallExperts) -> ArgumentError | None:
+def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
     """Why these experts cannot have replicas, or None."""
     form, needs = experts.form, "balance ('replicas') needs experts"
     if form.precision is not None:
@@ -43,14 +43,14 @@ def replicas_problem(experts: CallExperts) -> ArgumentError | None:
     return None
 
 
-def replica_bytes(experts: CallExperts, num_places: int) -> int:
+def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
     """What a pass leases at most for at least one place: all that an expert has, and gradients, at most fp32."""
     tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
     num_bytes = (
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
         // experts.form.num_groups
     )
-    return num_places * num_bytes + 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
+    return num_replica_slots * num_bytes + 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
 
 
 class _Places:
@@ -61,12 +61,12 @@ class _Places:
     def __init__(
         self,
         heap: SymmetricHeap,
-        num_places: int,
+        num_replica_slots: int,
         wanted: Sequence[_Wanted],
         lease: Lease | None = None,
     ) -> None:
         sizes = [
-            0 if each is None else num_places * math.prod(each[0]) * each[1].itemsize
+            0 if each is None else num_replica_slots * math.prod(each[0]) * each[1].itemsize
             for each in wanted
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
@@ -77,7 +77,7 @@ class _Places:
         for kind, each in enumerate(wanted):
             if self.lease is not None and each is not None:
                 memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]].view(each[1])
-                self.tensors[kind] = memory.view(num_places, *each[0])
+                self.tensors[kind] = memory.view(num_replica_slots, *each[0])
 
 
 class ReplicaTrip:
@@ -94,18 +94,18 @@ class ReplicaTrip:
         lease: Lease | None = None,
     ) -> None:
         self._weights, self._own, self._plan = weights, weights.matrices, plan
-        self._has_left = not plan.num_places or lease is not None
+        self._has_left = not plan.num_replica_slots or lease is not None
         wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
-        self._places = _Places(plan.heap, plan.num_places, wanted, lease)
+        self._places = _Places(plan.heap, plan.num_replica_slots, wanted, lease)
         self.weights_offset = 0 if self.lease is None else self.lease.offset
         gradients = () if targets is None else _wanted_gradients(self._own, targets)
-        self._gradients = _Places(plan.heap, plan.num_places, gradients)
+        self._gradients = _Places(plan.heap, plan.num_replica_slots, gradients)
         self.agreed: Mapping[str, object] = (
             _described("", wanted) | _described("gradient of ", gradients)
-            if plan.num_places
+            if plan.num_replica_slots
             else {}
         )
-        if plan.num_places:
+        if plan.num_replica_slots:
             places = replace(
                 weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
             )
@@ -124,7 +124,7 @@ class ReplicaTrip:
         return self._weights
 
     @property
-    def rider(self) -> ReplicaTrip | None:
+    def extra_payload(self) -> ReplicaTrip | None:
         """What the next dispatch takes along."""
         return None if self._has_left else self
 
@@ -133,7 +133,7 @@ class ReplicaTrip:
         for pair, starts in self._pairs(self._own, self._places):
             kernels.for_device(ready.device).push_replicas(
                 pair,
-                self._plan.place_to_expert,
+                self._plan.replica_to_expert,
                 self._plan.heap.peers,
                 ready,
                 column=READY_WEIGHTS,
@@ -147,7 +147,7 @@ class ReplicaTrip:
         heap, plan = self._plan.heap, self._plan.generation
         if (lease := self._gradients.lease) is not None:
             ready = heap.barrier(control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=plan)
-            places = self._plan.place_to_expert, self._plan.expert_to_place
+            places = self._plan.replica_to_expert, self._plan.expert_to_place
             for pair, starts in self._pairs(gradients, self._gradients):
                 kernels.for_device(heap.device).add_from_replicas(
                     pair, places, heap.peers, ready, column=0, starts=starts

@@ -24,18 +24,18 @@ from symmoe.checks.arguments import kernel_rows
 from symmoe.dispatch.plan import MadePlan, PlanOptions, begin_plan, plan_call
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import CallExperts, evaluated, of_tensors
+from symmoe.grouped.experts import ExpertTensors, materialized, of_tensors
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ddp_problem, experts_problem, gradients_elsewhere
+from symmoe.moe.ddp_and_fsdp import attach_to_ddp, experts_problem, gradients_elsewhere
 from symmoe.moe.ep_step import (
+    OPTION_DEFAULTS,
     STASHES,
-    WORDS,
     Options,
-    more_of,
-    most_bytes,
+    extra_lease_needs,
+    max_lease_bytes,
     run_experts,
     step_options,
 )
@@ -86,14 +86,14 @@ class RoutedExperts:
         x: torch.Tensor,
         probs: torch.Tensor | Route,
         topk_idx: torch.Tensor,
-        experts: GroupedMLP | CallExperts,
+        experts: GroupedMLP | ExpertTensors,
         *,
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Routed | None]:
-        """y [T, H] or out_shape; the plan's expert_load and num_dropped, with replicas place_to_expert and place_rows
-        too, as in MoEMetrics; with a route for probs, the choice of experts, which is a part of the step then. Who may
-        be traced calls run_routed.
+        """y [T, H] or out_shape; the plan's expert_load and num_dropped, with replicas replica_to_expert and
+        replica_rows too, as in MoEMetrics; with a route for probs, the choice of experts, which is a part of the step
+        then. Who may be traced calls run_routed.
 
         Collective over the EP group, forward and backward. The caller tells peers of errors: FailPeersOnError, with
         CALL_PHASES. Synchronises the host only with exact capacity: until the
@@ -107,29 +107,29 @@ class RoutedExperts:
                 stream that shall fill the waits of the trips.
         """
         heap, options = self.heap, self.plan_options(x.dtype)
-        experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
-        find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
+        experts = materialized(experts, x.dtype)  # once, also for a call that is planned again
+        find_budget = partial(self._find_budget, topk_idx.shape[0], x.dtype.itemsize, experts)
         x = kernel_rows(x)
         route = probs._replace(x=x) if isinstance(probs, Route) else None
-        begun = begin_plan(topk_idx, heap, options, find_room, route)
+        begun = begin_plan(topk_idx, heap, options, find_budget, route)
         if before_trips is not None:
             begun = begun.made()
             before_trips()
         run = partial(run_experts, x, experts=experts, options=self.options, out_shape=out_shape)
         y, plan, routed = run(probs, begun=begun)
-        if not plan.has_room:  # on all ranks; nothing has moved
+        if not plan.fits_budget:  # on all ranks; nothing has moved
             begun = MadePlan(plan_call(topk_idx, heap, options))
             y, plan, _ = run(probs if routed is None else routed.probs, begun=begun)
         if options.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
-        places = (plan.place_to_expert, plan.place_rows) if plan.num_places else ()
+        places = (plan.replica_to_expert, plan.replica_rows) if plan.num_replica_slots else ()
         return y, (plan.expert_load, plan.num_dropped, *places), routed
 
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
         resolved = {"layout": self.config.received_layout}
-        return {name: getattr(self.config, name) for name in WORDS} | resolved
+        return {name: getattr(self.config, name) for name in OPTION_DEFAULTS} | resolved
 
     @functools.cached_property
     def options(self) -> Options:
@@ -140,22 +140,25 @@ class RoutedExperts:
     def _config_number(self) -> int:
         """By which plans compare all of the configuration, which must be equal on every rank."""
         values = {field.name: getattr(self.config, field.name) for field in fields(MoEConfig)}
+        if (router := self.config.router) is not None:
+            values["router"] = "RouterConfig"
+            values |= {field.name: getattr(router, field.name) for field in fields(router)}
         return self.heap.configurations.number(values)
 
     @functools.cached_property
     def _history_key(self) -> tuple[int, int, int]:
         config = self.config
-        return config.num_experts, config.top_k, config.num_places
+        return config.num_experts, config.top_k, config.num_replica_slots
 
     @property
     def _history(self) -> RowHistory:
         return self.heap.row_histories[self._history_key]
 
-    def _find_room(
-        self, num_tokens: int, item_bytes: int, experts: CallExperts
+    def _find_budget(
+        self, num_tokens: int, item_bytes: int, experts: ExpertTensors
     ) -> RowBudget | None:
         config, heap = self.config, self.heap
-        room = self._history.room(num_tokens, config.max_room, heap.room_factor)
+        room = self._history.room(num_tokens, config.max_row_budget, heap.room_factor)
         if (
             room is None
             or room.rows is None
@@ -165,8 +168,8 @@ class RoutedExperts:
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
-        more = more_of(experts, self._history_key[2])
-        needed = most_bytes(sizes, num_tokens, heap, row_bytes, more)
+        more = extra_lease_needs(experts, self._history_key[2])
+        needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, more)
         if heap.memory.lacks(needed):  # what the routing needs may fit
             return RowBudget(
                 room.expected_rows, room.rail_rows, why_it_waits=f"lacks {needed} bytes of the heap"
@@ -189,7 +192,7 @@ class RoutedExperts:
                 c.quantized_wire,
                 c.rail_capacity,
                 self._config_number,
-                c.num_places,
+                c.num_replica_slots,
                 c.replica_slack,
             )
         return found
@@ -241,7 +244,7 @@ class _Call(NamedTuple):
         )
         return inputs + [bool(self.trains_own)] * self.num_own + [True] * adapters
 
-    def experts(self, tensors: Sequence[torch.Tensor]) -> CallExperts:
+    def experts(self, tensors: Sequence[torch.Tensor]) -> ExpertTensors:
         """The experts with these of the operator's tensors."""
         experts = self.eager.meta_experts
         end = 4 if experts.fc1.has_bias else 2
@@ -346,8 +349,8 @@ def _moe_forward(
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
     fc1, fc2, device = eager.meta_experts.fc1, eager.meta_experts.fc2, eager.heap.device
-    eager.heap.fail_for(
-        ddp_problem() or fc1.width_problem(device) or fc2.width_problem(device),
+    eager.heap._fail_for(
+        attach_to_ddp() or fc1.width_problem(device) or fc2.width_problem(device),
         control.PHASE_PLAN,
     )
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -375,7 +378,7 @@ def _moe_forward(
 @_moe_forward.register_fake
 def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> tuple[Any, ...]:
     x, eager = tensors[0], _Call(*numbers).eager
-    places = (eager.heap.num_ranks, eager.config.num_places)
+    places = (eager.heap.num_ranks, eager.config.num_replica_slots)
     shapes = [(eager.config.num_experts,), (1,)] + [places] * 2 * (places[1] > 0)
     load = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes]
     return x.new_empty(x.shape), load, torch.empty(1, dtype=torch.int64, device="cpu")

@@ -21,13 +21,13 @@ from symmoe.checks.arguments import (
     CHOICES,
     call_problem,
     check_kind,
+    choices_problem,
     memory_problem,
     tensor_problem,
-    words_problem,
 )
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
-from symmoe.kernels.operands import given_of
+from symmoe.kernels.operands import present_tensors
 from symmoe.kernels.programs import run_program
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
@@ -88,16 +88,18 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_kind("config", config, MoEConfig)
-        self.config = config
-        self._rule = config.routing_rule
+        if (options := config.router) is None:
+            raise ArgumentError("config.router (None) must be a RouterConfig")
+        self.config, self.options = config, options
+        self._rule = options.rule
         self._heap = heap
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)
         )
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
-        self.register_buffer("expert_bias", bias if config.expert_bias else None)
-        counts = config.expert_bias or (config.aux_loss_coef and config.aux_loss == "global")
+        self.register_buffer("expert_bias", bias if options.expert_bias else None)
+        counts = options.expert_bias or (options.aux_loss_coef and options.aux_loss == "global")
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
@@ -216,7 +218,7 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
+        return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={self.options.score!r}"
 
 
 def router_problem(router: nn.Module | None) -> ArgumentError | None:
@@ -289,11 +291,11 @@ def arguments_problem(
             dtypes=(torch.int32, torch.int64),
             device=x.device,
         )
-    if error is not None or (probs is None and config.router != "none"):
+    if error is not None or (probs is None and config.router is not None):
         return error
     if probs is None:
         return ArgumentError(
-            "probs (None) must be given, and topk_idx with it: the configuration has router='none'"
+            "probs (None) must be given, and topk_idx with it: the configuration has router=None"
         )
     if topk_idx is None:
         return ArgumentError(
@@ -309,7 +311,7 @@ def drop_over_capacity(
     [1], how many were dropped. Local; does not synchronise the host. An expert keeps the slots of the largest probs
     (policy "probs"; equal ones in the order of tokens) or those of the first tokens ("position"). The remaining probs
     stay as they are: what a token loses is not given to its other experts (as in Megatron-Core)."""
-    raise_for(words_problem(drop_policy=policy))
+    raise_for(choices_problem(drop_policy=policy))
     # The plan reports ids out of range, on all ranks; here they are no experts.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
@@ -382,7 +384,7 @@ class Route(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        return given_of(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
+        return present_tensors(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
 
     def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """As a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
@@ -413,7 +415,7 @@ class RouteGradients(NamedTuple):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        return given_of(*self.given, *self.kept)
+        return present_tensors(*self.given, *self.kept)
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients; None, too, where nothing given depends on the logits."""
@@ -445,7 +447,7 @@ def computed(call: Route | RouteGradients) -> Sequence[Any]:
 
 
 def route_tokens(route: Route) -> Routed:
-    """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
+    """Logits x @ weight^T of tokens, and the experts that they choose (kernels/twin/route.py). Not collective, no
     host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products
     (never tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise
     torch computes them from an fp32 copy. Differentiable, once."""
@@ -459,7 +461,7 @@ def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
     """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()
     if len(bad):
-        heap.fail(
+        heap._fail(
             ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"),
             control.PHASE_PLAN,
         )
@@ -518,20 +520,20 @@ def _packed(top_k: int, rule: RoutingRule) -> list[float]:
         top_k,
         score,
         rule.renormalize,
-        rule.num_groups,
-        rule.top_groups,
+        rule.num_expert_groups,
+        rule.topk_groups,
         rule.route_scale,
     )
     return [float(each) for each in numbers]
 
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule]:
-    top_k, score, renormalize, num_groups, top_groups, _ = map(int, numbers)
+    top_k, score, renormalize, num_groups, topk_groups, _ = map(int, numbers)
     rule = RoutingRule(
         score=CHOICES["score"][score],
         renormalize=bool(renormalize),
-        num_groups=num_groups,
-        top_groups=top_groups,
+        num_expert_groups=num_groups,
+        topk_groups=topk_groups,
         route_scale=numbers[5],
     )
     return top_k, rule

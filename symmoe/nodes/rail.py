@@ -1,4 +1,4 @@
-"""What travels between nodes, and by what: tensors, by gloo or, on GPUs, by NCCL. Hosts speak over a lane (lane.py).
+"""What travels between nodes, and by what: tensors, by gloo or, on GPUs, by NCCL. Hosts have a control channel.
 
 The process group of gloo is made here, on a store that the ranks have in common, and nobody else knows it: a rail that
 breaks, or is aborted, leaves the groups of the trainer as they are.
@@ -34,7 +34,7 @@ BEGUN, ENDED = range(2)  # indices of Payload.progress
 
 
 class Payload:
-    """Moves the tensors of exchanges between the ranks with the same index on all nodes, which have met (lane.py).
+    """Moves the tensors of exchanges between the ranks with the same index on all nodes, which have met.
 
     Attributes:
         progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if

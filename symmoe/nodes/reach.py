@@ -1,5 +1,5 @@
 """How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try ("Start" in
-docs/design.md). Each rank listens where gloo is going to, and its rail peers connect to it. A rank sends on the
+docs/design/nodes.md). Each rank listens where gloo is going to, and its rail peers connect to it. A rank sends on the
 connections that it has made, and receives on those that it has accepted: then it has never anything unread where it
 sends, and what it has said arrives although it closes right after it."""
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.operands import Operand
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import Operand, TensorTable
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.streams import capture_id
 from symmoe.torch_internals import version_of
@@ -87,7 +86,7 @@ class _Made(NamedTuple):
     is_there: torch.cuda.Event | None
 
 
-class HeldWeight:
+class CachedWeight:
     """Operands of one layer's weight while it does not change: made when they are first asked for, until `close`.
 
     A reader on another stream than the one they were made on waits for them there. A copied or pickled layer holds
@@ -123,7 +122,7 @@ class HeldWeight:
             return None
         if capture_id(self._device) != self._capture:
             return ArgumentError(
-                f"constant_weights was entered {_where(self._capture)}, and this call is "
+                f"cache_quantized_weights was entered {_where(self._capture)}, and this call is "
                 f"{_where(capture_id(self._device))}: enter and leave it in one CUDA graph, or outside of all"
             )
         if self._versions is None:
@@ -131,7 +130,7 @@ class HeldWeight:
         for parameter, now in zip(self._parameters, current, strict=False):
             if now is not parameter:
                 return ArgumentError(
-                    f"a weight {list(parameter.shape)} has been replaced by another inside constant_weights"
+                    f"a weight {list(parameter.shape)} has been replaced by another inside cache_quantized_weights"
                 )
         # Versions do not say which of the discrete weights it was: those made in one storage share a counter.
         for parameter, found, first in zip(
@@ -140,7 +139,7 @@ class HeldWeight:
             if found != first:
                 return ArgumentError(
                     f"a weight {list(parameter.shape)} is at version {found}, and was at version {first} when it was "
-                    "quantised: it has been written to inside constant_weights"
+                    "quantised: it has been written to inside cache_quantized_weights"
                 )
         return None
 

@@ -7,13 +7,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from symmoe.errors import raise_for, word_problem
+from symmoe.errors import choice_problem, raise_for
 from symmoe.kernels import formats
-from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gemm_parts import bounds_of, equal_groups
-from symmoe.kernels.operands import Buffers, Operand, given
+from symmoe.kernels.operands import Buffers, Operand, bounds_of, equal_groups, require_tensor
 from symmoe.kernels.twin import quantize as twin
-from symmoe.precision.block_scaled import swizzle_scales
 
 Layout = Literal["rows", "columns", "weight", "weight_transposed"]
 
@@ -48,7 +45,7 @@ class Quantized:
 
     data: torch.Tensor
     scale: torch.Tensor
-    block_format: BlockFormat
+    block_format: formats.BlockFormat
     layout: Layout
     num_rows: int
     amax: torch.Tensor | None = None
@@ -56,7 +53,7 @@ class Quantized:
     signs: int | None = None
 
     def __post_init__(self) -> None:
-        raise_for(word_problem("layout", self.layout, get_args(Layout)))
+        raise_for(choice_problem("layout", self.layout, get_args(Layout)))
 
     @property
     def row_start(self) -> torch.Tensor | None:
@@ -79,7 +76,7 @@ class Quantized:
         return Operand(self.data, scale, self.global_scale)
 
     def swizzled_scale(self) -> torch.Tensor:
-        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled.py).
+        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled/tiles.py).
 
         Rows: every group begins at a new tile. Columns: one matrix, in which groups begin at tiles anyway.
         Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.
@@ -90,6 +87,8 @@ class Quantized:
         Raises:
             ArgumentError: a scale is not one byte.
         """
+        from symmoe.precision.block_scaled.tiles import swizzle_scales
+
         if self.layout == "rows":
             return swizzle_scales(self.scale, self._row_range)
         num_matrices, num_lines = (
@@ -120,7 +119,7 @@ class Quantized:
 
     @property
     def _row_range(self) -> torch.Tensor:
-        return given("row_range", self.row_range)
+        return require_tensor("row_range", self.row_range)
 
     def _columns(self) -> torch.Tensor:
         groups, belongs = self._row_groups()
@@ -133,7 +132,9 @@ class Quantized:
         # By the group of each padded token; tiles of no group may get any.
         values = self._values((torch.searchsorted(first, token, right=True) - 1).clamp(min=0))
         if self.signs is not None:
-            values = twin.inverse_hadamard(values, self.signs)
+            from symmoe.kernels.twin.block_scaled import inverse_hadamard
+
+            values = inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
 
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which numbers the GEMMs of the experts multiply: three recipes as small frozen records (docs/precision.md)."""
+"""Which numbers the GEMMs of the experts multiply: recipes as small frozen records (docs/precision.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,10 +17,15 @@ from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import FLOATS, Buffers, check_column_scale, check_operand
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.block_scaled import check_signs, checked_row_range
+from symmoe.kernels.operands import (
+    FLOATS,
+    Buffers,
+    TensorTable,
+    check_column_scale,
+    check_operand,
+    checked_row_range,
+    equal_groups,
+)
 from symmoe.precision.quantized import Layout, Quantized
 
 
@@ -40,11 +44,13 @@ class Recipe(ABC):
         feature_multiple: what the number of features must be a multiple of: a line of data then has whole 16 bytes.
         token_multiple: columns of a group begin at multiples of this many tokens; rows of groups need no alignment.
         stochastic_gradients: whether gradients are rounded stochastically; quantising them then takes `seeds`.
+        word: in commands and messages, of a recipe without options.
     """
 
     feature_multiple: ClassVar[int] = 16
     token_multiple: ClassVar[int] = TILE
     stochastic_gradients = False
+    word: ClassVar[str] = control.PRECISIONS[-1]
 
     __slots__ = ()
 
@@ -213,13 +219,14 @@ class Recipe(ABC):
         return forward, transposed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Float8Block(Recipe):
     """E4M3 with an fp32 scale for 128 features (or tokens) of a row, and for 128 x 128 of a weight (DeepSeek-V3, 2024).
 
     power_of_two: scales are rounded up to powers of two, so that scaling is exact.
     """
 
+    word: ClassVar[str] = "float8-block"
     power_of_two: bool = False
 
     @property
@@ -233,62 +240,14 @@ class Float8Block(Recipe):
         return BlockFormat(element="e4m3", scale=self.row_format.scale, block=128, block_lines=128)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MXFP8(Recipe):
-    """E4M3 with an E8M0 scale for 32 contracted elements, of rows and weights (OCP Microscaling Formats 1.0, 2023).
-
-    The scale is rounded up, as NVIDIA's recipe has it, where OCP's formula saturates the largest elements.
-    """
-
-    feature_multiple: ClassVar[int] = 32
-    row_format = BlockFormat(element="e4m3", scale="e8m0", block=32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NVFP4(Recipe):
-    """E2M1 with an E4M3 scale for 16 contracted elements and an fp32 scale for a group (NVIDIA 2025, arXiv:2509.25149).
-
-    Weights have 16 x 16 blocks. Data holds two elements in a byte, the first in the low half.
-
-    Attributes:
-        hadamard_signs: both operands of wgrad first go through a Hadamard transform with these 16 signs
-            (precision/block_scaled.py); None: they do not.
-        stochastic_gradients: whether gradients are rounded stochastically; then seeds are accepted.
-    """
-
-    feature_multiple: ClassVar[int] = 32
-    row_format = BlockFormat(element="e2m1", scale="e4m3", block=16)
-    weight_format = BlockFormat(element="e2m1", scale="e4m3", block=16, block_lines=16)
-
-    hadamard_signs: int | None = (
-        0x9A5C  # any irregular pattern will do; both operands need the same
-    )
-    stochastic_gradients: bool = True
-
-    def __post_init__(self) -> None:
-        if self.hadamard_signs is not None:
-            check_signs(self.hadamard_signs)
-
-    @property
-    def column_signs(self) -> int | None:
-        return self.hadamard_signs
-
-
-PRECISIONS: dict[str, Recipe] = {"float8-block": Float8Block(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
-"""Recipes without options, by the names that commands and messages have for them."""
-
-
 def precision_word(recipe: Recipe | None) -> int:
     """31 bits that are equal for equal recipes: the index in control.PRECISIONS, and a checksum of the recipe's fields
-    if it is not one of PRECISIONS. -1 for None."""
+    if it has options or is of a class that is not symmoe's. -1 for None."""
     if recipe is None:
         return -1
-    name = next(
-        (name for name, known in PRECISIONS.items() if type(known) is type(recipe)),
-        control.PRECISIONS[-1],
-    )
-    index = control.PRECISIONS.index(name)
-    if recipe == PRECISIONS.get(name):
+    word = vars(type(recipe)).get("word", Recipe.word)  # a subclass is another recipe
+    index = control.PRECISIONS.index(word)
+    if word != Recipe.word and recipe == type(recipe)():
         return index
     # The text of a class that is not symmoe's may hold an address.
     text = repr(recipe) if dataclasses.is_dataclass(recipe) else type(recipe).__qualname__
@@ -301,9 +260,9 @@ def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
     if precision is None:
         return None
     if not isinstance(precision, Recipe):
-        recipes = ", ".join(type(recipe).__name__ + "()" for recipe in PRECISIONS.values())
         return ArgumentError(
-            f"precision ({precision!r}) must be a recipe of symmoe.precision ({recipes}), or None"
+            f"precision ({precision!r}) must be a recipe of symmoe.precision "
+            "(Float8Block(), MXFP8(), NVFP4()), or None"
         )
     for name, width in widths.items():
         if width % precision.feature_multiple:

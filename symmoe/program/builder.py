@@ -27,10 +27,10 @@ from symmoe.program.program import (
     Launch,
     Look,
     Mark,
-    Memory,
     ObjectSlot,
     Operation,
     Program,
+    TensorRef,
     extent_bytes,
     look_of,
 )
@@ -101,9 +101,9 @@ def mark(what: str) -> None:
         _thread.builder.entries.append(Mark(what))
 
 
-def owed() -> AbstractContextManager[None]:
+def must_complete() -> AbstractContextManager[None]:
     """What is launched in this context is launched even if a program is interrupted between the marks of a trip."""
-    return _noted_as("is_owed")
+    return _noted_as("must_complete")
 
 
 def on_branch() -> AbstractContextManager[None]:
@@ -155,7 +155,8 @@ class Builder(TorchDispatchMode):
     Attributes:
         entries: what has been noted.
         operations: what the function has called.
-        is_owed, is_on_branch: whether entries are noted as owed to the peers, and operations as those of a branch.
+        must_complete, is_on_branch: whether entries are noted as owed to the peers, and operations as those of a
+            branch.
         waiting: for streams whose next operation comes after a point of another one, whether they are a branch.
     """
 
@@ -170,7 +171,7 @@ class Builder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.entries: list[Entry] = []
         self.operations: list[Operation] = []
-        self.is_owed = self.is_on_branch = False
+        self.must_complete = self.is_on_branch = False
         self.numbers, self.waiting = numbers, set[bool]()
         self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
         self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
@@ -237,7 +238,7 @@ class Builder(TorchDispatchMode):
         if kind == parts.IN_ORDER:
             self.note(function, args, kwargs)
         autocast = None if torch.is_autocast_enabled(self.device.type) else self._autocast
-        self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
+        self.entries.append(Call(function, template, slot, kind, self.must_complete, autocast))
         return result
 
     def kernel(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +282,7 @@ class Builder(TorchDispatchMode):
             nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
         slot = self._new_slot()
-        self.entries.append(Call(function, (template, {}), slot, parts.NOTE, self.is_owed))
+        self.entries.append(Call(function, (template, {}), slot, parts.NOTE, self.must_complete))
         self._next_numbers = {
             **numbers,
             **{name: parts.ResultField(slot, n) for n, name in enumerate(results)},
@@ -308,7 +309,7 @@ class Builder(TorchDispatchMode):
         """Notes a launch that only Python can make, by a function whose last argument has those of the kernel."""
         *others, given = args
         template = (self._named_stream(stream), *others, self._arguments(names, given))
-        self.entries.append(Call(launch, (template, {}), None, parts.IN_ORDER, self.is_owed))
+        self.entries.append(Call(launch, (template, {}), None, parts.IN_ORDER, self.must_complete))
 
     def _arguments(self, names: Sequence[str], args: tuple[Any, ...]) -> tuple[Any, ...]:
         numbers, self._next_numbers = self._next_numbers, {}
@@ -375,7 +376,7 @@ class Builder(TorchDispatchMode):
         template = self._template(args), self._template(kwargs)
         # What autocast does to operators has been done here.
         self.entries.append(
-            Call(function, template, slot, parts.OPERATOR, self.is_owed, self._autocast)
+            Call(function, template, slot, parts.OPERATOR, self.must_complete, self._autocast)
         )
 
     # -- operands -------------------------------------------------------------------------------------------------
@@ -417,7 +418,7 @@ class Builder(TorchDispatchMode):
         address = tensor.data_ptr()
         return (address - FIRST_ADDRESS) // SLOT_BYTES if address else len(self._looks) - 1
 
-    def _memory(self, tensor: torch.Tensor) -> Memory | ObjectSlot:
+    def _memory(self, tensor: torch.Tensor) -> TensorRef | ObjectSlot:
         memory = self._place(tensor)
         if (
             memory.slot is None
@@ -427,12 +428,12 @@ class Builder(TorchDispatchMode):
             return memory
         return ObjectSlot(memory.slot)
 
-    def _place(self, tensor: torch.Tensor) -> Memory:
+    def _place(self, tensor: torch.Tensor) -> TensorRef:
         start, look = tensor.data_ptr(), look_of(tensor)
         if tensor.numel() == 0:
             with torch.inference_mode(False):  # later calls may be outside of it
                 empty = torch_internals.empty_strided[self.device.type](*look)
-            return Memory(None, 0, *look, empty)
+            return TensorRef(None, 0, *look, empty)
         slot, offset = divmod(start - FIRST_ADDRESS, SLOT_BYTES)
         if slot < 0:  # an input, or a constant
             end = start + extent_bytes(*look)
@@ -440,9 +441,9 @@ class Builder(TorchDispatchMode):
             if not slots:
                 if start not in self._constants:
                     raise BuildError(f"memory of a {[*tensor.shape]} {tensor.dtype} is not known")
-                return Memory(None, start, *look, tensor)
+                return TensorRef(None, start, *look, tensor)
             slot, offset = slots[0], start - self._spans[slots[0]][0]
-        return Memory(slot, offset, *look)
+        return TensorRef(slot, offset, *look)
 
     def _template(self, value: Any) -> Any:
         """The value with what changes from call to call replaced by where to find it."""

@@ -55,7 +55,7 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class TensorRef:
     """A tensor in the memory of a slot, or, without a slot, at an address that never changes."""
 
     slot: int | None
@@ -106,7 +106,7 @@ class ObjectSlot:
 class Address:
     """The address of a tensor."""
 
-    of: Memory | ObjectSlot
+    of: TensorRef | ObjectSlot
 
     def get(self, frame: Frame) -> int:
         return int(self.of.get(frame).data_ptr())
@@ -144,10 +144,10 @@ class ResultField:
         return int(frame.things[self.slot][self.index])
 
 
-OPERANDS = (Memory, ObjectSlot, Address, LeaseOffset, CallInteger, ResultField)
+OPERANDS = (TensorRef, ObjectSlot, Address, LeaseOffset, CallInteger, ResultField)
 
 
-def filler(template: Any) -> Callable[[Frame], Any] | None:
+def compiled_template(template: Any) -> Callable[[Frame], Any] | None:
     """Function that returns the template with what a call has in the places; None if there are none."""
     kind = type(template)
     if kind in OPERANDS:
@@ -158,7 +158,7 @@ def filler(template: Any) -> Callable[[Frame], Any] | None:
     slots = [(n, value.slot) for n, value in enumerate(values) if type(value) is ObjectSlot]
     parts = [
         (n, part)
-        for n, (value, part) in enumerate(zip(values, map(filler, values), strict=True))
+        for n, (value, part) in enumerate(zip(values, map(compiled_template, values), strict=True))
         if part is not None and type(value) is not ObjectSlot
     ]
     make = (
@@ -179,10 +179,10 @@ def filler(template: Any) -> Callable[[Frame], Any] | None:
 
 
 class Entry:
-    """One thing that happens. is_owed: see builder.owed."""
+    """One thing that happens. must_complete: see builder.owed."""
 
     __slots__ = ()
-    is_owed: bool = False
+    must_complete: bool = False
 
     def run(self, frame: Frame) -> None:
         """Does it, for one call. Launches and events have none: they are parts of sections."""
@@ -237,12 +237,12 @@ class Call(Entry):
     template: tuple[tuple[Any, ...], dict[str, Any]]
     slot: int | None
     kind: str = CALL
-    is_owed: bool = False
+    must_complete: bool = False
     leaves_autocast: str | None = None
     fills: tuple[Callable[[Frame], Any] | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fills = tuple(map(filler, self.template))
+        self.fills = tuple(map(compiled_template, self.template))
 
     def run(self, frame: Frame) -> None:
         fill_args, fill_kwargs = self.fills
@@ -283,7 +283,7 @@ class Operation(NamedTuple):
     function: Any  # the name of a kernel, an operator of torch, or a function that is noted
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    result: Memory | None  # what an operator returns
+    result: TensorRef | None  # what an operator returns
     is_on_branch: bool  # whether it is on a branch stream
     is_after_other: bool  # whether it waits for a point of another stream
 
@@ -303,4 +303,4 @@ class Program:
     fill: Callable[[Frame], tuple[Any, ...]] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fill", filler(self.outputs))
+        object.__setattr__(self, "fill", compiled_template(self.outputs))

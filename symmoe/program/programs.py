@@ -109,7 +109,7 @@ class Programs:
                 entry.run(frame)
                 num_done += 1
         except BaseException as error:
-            self._pay(program.entries[num_done:], frame, error)
+            self._finish_obligations(program.entries[num_done:], frame, error)
             raise
         return program.outputs if program.fill is None else program.fill(frame)
 
@@ -157,7 +157,9 @@ class Programs:
         self._programs[whole_key] = program  # as the last that has been used
         return program
 
-    def _pay(self, entries: Iterable[Entry], frame: Frame, error: BaseException) -> None:
+    def _finish_obligations(
+        self, entries: Iterable[Entry], frame: Frame, error: BaseException
+    ) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
         before that."""
         if frame.mark == MUST_ABORT:
@@ -166,7 +168,7 @@ class Programs:
         try:
             for entry in entries:
                 owes &= type(entry) is not Mark
-                if owes and entry.is_owed:
+                if owes and entry.must_complete:
                     # A wait on a CPU may raise what will be raised again at the next call.
                     with suppress(SymmoeError):
                         entry.run(frame)

@@ -3,3 +3,7 @@
 May use the kernels. Begin with `heap`: `memory` has its leases, `waits` its barriers and signals, `faults` its errors;
 `bootstrap`, `host_backend` and `nvshmem_backend` make the memory.
 """
+
+from symmoe.symm_mem.memory import Lease
+
+__all__ = ["Lease"]

@@ -1,5 +1,5 @@
-"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers. "Barrier, epochs,
-faults" and "Between nodes" in docs/design.md say why all ranks of all nodes raise each error once.
+"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
+docs/design/faults.md and docs/design/nodes.md say why all ranks of all nodes raise each error once.
 
 A rank may have left a failed call by another exception, and come to the next plan while its peers, which may have
 raised the error already, wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So it
@@ -9,8 +9,8 @@ node.
 
 On each rail either all ranks meet with an error or none does: a rank that learns of it in a barrier tells the rail, and
 one that learns of it at a meeting enters its node's next barrier with it. On GPUs a rank may have met its rail for
-later exchanges before its host looks. What peers get there says that it cannot be used (Nodes.begin). Once all of a
-rail have raised the error, what they exchange has no word of it.
+later exchanges before its host looks. What peers get there says that it cannot be used (RemoteNodes.begin). Once all
+of a rail have raised the error, what they exchange has no word of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEXT = {
 }
 
 
-class OneNode:
+class NoRemoteNodes:
     """What errors ask of the other nodes of a group, for a group without any. Nodes are those of one with several.
 
     Attributes:
@@ -105,7 +105,7 @@ class Faults:
         streams: Streams,
         one_call: AbstractContextManager[None],
         forget: Callable[[], None],
-        others: OneNode,
+        others: NoRemoteNodes,
     ) -> None:
         self.poison: str | None = None
         self.unraised: SymmoeError | None = None
@@ -337,7 +337,7 @@ class Faults:
             return self.gone(overdue, words, lambda _: None)  # the peers have been told
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
-            first = self._waits.first_times.was_first(epoch, phase, peer)
+            first = self._waits.startup_grace.was_first(epoch, phase, peer)
             report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
             return self.gone(report, words)
         report = Report("it has not said why")

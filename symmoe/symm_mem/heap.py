@@ -8,6 +8,7 @@ import operator
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,8 +35,10 @@ from symmoe.symm_mem.waits import BARRIER
 from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from symmoe.program.program import Program
-    from symmoe.symm_mem.several_nodes import Nodes
+    from symmoe.symm_mem.several_nodes import RemoteNodes
 
 
 _SPINS = 1000  # turns of a wait for a report before it asks whether the device is still at work
@@ -67,7 +70,7 @@ class SymmetricHeap(HeapParts):
             machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
-    raised (docs/reliability.md). With `SYMMOE_PROGRAMS=off` no call runs a program (docs/design.md). With
+    raised (docs/reliability.md). With `SYMMOE_PROGRAMS=off` no call runs a program (docs/design/programs.md). With
     `SYMMOE_FILL_MEMORY=1` leases and memory of programs begin as NaN (docs/troubleshooting.md). All are read here.
 
     Attributes:
@@ -142,14 +145,19 @@ class SymmetricHeap(HeapParts):
             self.abort,
             constants,
             self.waits.kernels,
-            self._compiled,
+            partial(_compiled, self),
             fills=self.memory.fills,
         )
 
-    def _compiled(self, program: Program) -> Program:
-        """What is run of a program."""
-        take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
-        return kernels.program_compiler(self.device)(with_leases_first(program, take, self.memory))
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, **options: Any) -> SymmetricHeap:
+        """The heap of a mesh of one dimension, such as `mesh["ep"]`; options: arguments of the class. Collective over
+        the mesh. ArgumentError: the mesh has more dimensions."""
+        if mesh.ndim != 1:
+            raise ArgumentError(
+                f"mesh {mesh.mesh_dim_names} has {mesh.ndim} dimensions; it must have one: mesh['ep']"
+            )
+        return cls(mesh.get_group(), **options)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -167,13 +175,13 @@ class SymmetricHeap(HeapParts):
 
         Args:
             phase: the next barrier of the collective call that the lease is for, if the peers are about to enter it:
-                a rank that has no room then fails the call on every rank (see :meth:`fail`).
+                a rank that has no room then fails the call on every rank (see :meth:`_fail`).
 
         Raises:
             HeapExhausted: no free range is large enough.
         """
         self.check()
-        self.fail_for(lease_problem(shape, dtype), phase)
+        self._fail_for(lease_problem(shape, dtype), phase)
         lease = _lease(self, tuple(operator.index(size) for size in shape), dtype, name, phase)
         _ = lease.tensor  # now, not on first use: the heap may be closed by then
         return lease
@@ -182,7 +190,7 @@ class SymmetricHeap(HeapParts):
         """Whether `tensor` lies in this rank's arena. Local."""
         return self.memory.owns(tensor)
 
-    def offset_of(self, tensor: torch.Tensor, *, phase: int | None = None) -> int:
+    def _offset_of(self, tensor: torch.Tensor, *, phase: int | None = None) -> int:
         """Byte offset in the arena of a tensor that lies in a live lease. Local.
 
         Args:
@@ -195,7 +203,7 @@ class SymmetricHeap(HeapParts):
             return current.offset_of(tensor)
         offset, is_leased = self.memory.offset_of(tensor)
         if not is_leased:
-            self.fail(
+            self._fail(
                 StaleLease(
                     f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live "
                     "lease"
@@ -220,7 +228,7 @@ class SymmetricHeap(HeapParts):
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def run(
+    def _run(
         self,
         key: tuple[Hashable, ...],
         function: Callable[[], Sequence[Any]],
@@ -249,7 +257,7 @@ class SymmetricHeap(HeapParts):
         finally:
             self.streams.eager_thread = 0
 
-    def timed(self, trip: str) -> AbstractContextManager[None]:
+    def _timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""
         return nullcontext() if self.trip_timer is None else self.trip_timer(trip)
 
@@ -311,7 +319,7 @@ class SymmetricHeap(HeapParts):
         with self._access:
             if self.faults.unraised is not None:
                 if phase != control.PHASE_PLAN:
-                    self.fail(self.faults.unraised, phase)
+                    self._fail(self.faults.unraised, phase)
                 publish = UNRAISED
             call = control.pack_call(phase=phase, **agreed)
             generation = {} if plan is None else {"plan": plan}
@@ -322,11 +330,11 @@ class SymmetricHeap(HeapParts):
                 errors.raise_for(self.faults.settle(received.tolist()))
             return received
 
-    def send_signal(self, rank: int) -> None:
+    def _send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
         kernels.for_device(self.device).send_signal(self.peers, rank)
 
-    def wait_for_signal(
+    def _wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is, with the same
@@ -361,7 +369,7 @@ class SymmetricHeap(HeapParts):
         self.streams.synchronize()
         self.check()
 
-    def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
+    def _fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
         """Fails the collective call whose next barrier is `phase`: every rank raises `error`. Always raises.
 
         Synchronises; moves no payload. If several ranks fail the call, all raise the error of the first of them.
@@ -373,15 +381,15 @@ class SymmetricHeap(HeapParts):
             # A local name would keep the traceback in a cycle, and with it the leases of the frames it passed.
             del error
 
-    def fail_for(self, problem: SymmoeError | None, phase: int | None) -> None:
-        """Fails the call if there is a problem. The caller keeps no name for it, see :meth:`fail`."""
+    def _fail_for(self, problem: SymmoeError | None, phase: int | None) -> None:
+        """Fails the call if there is a problem. The caller keeps no name for it, see :meth:`_fail`."""
         try:
             if problem is not None:
-                self.fail(problem, phase)
+                self._fail(problem, phase)
         finally:
             del problem
 
-    def agree(self, problem: SymmoeError | None) -> None:
+    def _agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is
         collective over the process group, waits as long as the group does, and uses no symmetric memory."""
         self.bootstrap.agree(problem)
@@ -617,7 +625,7 @@ def _lease(
             f"high-water mark {arena.high_water_bytes}; a heap with num_bytes={arena.end_for(num_bytes)} (now "
             f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
         )
-        heap.fail(HeapExhausted(problem), phase)
+        heap._fail(HeapExhausted(problem), phase)
     return Lease(memory, span, shape, dtype, num_bytes)
 
 
@@ -641,7 +649,13 @@ def fixed_rows(heap: SymmetricHeap, factor: float, reports: list[torch.Tensor]) 
         heap.captured_reports = heap.room_factor = None
 
 
-def nodes_of(heap: SymmetricHeap) -> Nodes:
+def _compiled(heap: SymmetricHeap, program: Program) -> Program:
+    """What is run of a program."""
+    take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
+    return kernels.program_compiler(heap.device)(with_leases_first(program, take, heap.memory))
+
+
+def nodes_of(heap: SymmetricHeap) -> RemoteNodes:
     """The nodes of a heap that spans several."""
     assert heap.nodes is not None
     return heap.nodes

@@ -63,7 +63,7 @@ class Report:
     phase: int = 0  # of the wait, and its epochs, as in a status record
     expected: int = 0
     seen: int = 0
-    first: int = 0  # 1: start_timeout_s bounded the wait, see FirstTimes
+    first: int = 0  # 1: start_timeout_s bounded the wait, see StartupGrace
     sender: int = (
         -1
     )  # the rank that gave up first (in the EP group), if another one passes on what it has said

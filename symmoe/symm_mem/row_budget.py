@@ -1,6 +1,6 @@
 """How many rows recent calls of a group have needed, and how many the next call gets before its routing is known.
-Routing changes slowly, so it nearly always fits; a call that does not fit on every rank is planned again ("Capacity" in
-docs/design.md)."""
+Routing changes slowly, so it nearly always fits; a call that does not fit on every rank is planned again ("Exact
+capacity" in docs/design/plan.md)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RowHistory:
             return RowBudget(
                 self._last_rows,
                 rail_rows,
-                why_it_waits=f"needs room for {needed[0]} rows, as earlier ones did, more than max_room ({most_rows})",
+                why_it_waits=f"needs {needed[0]} rows, as earlier ones did, more than max_row_budget ({most_rows})",
             )
         rows = min(rows, limit)
         return RowBudget(self._last_rows, rail_rows, rows, min(rows, packed_rows))

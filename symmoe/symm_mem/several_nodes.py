@@ -1,6 +1,6 @@
 """What a heap has if its group spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
-each other node ("Between nodes" in docs/design.md). A heap of one node has none of it; its errors ask
-:class:`faults.OneNode`.
+each other node (docs/design/nodes.md). A heap of one node has none of it; its errors ask
+:class:`faults.NoRemoteNodes`.
 
 Waits are a little longer than those in a node: a peer that waits for a rank of its own node gives that one up first,
 and says so. In turn a rank that misses one of its own node, which is waiting for its rail, lets that one find out who
@@ -33,14 +33,23 @@ from symmoe.errors import (
     raise_for,
 )
 from symmoe.kernels import control
-from symmoe.nodes.lane import ANSWER_S, COUNTED, FAILED, GOES_ON, UNRAISED, WAITS, Header, Lane
+from symmoe.nodes.control_channel import (
+    ANSWER_S,
+    COUNTED,
+    FAILED,
+    GOES_ON,
+    UNRAISED,
+    WAITS,
+    ControlChannel,
+    Header,
+)
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Link, Listener, connect, hello
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.program.builder import noted
 from symmoe.symm_mem.bootstrap import Bootstrap
-from symmoe.symm_mem.faults import Faults, OneNode
+from symmoe.symm_mem.faults import Faults, NoRemoteNodes
 from symmoe.symm_mem.reports import Fault, Report, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
@@ -57,9 +66,9 @@ _LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the 
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 
 
-class Nodes(OneNode):
+class RemoteNodes(NoRemoteNodes):
     """The nodes of a heap that spans several, from one rank's point of view: which ranks are on which node, also as
-    tensors on the device (maps); the lane between the hosts of this rank's rail, and the payload for tensors of the
+    tensors on the device (maps); the channel between the hosts of this rank's rail, and the payload for tensors of the
     heap's device. rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the
     last one in which ranks have said that."""
 
@@ -71,11 +80,11 @@ class Nodes(OneNode):
         waits: Waits,
         streams: Streams,
         access: Access,
-        lane: Lane,
+        channel: ControlChannel,
         payload: Payload,
     ) -> None:
         self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
-        self.lane, self.payload, self.turn = lane, payload, access
+        self.channel, self.payload, self.turn = channel, payload, access
         self._waits, self._peers, self._streams = waits, waits.peers, streams
         self._counters, self._phase = waits.peers.counters(waits.peers.rank), control.PHASE_START
         self.rail_rows: list[int] = []
@@ -96,7 +105,7 @@ class Nodes(OneNode):
             self._word_to_others = [(node, word) for node in range(topology.num_nodes)]
             self._words_of_others = [*enumerate(self._heard)]
         # So that it is not launched for the first time while ranks exchange, see reports.py.
-        kernels.for_device(waits.device).hear_of_faults(self._heard, self._fault)
+        kernels.for_device(waits.device).receive_fault_flags(self._heard, self._fault)
 
     @property
     def constants(self) -> list[torch.Tensor]:
@@ -168,7 +177,7 @@ class Nodes(OneNode):
         if self._is_moving:
             self.end()
             if self.faults.poison is None:
-                kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
+                kernels.for_device(self._heard.device).receive_fault_flags(self._heard, self._fault)
 
     def abandon(self) -> None:
         """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone. What
@@ -221,7 +230,7 @@ class Nodes(OneNode):
         with self.turn:
             raise_for(self.faults.gone(report))
 
-    # -- what errors ask, see OneNode: a Report among the results means that a peer is gone ---------------------------
+    # -- what errors ask, see NoRemoteNodes: a Report among the results means that a peer is gone ----------------------
 
     def node_of(self, rank: int) -> int | None:
         return None if rank < 0 else self.topology.node_of(rank)
@@ -234,7 +243,7 @@ class Nodes(OneNode):
             call & 0xFF,
             self._waits.compiles and kind not in self._known_calls,
         )
-        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows or 0))
+        self.channel.announce(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows or 0))
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
@@ -247,7 +256,7 @@ class Nodes(OneNode):
         return fault
 
     def say(self, fault: Fault) -> None:
-        self.lane.say(
+        self.channel.announce(
             Header(
                 UNRAISED if fault.is_unraised else FAILED,
                 origin=fault.origin,
@@ -264,13 +273,13 @@ class Nodes(OneNode):
         return headers if isinstance(headers, Report) else _first_fault(headers) or fault
 
     def has_said_why(self, peer: int) -> bool:
-        """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
+        """See NoRemoteNodes. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
         own_mailbox, deadline = (
             self._peers.mailbox(self._peers.rank),
             time.monotonic() + self._bound_s,
         )
-        self.lane.say_once(WAITS)
+        self.channel.announce_once(WAITS)
         while True:
             with self._streams.at_once():
                 is_on_rail = bool(its_counters[control.ON_RAIL])
@@ -280,15 +289,15 @@ class Nodes(OneNode):
             time.sleep(_POLL_S)
 
     def give_up(self, sender: int, report: Report) -> None:
-        self.lane.give_up(sender, report.pack())
+        self.channel.give_up(sender, report.pack())
 
     def leave(self) -> None:
         self.payload.end()
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """See OneNode. What the GPU is told in the context may wait for what runs there: an exchange, maybe, which only
-        this ends."""
+        """See NoRemoteNodes. What the GPU is told in the context may wait for what runs there: an exchange, maybe,
+        which only this ends."""
         timer = threading.Timer(_MOMENT_S, self.leave)
         timer.daemon = True
         timer.start()
@@ -329,7 +338,7 @@ class Nodes(OneNode):
         """Ends the connections. Local."""
         self._ends.set()
         self.payload.close()
-        self.lane.close()
+        self.channel.close()
         self._started.clear()  # which would keep connections open
 
     def _look(self) -> bool:
@@ -350,9 +359,9 @@ class Nodes(OneNode):
             with self._streams.at_once():
                 write_word(self._counters[control.ON_RAIL], int(is_long))
             self._is_marked = is_long
-        lost, gave_up = self.lane.look()
-        if max(self.lane.counted.values()) >= 0:  # a host asks
-            self.lane.say_once(COUNTED, begun + ended)
+        lost, gave_up = self.channel.look()
+        if max(self.channel.counted.values()) >= 0:  # a host asks
+            self.channel.announce_once(COUNTED, begun + ended)
         if not (is_moving and is_long):
             return True
         is_lost = bool(lost or self.payload.problem())
@@ -368,10 +377,10 @@ class Nodes(OneNode):
         not say for whom it waits. So hosts say how far their devices have come: missing is who says nothing, or else
         who is behind, of several the first. is_lost: whether the network says that a connection has closed."""
         assert self.payload.progress is not None
-        self.lane.say_once(COUNTED, sum(self.payload.progress.tolist()))
-        counted, deadline = self.lane.counted, time.monotonic() + ANSWER_S
+        self.channel.announce_once(COUNTED, sum(self.payload.progress.tolist()))
+        counted, deadline = self.channel.counted, time.monotonic() + ANSWER_S
         while True:
-            lost, gave_up = self.lane.look()
+            lost, gave_up = self.channel.look()
             is_known = gave_up or lost or len(counted) == 1 or min(counted.values()) >= 0
             if is_known or time.monotonic() > deadline or self._ends.wait(_WATCH_S):
                 node = min(lost or counted, key=lambda node: (counted[node], node))
@@ -398,19 +407,19 @@ class Nodes(OneNode):
     def _hear(self) -> list[Header] | Report:
         try:
             with self._on_rail():
-                return self.lane.hear(self._bound_s)
+                return self.channel.receive(self._bound_s)
         except RailBroken as broken:
             return self.overdue or self._missing(broken)
 
     def _missing(self, broken: RailBroken) -> Report:
-        said = broken.said or (None if broken.is_late else self.lane.last_words(broken.node))
+        said = broken.said or (None if broken.is_late else self.channel.last_message(broken.node))
         return self._absent(broken.node, said, lost=not broken.is_late)
 
     def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
         """Of that node, or what one has said that gave up."""
         if gave_up is not None:
             return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
-        rank, number = self.topology.rail[node], self.lane.number
+        rank, number = self.topology.rail[node], self.channel.number
         return Report(
             "", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost)
         )
@@ -462,7 +471,7 @@ def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
 
 def start_rail(
     bootstrap: Bootstrap, topology: Topology, device: torch.device, timeout_s: float
-) -> tuple[Lane, Payload]:
+) -> tuple[ControlChannel, Payload]:
     """What hosts say to each other on this rank's rail, and what moves tensors of `device`. Collective over the group.
     Connections of hosts have half of the bound, and those of GPUs, so that ranks which have theirs still wait when
     others give up. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
@@ -470,14 +479,16 @@ def start_rail(
     token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
     with ExitStack() as unused:
-        lane = Lane(_connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2)))
-        unused.callback(lane.close)
+        channel = ControlChannel(
+            _connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2))
+        )
+        unused.callback(channel.close)
         name = f"symmoe/{token.hex()}/{topology.local_rank}"
         payload = _make_payload(bootstrap, topology, device, name, options, unused)
         # Ranks must cut their calls alike.
         payload.bytes_per_s = min(bootstrap.gather(payload.bytes_per_s))
         unused.pop_all()
-    return lane, payload
+    return channel, payload
 
 
 def _connect_hosts(

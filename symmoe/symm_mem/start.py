@@ -26,7 +26,7 @@ from symmoe.nodes.topology import find_place, find_topology
 from symmoe.program.programs import MODES
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap
-from symmoe.symm_mem.faults import Faults, OneNode
+from symmoe.symm_mem.faults import Faults, NoRemoteNodes
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Memory
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.row_budget import RowHistory
@@ -121,14 +121,16 @@ class HeapParts:
             except PeerError:
                 arenas.abandon()
                 raise
-            self.nodes = several_nodes.Nodes(topology, self.waits, self.streams, access, *rail)
+            self.nodes = several_nodes.RemoteNodes(
+                topology, self.waits, self.streams, access, *rail
+            )
             self.count_peers = several_nodes.make_count_peers(peers, topology)
         self.faults = Faults(
             self.waits,
             self.streams,
             self.one_call,
             self.row_histories.clear,
-            self.nodes or OneNode(),
+            self.nodes or NoRemoteNodes(),
         )
         if self.nodes is not None:
             self.nodes.start(self.faults)

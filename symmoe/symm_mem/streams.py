@@ -1,5 +1,5 @@
 """The order of a heap's calls: on CUDA streams and in graphs, and of the threads and processes that make them
-("Streams" and "Who may use it" in docs/design.md)."""
+("Streams" in docs/design/trips.md, "Threads and processes" in docs/design/faults.md)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Kind = tuple[
 ]  # the call of the last barrier, and the peer whose signal is waited for after it
 
 
-class FirstTimes:
+class StartupGrace:
     """Which waits for peers come after work that happens once, and may take `start_timeout_s` for it.
 
     A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. As all
@@ -45,7 +45,9 @@ class FirstTimes:
         self._stretches: set[tuple[Kind, Kind]] = set()  # (a wait, the next wait)
         self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or BARRIER)
 
-    def is_first(self, call: int, peer: int = BARRIER, *, epoch: int, fault: bool = False) -> bool:
+    def may_compile(
+        self, call: int, peer: int = BARRIER, *, epoch: int, fault: bool = False
+    ) -> bool:
         """Notes a barrier that is about to be entered, or a wait for a peer's signal after that of this epoch, and says
         whether it is a first wait. fault: whether this rank's arguments are wrong; then `call` (control.pack_call) has
         only the phase."""
@@ -114,7 +116,7 @@ class Waits:
         reports: what the device posts of plans, see control.REPORT_SLOTS.
         flight: the record of launched waits. The others that are not named here are as in SymmetricHeap.
         compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first one.
-        first_times: knows which waits `start_timeout_s` bounds.
+        startup_grace: knows which waits `start_timeout_s` bounds.
         is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
     """
 
@@ -127,7 +129,7 @@ class Waits:
     ) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
-        self.kernels = kernels.looked_up(self.device)
+        self.kernels = kernels.kernel_getter(self.device)
         is_pinned = self.device.type == "cuda"
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned
@@ -139,7 +141,7 @@ class Waits:
             pin_memory=is_pinned,
         )
         self.flight, self.compiles, self.is_inside = FlightRing(), True, False
-        self.first_times = FirstTimes(kernels.compiled_counter(self.device))
+        self.startup_grace = StartupGrace(kernels.compiled_counter(self.device))
 
     def wait(
         self,
@@ -196,13 +198,15 @@ class Waits:
         flight.num_launched += 1
         noted = [flight.num_launched, flight.epoch, call, peer, time.monotonic_ns(), None]
         flight.calls.append(noted)
-        if self.compiles and self.first_times.is_first(call, peer, epoch=flight.epoch, fault=fault):
+        if self.compiles and self.startup_grace.may_compile(
+            call, peer, epoch=flight.epoch, fault=fault
+        ):
             # Never the longer one in a graph, where every replay would have it.
             _, bound_s = self.bound(not capture_id(self.device))
         return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
     def bound(self, first: bool) -> tuple[str, float]:
-        """Name and value of the bound of a wait, `first` as in FirstTimes."""
+        """Name and value of the bound of a wait, `first` as in StartupGrace."""
         if first and self.start_timeout_s > self.timeout_s:
             return "start_timeout_s", self.start_timeout_s
         return "timeout_s", self.timeout_s

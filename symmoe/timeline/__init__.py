@@ -1,6 +1,8 @@
-"""What the ranks did when, in a training step: a trace for Perfetto, a table. See docs/timeline.md."""
+"""What the ranks did when, in a training step: a trace for Perfetto, a table, the
+launches of calls. See docs/timeline.md."""
 
+from symmoe.kernels.launches import record_launches
 from symmoe.timeline.ranges import annotate
 from symmoe.timeline.recording import Recording, record
 
-__all__ = ["Recording", "annotate", "record"]
+__all__ = ["Recording", "annotate", "record", "record_launches"]

@@ -11,9 +11,9 @@ _TABLE = {
     "route": ("router_gemm choose_experts choose_experts_grad router_losses_grad", "router_gemm_grads router_losses",
               "bf16_parts router_dgrad router_wgrad router_loss router_loss_sums"),
     "plan": ("count_slots send_counts lay_out assign_rows post_report rail_rows tell_header own_counts other_counts"
-             " plan_in_node place_replicas choose_copies", "", "assign_packed_rows"),
-    "wait": ("barrier wait_for_signal count_exchange hear_of_faults", "", ""),
-    "push": ("push_rows place_rows push_slots send_signal take_rows", "", "hopper_push"),
+             " plan_in_node place_replicas route_to_replicas", "", "assign_packed_rows"),
+    "wait": ("barrier wait_for_signal count_exchange receive_fault_flags", "", ""),
+    "push": ("push_rows replica_rows push_slots send_signal take_rows", "", "hopper_push"),
     "replicas": ("push_replicas add_from_replicas", "", ""),
     "index": ("index_rows", "", ""),
     "fan-out": ("fan_out unpack_rows", "", "hopper_fan_out"),

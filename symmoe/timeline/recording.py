@@ -72,7 +72,7 @@ def record(
         PeerTimeout, PeerAborted: a rank does not come to either end.
     """
     path, on_gpu = Path(path), heap.device.type == "cuda"
-    heap.agree(
+    heap._agree(
         None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json")
     )
     heap.synchronize()
@@ -83,7 +83,7 @@ def record(
         yield recording
         heap.synchronize()
     _meet(heap)  # it has a time limit, unlike what follows: a rank that has failed does not come
-    heap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
+    heap._agree(None if recording._started else ArgumentError(_NOT_STARTED))
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
@@ -102,7 +102,7 @@ def record(
             path.with_suffix(".txt").write_text(table(recording.timeline) + "\n", encoding="utf-8")
         except OSError as error:
             problem = ArgumentError(f"path ({path}) cannot be written: {error}")
-    heap.agree(problem)
+    heap._agree(problem)
 
 
 def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:

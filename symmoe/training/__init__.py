@@ -1,4 +1,31 @@
-"""What a training loop needs in addition to the layer: gradients, LoRA, metrics, replay of routing, memory.
+"""What a training loop needs in addition to the layer: gradients, data parallelism, captured steps, memory.
 
 May use the layer. Begin with `gradients`.
 """
+
+from symmoe.moe.balance import balance_after, balance_step
+from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
+from symmoe.training.captured_step import CapturedStep, capture_step
+from symmoe.training.first_step import check_first_step
+from symmoe.training.gradients import broadcast_parameters, clip_grad_norm, reduce_gradients
+from symmoe.training.memory_plan import MemoryPlan, plan_memory
+from symmoe.training.parallel import data_parallel, parallelize, parameter_groups
+from symmoe.training.precision_choice import choose_precision
+
+__all__ = [
+    "CapturedStep",
+    "MemoryPlan",
+    "balance_after",
+    "balance_step",
+    "broadcast_parameters",
+    "capture_step",
+    "check_first_step",
+    "choose_precision",
+    "clip_grad_norm",
+    "data_parallel",
+    "parallelize",
+    "parameter_groups",
+    "plan_memory",
+    "prepare_for_ddp",
+    "reduce_gradients",
+]

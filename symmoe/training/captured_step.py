@@ -84,7 +84,7 @@ def _problem(modules: Modules) -> ArgumentError | None:
         reason = "a step that is repeated would count twice"
         if (problem := gradients_elsewhere(layer.experts, reason)) is not None:
             return problem
-    around = {layer.replicas.its_ddp() for layer in modules.layers} - {None}
+    around = {layer.expert_data_parallel.ddp_ref() for layer in modules.layers} - {None}
     problems = (
         (
             len({layer.heap for layer in modules.layers}) > 1,
@@ -156,7 +156,7 @@ class _Replay:
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
                 fits, is_right = (
-                    torch.cat(errors) != control.PLAN_NO_ROOM,
+                    torch.cat(errors) != control.PLAN_OVER_BUDGET,
                     torch.cat(errors) == control.PLAN_OK,
                 )
                 self.outcome.copy_(torch.stack([fits.all(), (is_right | ~fits).all()]))
@@ -264,12 +264,12 @@ class CapturedStep(Generic[R]):
         replay = self._replays[kind]
         random_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         result: R = replay.run(given.tensors)
-        has_room, is_right = replay.outcome.tolist()  # waits for the replay
+        fits_budget, is_right = replay.outcome.tolist()  # waits for the replay
         for heap in self.heaps:
             heap.check()
         if not is_right:
             raise SymmoeError("the step has failed in another EP group, whose error says why")
-        if has_room:
+        if fits_budget:
             self.num_replays += 1
             return result
         self.num_repeated += 1
@@ -354,11 +354,10 @@ def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     for layer in modules.layers:
         if (
             isinstance(layer, MoELayer)
-            and layer.config.aux_loss == "global"
-            and layer.config.aux_loss_coef
-            and layer.replicas.group is not None
+            and layer.sums_global_load
+            and layer.expert_data_parallel.group is not None
         ):
-            groups.append(layer.replicas.group)
+            groups.append(layer.expert_data_parallel.group)
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
         groups += mesh.get_all_groups()
     known = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]

@@ -19,7 +19,7 @@ _SUM_BYTES = 8
 
 _AT_START = (
     "dense parameters differ between ranks before the first optimizer step: make them equal with "
-    "symmoe.broadcast_parameters(model) when the model is built"
+    "symmoe.training.broadcast_parameters(model) when the model is built"
 )
 _NOT_REDUCED = (
     "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
@@ -31,12 +31,12 @@ _ONLY_LAYERS = (
 )
 _CHANGED = (
     "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
-    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ counts "
-    "only this rank's experts"
+    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.training.clip_grad_norm: torch's "
+    "clip_grad_norm_ counts only this rank's experts"
 )
 _EQUAL_EXPERTS = (
     "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed them "
-    "with heap.rank, and make the others equal with symmoe.broadcast_parameters(model)"
+    "with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
 )
 
 
@@ -80,7 +80,7 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         while watched:
             its = watched.pop()
             layers, sums = _layers(its), [*before, *_checksums(its, given)]
-            are_reduced = any(layer.replicas.are_reduced for layer in layers)
+            are_reduced = any(layer.expert_data_parallel.are_reduced for layer in layers)
             for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
                 warn(text)
 
@@ -113,7 +113,7 @@ def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
     """Of the dense parameters of layers, which must be equal on all ranks, and of those elsewhere that the optimizer
     has, which may be a rank's own. If it trains none of the layers', all are one."""
     layers = _layers(model)
-    in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
+    in_ddp = any(layer.expert_data_parallel.ddp_ref() is not None for layer in layers)
     if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return 0, 0
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -60,7 +60,7 @@ def reduce_gradients(
     """
     group = group or dist.group.WORLD
     layers = modules_of(model, ExpertParallelModule)
-    if any(layer.replicas.its_ddp() is not None for layer in layers):
+    if any(layer.expert_data_parallel.ddp_ref() is not None for layer in layers):
         raise ArgumentError(
             "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
             "reduce_gradients would do it again"
@@ -95,7 +95,7 @@ def reduce_gradients(
             gradient.copy_(value)
         _note_reduced(gradients)
         for layer in layers:
-            layer.replicas.are_reduced = True
+            layer.expert_data_parallel.are_reduced = True
 
 
 @torch.no_grad()

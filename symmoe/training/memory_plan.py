@@ -20,7 +20,7 @@ from symmoe.dispatch.plan import Plan, plan_call
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.mlp import kind_of
 from symmoe.kernels.control import ControlLayout
-from symmoe.moe.config import MoEConfig
+from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
@@ -179,14 +179,15 @@ def _dry_call(
         routed_experts = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
-        room = history.room(num_tokens, config.max_room)
+        room = history.room(num_tokens, config.max_row_budget)
         x, dy, weight = (
             empty(num_tokens, dtype),
             empty(num_tokens, dtype),
             empty(config.num_experts, torch.float32),
         )
         with _Memory(heap) as memory:
-            routed = route_tokens(Route(x, weight, None, None, config.top_k, config.routing_rule))
+            rule = (config.router or RouterConfig()).rule
+            routed = route_tokens(Route(x, weight, None, None, config.top_k, rule))
             plan = plan_call(
                 routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room
             )

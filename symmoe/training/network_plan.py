@@ -14,10 +14,10 @@ import torch
 from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.gemm_parts import PART_ROWS, Division
-from symmoe.moe.config import MoEConfig
+from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of
 
-# Measured on H100s (notes/2026-11-26-rails-under-gemms.md).
+# Measured on H100s (docs/decisions/0007-rows-under-gemms.md).
 _RAIL_DURING_GEMM = 1.2  # times as long rows are on rails
 _FIXED_S, _TOKEN_S = 375e-6, 20e-9  # of launches, the router and the plan
 _WEIGHTS_SEEN = 0.5  # of the time of their bytes; fitted to eight steps
@@ -105,17 +105,17 @@ def plan_network(
     if num_ranks % num_nodes:
         raise ArgumentError(f"num_ranks ({num_ranks}) must be divisible by num_nodes ({num_nodes})")
     config.experts_per_rank(num_ranks)
+    router = config.router or RouterConfig()
+    num_groups = router.num_expert_groups
     for name, parts in (("num_ranks", num_ranks), ("num_nodes", num_nodes)):
-        if max(parts, config.num_groups) % min(parts, config.num_groups):
+        if max(parts, num_groups) % min(parts, num_groups):
             raise ArgumentError(
-                f"num_groups ({config.num_groups}) must divide {name} ({parts}), or be divisible by it: the model "
+                f"num_expert_groups ({num_groups}) must divide {name} ({parts}), or be divisible by it: the model "
                 "knows no groups that share a rank or a node in part"
             )
     rates, per_node, nic = rates_of(H200, config.precision), num_ranks // num_nodes, nic_gbs * 1e9
     of_rank, of_node = (
-        chance_of_part(
-            config.num_experts, parts, config.top_k, config.num_groups, config.top_groups
-        )
+        chance_of_part(config.num_experts, parts, config.top_k, num_groups, router.topk_groups)
         for parts in (num_ranks, num_nodes)
     )
 

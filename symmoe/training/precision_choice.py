@@ -64,7 +64,7 @@ def choose_precision(
         num_ranks: R of the expert-parallel group; 1 for a GroupedMLP without one.
         num_tokens: T that a rank brings to a call on average; the same number on all ranks.
         device: where the layer computes.
-        num_micro_batches: calls that quantise the weights once, in symmoe.constant_weights.
+        num_micro_batches: calls that quantise the weights once, in symmoe.grouped.cache_quantized_weights.
 
     Raises:
         ArgumentError: the configuration has no precision, or a number is out of range.

@@ -13,7 +13,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,10 +20,10 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import FILE, end_of, load_state, names, newest, state
 from cluster import Cluster, RankFailure, run_on
+from worker import assert_refused
 
 import symmoe
 from symmoe.checkpoint import files, load_checkpoint, read_manifest, save_checkpoint
-from symmoe.errors import ArgumentError, CheckpointError, PeerLost, PeerTimeout
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
@@ -58,7 +57,7 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
     """Rank 1 ends. Rank 0 comes to a meeting when gloo knows that already, and rank 2 later."""
     gone, meetings, isend = Path(directory, "gone"), Bootstrap(None, timeout_s=60.0), dist.isend
 
-    def refuse(tensor: torch.Tensor, *, group_dst: int, **options: Any) -> Any:
+    def refuse(tensor: torch.Tensor, *, group_dst: int, **options):
         if group_dst == 1:
             raise RuntimeError("Connection closed by peer")
         return isend(tensor, group_dst=group_dst, **options)
@@ -72,7 +71,7 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
     try:
         with patch.object(dist, "isend", isend if rank else refuse):
             meetings.barrier()
-    except PeerLost as error:
+    except symmoe.errors.PeerLost as error:
         text = str(error)
     Path(directory, f"heard-{rank}").write_text(text)
 
@@ -109,13 +108,13 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
 
     with (
         patch.object(files, "write", hang if rank == 1 else files.write),
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(symmoe.errors.CheckpointError) as caught,
     ):
         save_checkpoint(tmp_path / "c", 1, model=state(1, rank, num_ranks), group=group)
     (tmp_path / "given-up").touch()
     # Rank 0 has closed its connections when rank 1 comes.
     texts = "rank 1 has not come within the process group's timeout: ", "rank 0 is gone: "
-    text, cause = texts[rank], (PeerTimeout, PeerLost)[rank]
+    text, cause = texts[rank], (symmoe.errors.PeerTimeout, symmoe.errors.PeerLost)[rank]
     assert str(caught.value).startswith(text)
     assert type(caught.value.__cause__) is cause
 
@@ -126,7 +125,7 @@ def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
-    def slowly(path: Path, data: bytes, write: Any = files.write) -> None:
+    def slowly(path: Path, data: bytes, write=files.write) -> None:
         wait_for(Path(directory, "interrupted"))
         time.sleep(0.2)
         write(path, data)
@@ -171,7 +170,7 @@ def interrupted_everywhere(
     while not has_ended:
         lines, seed = 0, 1 + line
 
-        def trace(frame: Any, event: str, _: Any, moment: int = line) -> Any:
+        def trace(frame, event: str, _, moment: int = line):
             nonlocal lines
             code = frame.f_code
             # Before the block of Peers begins, nobody could be told; while it is left, a second one would be needed.
@@ -189,7 +188,7 @@ def interrupted_everywhere(
                     raise Interrupt
             return trace
 
-        def first(frame: Any, event: str, _: Any) -> Any:
+        def first(frame, event: str, _):
             return trace if "peers" in frame.f_locals else first
 
         given = {"model": state(seed, rank, num_ranks), "keep_last": 2}
@@ -247,7 +246,8 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(
-            CheckpointError, match=rf"/{name} cannot be written: No space left on device"
+            symmoe.errors.CheckpointError,
+            match=rf"/{name} cannot be written: No space left on device",
         ):
             save_checkpoint(saved, 3, model=state(3))
     assert (names(saved), newest(saved)) == (before, 2)
@@ -255,21 +255,21 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert newest(saved) == 4
 
 
-def nowhere(rank: int, num_ranks: int, directory: str, wrong: Any, loads: bool) -> str:
+def nowhere(rank: int, num_ranks: int, directory: str, wrong, loads: bool) -> str:
     call = load_checkpoint if loads else save_checkpoint
     place = directory if rank == 0 else wrong
     return end_of(call, place, step=2, model=state(2, rank, num_ranks))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
-def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong: Any):
+def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong):
     ranks = cluster(2)
     text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
     assert ranks.run(nowhere, str(tmp_path), wrong, False) == [text] * 2
     assert not list(tmp_path.iterdir())
     assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
     assert ranks.run(nowhere, str(tmp_path), wrong, True) == [text] * 2
-    with pytest.raises(ArgumentError, match="directory is"):
+    with pytest.raises(symmoe.errors.ArgumentError, match="directory is"):
         read_manifest(wrong)
 
 
@@ -301,7 +301,7 @@ def test_two_jobs_in_one_directory(saved: Path):
     ) as other:
         pid = other.stdout.readline().strip()
         with pytest.raises(
-            CheckpointError,
+            symmoe.errors.CheckpointError,
             match=f"another job is saving to {saved}: process {pid} on .* has .lock",
         ):
             save_checkpoint(saved, 3, model=state(3))
@@ -354,7 +354,7 @@ KINDS = ["pipe", "directory", "device", "link"]
 def test_what_is_no_plain_file_is_not_read(saved: Path, name: str, kind: str):
     make_odd(saved / "step-00000002" / name, kind)
     with pytest.raises(
-        CheckpointError,
+        symmoe.errors.CheckpointError,
         match=rf"step-00000002/{name} (is no plain file|cannot be read|has None bytes)",
     ):
         newest(saved)
@@ -377,7 +377,9 @@ def test_latest_that_is_no_plain_file_is_passed_over(
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
 def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
     make_odd(saved / ".lock", kind)
-    with pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"):
+    with pytest.raises(
+        symmoe.errors.CheckpointError, match=r"\.lock (is no plain file|cannot be written)"
+    ):
         save_checkpoint(saved, 3, model=state(3))
     assert newest(saved) == 2
 
@@ -386,12 +388,14 @@ def test_a_manifest_of_another_step_is_refused(saved: Path, caplog: pytest.LogCa
     (saved / "step-00000001").rename(
         saved / "step-00000007"
     )  # everything in it is as it was written
-    with pytest.raises(
-        CheckpointError, match=r"step-00000007/manifest.json: step is 1, not that of step-00000007"
-    ):
-        load_checkpoint(saved, model=state(0), step=7)
-    with pytest.raises(CheckpointError, match="step is 1"):
-        read_manifest(saved, 7)
+    assert_refused(
+        (
+            lambda: load_checkpoint(saved, model=state(0), step=7),
+            r"step-00000007/manifest.json: step is 1, not that of step-00000007",
+        ),
+        (lambda: read_manifest(saved, 7), "step is 1"),
+        error=symmoe.errors.CheckpointError,
+    )
     (saved / "latest").unlink()
     with caplog.at_level(logging.WARNING):
         assert newest(saved) == 2

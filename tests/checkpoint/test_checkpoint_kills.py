@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from limits import HANG_S
@@ -25,7 +24,7 @@ BROKEN = {
 }
 
 
-def run(file: Path, kills: int, flips: int, change: str = "") -> dict[str, Any]:
+def run(file: Path, kills: int, flips: int, change: str = "") -> dict:
     """The suite's record, whose failures are those of its exit code, with a change of symmoe.checkpoint."""
     code = f"import shutil, sys\nfrom symmoe.checkpoint import folder\n{change}\n"
     code += "from tests.reliability.checkpoint_kills import main\nsys.exit(main(sys.argv[1:]))"

@@ -7,6 +7,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -45,27 +47,16 @@ def train(layer: MoELayer, seed: int) -> list[Step | str]:
     return steps
 
 
-def in_threads(*functions: Callable[[], object]) -> None:
-    """Runs them at the same time. Threads are interrupted after some microseconds: what they do to each other shows in
-    few steps."""
-    start = threading.Barrier(len(functions))
-    threads = [threading.Thread(target=lambda f=f: [start.wait(), f()]) for f in functions]
-    before = sys.getswitchinterval()
+def in_threads(*functions: Callable[[], object]) -> list:
+    """Runs them at the same time; what they return. Threads are interrupted after some microseconds: what they do to
+    each other shows in few steps."""
+    start, before = threading.Barrier(len(functions)), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(functions)) as threads:
+            return [*threads.map(lambda function: [start.wait(), function()][1], functions)]
     finally:
         sys.setswitchinterval(before)
-
-
-def train_in_threads(layers: list[MoELayer]) -> list[list[Step | str]]:
-    """Of a thread per layer, at the same time."""
-    results: list[list[Step | str]] = [[] for _ in layers]
-    in_threads(*(lambda i=i: results[i].extend(train(layers[i], i)) for i in range(len(layers))))
-    return results
 
 
 def layers_on(*heaps: SymmetricHeap) -> list[MoELayer]:
@@ -84,7 +75,7 @@ def is_same(got: Step | str, want: Step | str) -> bool:
 def test_two_threads_on_one_heap_have_no_wrong_results(heap: SymmetricHeap):
     layers = layers_on(heap, heap)
     want = [train(layer, seed) for seed, layer in enumerate(layers)]
-    got = train_in_threads(layers)
+    got = in_threads(partial(train, layers[0], 0), partial(train, layers[1], 1))
     errors = [step for steps in got for step in steps if isinstance(step, str)]
     assert set(errors) == {"ConcurrentUse"}, "they have not met, or something else was raised"
     wrong = [
@@ -106,7 +97,7 @@ def test_a_heap_per_thread_works():
     ):
         layers = layers_on(one, other)
         want = [train(layer, seed) for seed, layer in enumerate(layers)]
-        got = train_in_threads(layers)
+        got = in_threads(partial(train, layers[0], 0), partial(train, layers[1], 1))
         assert all(map(is_same, got[0] + got[1], want[0] + want[1]))
 
 
@@ -114,16 +105,10 @@ def test_threads_may_take_turns(heap: SymmetricHeap):
     """Forward in one thread, backward in another, and so on."""
     [layer] = layers_on(heap)
     x = torch.ones(3, CONFIG["hidden"], requires_grad=True)
-
-    def in_a_thread(step: Callable[[], object]) -> object:
-        done: list[object] = []
-        in_threads(lambda: done.append(step()))
-        return done.pop()
-
     for _ in range(3):
-        y = in_a_thread(lambda: layer(x)[0])
-        in_a_thread(lambda y=y: y.sum().backward())
-        assert in_a_thread(lambda: round_trip(heap))
+        [(y, _)] = in_threads(partial(layer, x))
+        in_threads(y.sum().backward)
+        assert in_threads(partial(round_trip, heap)) == [True]
         assert round_trip(heap)
 
 
@@ -135,7 +120,7 @@ def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: F
     want = train(layer, 0)
     heap.timeout_s = 2.0
     dist.barrier()
-    got = train_in_threads([layer, layer])
+    got = in_threads(partial(train, layer, 0), partial(train, layer, 1))
     for step in range(NUM_STEPS):
         result = got[0][step] if step < len(got[0]) else ""
         if not isinstance(result, str):
@@ -168,7 +153,7 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
         for turn in range(150):
             lease = heap.lease((64 + turn % 5,), torch.int64, name=f"of {value}")
             lease.tensor.fill_(value)
-            if not heap.owns(lease.tensor) or heap.offset_of(lease.tensor) != lease.offset:
+            if not heap.owns(lease.tensor) or heap._offset_of(lease.tensor) != lease.offset:
                 wrong.append("a lease is not found")
             kept = [*kept[-15:], lease]
             if not all(bool((each.tensor == value).all()) for each in kept):
@@ -183,7 +168,7 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
         for _ in range(1000):
             gc.collect(0)
 
-    in_threads(collect, *(lambda value=value: churn(value) for value in range(4)))
+    in_threads(collect, *(partial(churn, value) for value in range(4)))
     assert wrong == []
     gc.collect()
     assert (heap.leased_bytes, heap.statistics.num_leases) == (0, 4 * 150)
@@ -232,16 +217,19 @@ def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
+def outcome_of(step: Callable[[], object]) -> object:
+    try:
+        return step()
+    except BaseException:  # noqa: BLE001 - the test has to see it
+        return traceback.format_exc()
+
+
 def in_a_fork(step: Callable[[], object]) -> object:
     """What `step` returns in a child process, which ends without cleaning up, as a DataLoader's worker does."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            result: object = step()
-        except BaseException:  # noqa: BLE001 - the test has to see it
-            result = traceback.format_exc()
-        os.write(write, pickle.dumps(result))
+        os.write(write, pickle.dumps(outcome_of(step)))
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as stream:
@@ -321,39 +309,6 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     for name, text in found:
         assert name == HeapClosed.__name__
         assert f"is that of process {parent}, of which this process (" in text
-    assert (last, heap.offset_of(lease.tensor)) == (("", "False"), lease.offset)
+    assert (last, heap._offset_of(lease.tensor)) == (("", "False"), lease.offset)
     loss.backward()
     assert round_trip(heap)
-
-
-def test_a_layer_is_not_pickled(heap: SymmetricHeap):
-    [layer], [other] = layers_on(heap), layers_on(heap)
-    name, text = outcome(pickle.dumps, layer)
-    assert name == "ArgumentError"
-    assert "belongs to this process and cannot be pickled: save the layer's state_dict()" in text
-    torch.nn.init.zeros_(other.router.weight)
-    other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
-    assert torch.equal(other.router.weight, layer.router.weight)
-    assert round_trip(heap)
-
-
-def test_workers_of_a_data_loader(heap: SymmetricHeap):
-    """Forked in the middle of training, with the heap in the dataset."""
-
-    class Tokens(torch.utils.data.Dataset):
-        kept = heap
-
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.full((CONFIG["hidden"],), float(index))
-
-    [layer] = layers_on(heap)
-    want = train(layer, 3)
-    loader = torch.utils.data.DataLoader(
-        Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork"
-    )
-    for batch in loader:
-        layer(batch)[0].sum().backward()
-    assert all(map(is_same, train(layer, 3), want))

@@ -4,15 +4,12 @@ import gc
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
-import oracle
 import pytest
 import torch
 from cluster import run_on
 from heap_calls import outcome
-from stacks import pipeline
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, free_bytes, open_heap
 
@@ -79,13 +76,19 @@ def counted_repeats():
     return mock.patch.object(routed_experts, "plan_call", wraps=routed_experts.plan_call)
 
 
-def make_layers(heap, **options) -> list[MoELayer]:
-    """A layer that gets room, and the same one that waits for each plan."""
+def make_layers(heap, most: int | None = None, **options) -> list[MoELayer]:
+    """A layer that gets room, at most so much, and the same one that waits for each plan."""
     layers = []
-    for max_room in (None, 1):
+    for max_row_budget in (most, 1):
         torch.manual_seed(heap.rank)
         config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=K,
+            max_row_budget=max_row_budget,
+            router=None,
+            **options,
         )
         layers.append(MoELayer(config, heap))
     return layers
@@ -116,7 +119,7 @@ def few_fit_on_rails(rank: int):
     """In this context a message to another node has room for one token in some of this rank's calls."""
     room, calls = RowHistory.room, itertools.count(rank)
 
-    def found(*args: Any) -> RowBudget | None:
+    def found(*args) -> RowBudget | None:
         its = room(*args)
         return (
             its if its is None or next(calls) % 5 else replace(its, rail_rows=min(1, its.rail_rows))
@@ -136,12 +139,27 @@ def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, probs, *layer.parameters()), dy)]
 
 
+def without_memory(rank: int, heap: SymmetricHeap):
+    """In this context the heap has no memory for room on every third rank."""
+    return mock.patch.object(type(heap.memory), "lacks", return_value=rank % 3 == 0)
+
+
 def check_same_bits(
-    rank: int, num_ranks: int, options: dict, recomputes: bool, ranks_per_node: int | None
+    rank: int,
+    num_ranks: int,
+    options: dict,
+    recomputes: bool,
+    ranks_per_node: int | None,
+    is_full: bool,
 ):
     findings = Findings()
     opened = open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node)
-    with opened as heap, counted_repeats() as spy, few_fit_on_rails(rank):
+    with (
+        opened as heap,
+        counted_repeats() as spy,
+        few_fit_on_rails(rank),
+        without_memory(rank, heap) if is_full else nullcontext(),
+    ):
         layer, waits = make_layers(heap, **options)
         for number, call in enumerate(make_calls(rank, seed=num_ranks)):
             findings.where = f"rank {rank} of {num_ranks}, call {number}"
@@ -158,18 +176,35 @@ def check_same_bits(
 ONE_NODE, TWO_NODES = (2, None), (4, 2)
 NONE_KEPT = {"stash": "none", "layout": "expert-major"}
 OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
-QUICK = [({}, ONE_NODE), (NONE_KEPT, ONE_NODE), (OVERLAPPED, TWO_NODES)]
-SLOW = [({}, TWO_NODES), (NONE_KEPT, TWO_NODES), (OVERLAPPED, ONE_NODE)]
+# is_full: every third rank waits for the routing, and others have room, enough or too little.
+REPLICAS = {"most": 100, "balance": "replicas"}
+QUICK = [
+    ({}, ONE_NODE, False),
+    (NONE_KEPT, ONE_NODE, False),
+    (OVERLAPPED, TWO_NODES, False),
+    ({"most": 24}, TWO_NODES, False),
+    ({**OVERLAPPED, "most": 200, "stash": "none"}, TWO_NODES, True),
+]
+SLOW = [
+    ({}, TWO_NODES, False),
+    (NONE_KEPT, TWO_NODES, False),
+    (OVERLAPPED, ONE_NODE, False),
+    *(
+        (options, layout, True)
+        for layout in (ONE_NODE, TWO_NODES, (4, 1))
+        for options in ({}, {"most": 24}, REPLICAS)
+    ),
+]
 
 
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("options", "layout"),
+    ("options", "layout", "is_full"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=str,
 )
-def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomputes):
-    results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1])
+def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, is_full, recomputes):
+    results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1], is_full)
     assert [text for _, texts in results for text in texts] == []
     (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
     assert repeats > 2
@@ -303,123 +338,3 @@ def test_a_small_call_holds_little_after_a_large_one(
             call(large, 2048 * (rank + 1))  # ranks have different room
         held.append(call(small, 8))
     assert max(held) <= alone <= 16 << 10
-
-
-# -- against dense experts --------------------------------------------------------------------------------------------
-NUM_BATCHES = 13
-
-
-def make_batch(rank: int, num_ranks: int, number: int):
-    """x, dy, and ids and probs of two layers. In four calls one rank has many tokens, or in the end all: they stay in
-    its half of the group, but in the last of the four, each on one rank. The others have few. In the end nobody has
-    any."""
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    num_tokens = 64 + number if number // 4 in (rank, 2) else number % 4
-    num_tokens = 0 if number == NUM_BATCHES - 1 else num_tokens
-    x, dy = torch.randn(2, num_tokens, H, generator=generator)
-    ids = torch.rand(2, num_tokens, E, generator=generator).argsort(2)[..., :K]
-    is_away = number % 4 == 3
-    if num_tokens > 3:
-        first = E // 2 * ((2 * rank // num_ranks + is_away) % 2)
-        ids = first + ids % 2 + 2 * (torch.arange(num_tokens)[:, None] % 2)
-    return x, dy, ids, torch.rand(2, num_tokens, K, generator=generator)
-
-
-def weights_of_all() -> list[torch.Tensor]:
-    """w1 and w2 of both layers, [E, ., .]."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(E, 2 * I, H), (E, H, I)] * 2
-    return [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
-
-
-def two_layers(x: torch.Tensor, ids, probs, through) -> torch.Tensor:
-    """With a residual around each; through(number, x, ids, probs) calls one of them."""
-    for number in range(2):
-        x = x + through(number, x, ids[number], probs[number])
-    return x
-
-
-def without_memory(rank: int, heap: SymmetricHeap):
-    """In this context the heap has no memory for room on every third rank."""
-    return mock.patch.object(type(heap.memory), "lacks", return_value=rank % 3 == 0)
-
-
-def run_batches(
-    rank: int, num_ranks: int, ranks_per_node: int | None, is_full: bool, options: dict
-):
-    """Two micro-batches in flight: y, dx and dprobs of each; and the gradients of weights."""
-    found, flying = [], {}
-    opened = open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node)
-    with opened as heap, without_memory(rank, heap) if is_full else nullcontext():
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, router="none", **options)
-        layers = [MoELayer(config, heap) for _ in range(2)]
-        parameters = [p for layer in layers for p in layer.parameters()]
-        for parameter, whole in zip(parameters, weights_of_all(), strict=True):
-            parameter.data.copy_(whole.chunk(num_ranks)[rank])
-
-        def through(number: int, x: torch.Tensor, ids, probs) -> torch.Tensor:
-            return layers[number](x, topk_idx=ids, probs=probs)[0]
-
-        for direction, number in pipeline(NUM_BATCHES, in_flight=2):
-            if direction == "F":
-                x, dy, ids, probs = make_batch(rank, num_ranks, number)
-                leaves = x.requires_grad_(), probs.requires_grad_()
-                flying[number] = two_layers(x, ids, probs, through), leaves, dy
-            else:
-                y, leaves, dy = flying.pop(number)
-                y.backward(dy)
-                found.append((y.detach(), *(leaf.grad for leaf in leaves)))
-                del y
-        assert heap.leased_bytes == 0
-        return found, [parameter.grad for parameter in parameters]
-
-
-def dense_batch(num_ranks: int, number: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """y, dx and dprobs of all ranks' tokens, by plain float64 with every expert for every token; adds up the gradients
-    of the weights."""
-    batches = [make_batch(rank, num_ranks, number) for rank in range(num_ranks)]
-    x, dy, ids, probs = (torch.cat(each, -2) for each in zip(*batches, strict=True))
-    x, dy, probs = x.double().requires_grad_(), dy.double(), probs.double().requires_grad_()
-
-    def through(layer: int, x: torch.Tensor, ids, probs) -> torch.Tensor:
-        return oracle.experts(x, ids, probs, *weights[2 * layer : 2 * layer + 2])
-
-    y = two_layers(x, ids, probs, through)
-    y.backward(dy)
-    return [y.detach(), x.grad, probs.grad]
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm()) if want.numel() else 0.0
-
-
-ORDER_SLOT = {"max_room": 200, **OVERLAPPED, "stash": "none"}
-REPLICAS = {"max_room": 100, "balance": "replicas"}
-STATIC = {"capacity": 1200, "max_tokens": 80}
-DENSE_QUICK = [(TWO_NODES, False, {"max_room": 24}), (TWO_NODES, True, ORDER_SLOT)]
-DENSE_SLOW = [
-    (layout, is_full, options)
-    for layout, is_full in ((ONE_NODE, True), (TWO_NODES, True), (TWO_NODES, False), ((4, 1), True))
-    for options in ({}, {"max_room": 24}, ORDER_SLOT, REPLICAS, STATIC)
-    if (layout, is_full, options) not in DENSE_QUICK
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "is_full", "options"),
-    [*DENSE_QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in DENSE_SLOW)],
-    ids=str,
-)
-def test_calls_of_changing_sizes_are_those_of_dense_experts(cluster, layout, is_full, options):
-    """Some ranks of a call wait for its routing, and others have room, enough or too little."""
-    num_ranks, ranks_per_node = layout
-    by_rank = cluster(num_ranks).run(run_batches, ranks_per_node, is_full, options)
-    weights = [each.double().requires_grad_() for each in weights_of_all()]
-    errors = {}
-    for number in range(NUM_BATCHES):
-        found = zip(*(batches[number] for batches, _ in by_rank), strict=True)
-        got = [torch.cat(each, -2) for each in found]
-        errors[number] = [*map(relative_error, got, dense_batch(num_ranks, number, weights))]
-    gradients = [torch.cat(each) for each in zip(*(its for _, its in by_rank), strict=True)]
-    errors["weights"] = [*map(relative_error, gradients, [each.grad for each in weights])]
-    assert {name: each for name, each in errors.items() if not max(each) < 1e-5} == {}

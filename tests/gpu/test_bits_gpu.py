@@ -10,7 +10,8 @@ from grouped_cases import PATHS, Case, Sizes, assert_same_results, make_inputs, 
 from layers import WAYS
 from worker import Findings, open_heap
 
-from symmoe import ScaledClampedSwiGLU, ScaledSReLU, make_plan
+from symmoe import make_plan
+from symmoe.grouped import ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 

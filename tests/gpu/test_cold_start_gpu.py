@@ -20,7 +20,7 @@ longest_s = 0.0
 with symmoe.SymmetricHeap(num_bytes=64 << 20, backend="nvshmem", timeout_s=timeout_s) as heap:
     def train(num_steps, **options):
         global longest_s
-        config = symmoe.MoEConfig(hidden=512, num_experts=8, top_k=2, **options)
+        config = layer_config(hidden=512, num_experts=8, top_k=2, **options)
         layer = symmoe.MoELayer(config, heap, dtype=torch.bfloat16, device=heap.device)
         for _ in range(num_steps):
             start = time.monotonic()

@@ -1,4 +1,4 @@
-"""constant_weights on a GPU: the bits of calls without it, on any stream, and in CUDA graphs."""
+"""cache_quantized_weights on a GPU: the bits of calls without it, on any stream, and in CUDA graphs."""
 
 from contextlib import nullcontext
 
@@ -10,8 +10,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from graphs import captured
 
-from symmoe import GroupedMLP, constant_weights
+from symmoe import GroupedMLP
 from symmoe.errors import ArgumentError
+from symmoe.grouped import cache_quantized_weights
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.timeout(300, method="thread")
@@ -46,7 +47,7 @@ class Problem:
 
     def hold(self):
         """The block."""
-        return constant_weights(self.experts)
+        return cache_quantized_weights(self.experts)
 
 
 def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:

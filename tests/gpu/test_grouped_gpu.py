@@ -11,8 +11,9 @@ import torch
 from graphs import captured
 from host_reads import synchronising_is_an_error
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap
+from symmoe import GroupedLinear, GroupedMLP, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
+from symmoe.grouped import ScaledSwiGLU, Sequential
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 SIZES = cases.ODD

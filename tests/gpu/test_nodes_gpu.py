@@ -106,7 +106,7 @@ def test_captured_calls_are_replayed(
         sizes = {"hidden": 64, "ffn": 32, "num_experts": num_experts, "top_k": 2}
         capacity = 2 * num_tokens * num_ranks
         layer = MoELayer(
-            MoEConfig(**sizes, capacity=capacity, router="none", **EAGERLY), heap, dtype=x.dtype
+            MoEConfig(**sizes, capacity=capacity, router=None, **EAGERLY), heap, dtype=x.dtype
         )
         probs = torch.full(ids.shape, 0.5, device=heap.device)
 

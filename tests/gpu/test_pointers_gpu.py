@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 
 from graphs import captured as in_a_graph
 
-from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
+from symmoe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 
 UNTOUCHED = 0x5A
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from router_products_interpreter_checks import products
 from router_products_interpreter_checks import results as results_of
 
-from symmoe import MoEConfig, kernels
+from symmoe import MoEConfig, RouterConfig, kernels
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.kernels.triton import router_products
 from symmoe.moe.router import Route, Router, route_tokens
@@ -128,7 +128,8 @@ def test_router_is_that_of_fp32_tokens(score, seed):
     """Where scores are further apart than either is off."""
     torch.manual_seed(seed)
     router = Router(
-        MoEConfig(hidden=256, ffn=64, num_experts=16, top_k=4, score=score), device=DEVICE
+        MoEConfig(hidden=256, ffn=64, num_experts=16, top_k=4, router=RouterConfig(score=score)),
+        device=DEVICE,
     )
     x = numbers(500, 256, seed=seed).bfloat16()
     best = router(x.float()).scores.topk(5).values

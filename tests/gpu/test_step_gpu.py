@@ -9,13 +9,13 @@ import torch.distributed as dist
 from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from heap_calls import expect, outcome
-from layers import WAYS
+from layers import WAYS, layer_config
 from suites.figures import MemoryMeter
 from suites.layer import Step
 from suites.traced import StepTrace, trace_step
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, plan_memory
+from symmoe import MoELayer, SymmetricHeap, plan_memory
 from symmoe.combine import trip
 from symmoe.errors import CapacityError
 from symmoe.moe import ep_step
@@ -29,7 +29,7 @@ from symmoe.moe import ep_step
 def test_the_peak_is_as_planned(
     rank: int, num_ranks: int, findings: Findings, options: dict[str, Any]
 ) -> None:
-    config = MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
+    config = layer_config(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
     # Memory that is filled would have leases of a program that do not overlap.
     with open_heap("cuda", num_bytes=1 << 30, fills="0") as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
@@ -56,15 +56,15 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
         step = training_step(layer_for(heap, config_for(num_ranks, **exact, **way)), TOKENS)
-        collection, dispatch = trip.Collection, ep_step.dispatch
+        collection, dispatch = trip.CombineTrip, ep_step.dispatch
         if spoil in (
             "output",
             "input",
             "wait",
         ):  # a program would run what was built, whatever is patched
-            heap.run = lambda key, function, inputs, **numbers: function()
+            heap._run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
-            trip.Collection = lambda rows, plan, **options: collection(
+            trip.CombineTrip = lambda rows, plan, **options: collection(
                 rows.clone(), plan, **options
             )
         elif spoil == "input":
@@ -78,7 +78,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
                 step()
             return trace_step(step, row_numel=TOKENS * TOP_K * HIDDEN)
         finally:
-            trip.Collection, ep_step.dispatch = collection, dispatch
+            trip.CombineTrip, ep_step.dispatch = collection, dispatch
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -87,7 +87,7 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
     for trace in cluster(num_ranks, "cuda").run(traced, way=way):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
-        own = "push_rows" if way["layout"] == "packed" else "place_rows"
+        own = "push_rows" if way["layout"] == "packed" else "replica_rows"
         for kernel in (
             "barrier",
             own,

@@ -4,9 +4,13 @@ import pytest
 import torch
 from cluster import run_on
 from graphs import captured
+from layers import layer_config
 from worker import Findings, open_heap
 
-from symmoe import MetricsLogger, MoEConfig, MoELayer, add_lora, balance_step
+from symmoe import MoELayer
+from symmoe.lora import add_lora
+from symmoe.metrics import MetricsLogger
+from symmoe.training import balance_step
 
 HIDDEN, FFN, TOKENS, TOP_K, NUM_REPLAYS = 256, 128, 512, 4, 8
 FEATURES = (
@@ -22,7 +26,7 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         capacity = TOKENS * TOP_K * num_ranks
-        config = MoEConfig(
+        config = layer_config(
             hidden=HIDDEN,
             ffn=FFN,
             num_experts=8 * num_ranks,
@@ -43,7 +47,7 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
         x, dy = torch.randn(2, 4, TOKENS // 4, HIDDEN, device=heap.device, dtype=torch.bfloat16)
         mask = torch.rand(4, TOKENS // 4, device=heap.device) < 0.8
 
-        has_bias = config.expert_bias
+        has_bias = config.router.expert_bias
 
         def step(layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
             for _ in range(2):  # micro-batches

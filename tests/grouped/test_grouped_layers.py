@@ -1,15 +1,15 @@
 """Grouped layers by every way, one linear layer or experts: against a float64 oracle, and bit for bit each other."""
 
 from functools import partial
-from typing import Any
 
 import grouped_cases as cases
 import numpy as np
 import pytest
 import torch
 
-from symmoe import GroupedMLP, ScaledSwiGLU, Sequential
+from symmoe import GroupedMLP
 from symmoe.errors import ArgumentError
+from symmoe.grouped import ScaledSwiGLU
 from symmoe.grouped.parameters import named_parameters
 
 PLAIN = cases.Case(buffers=())
@@ -26,7 +26,7 @@ def filled(case, inputs, **options) -> GroupedMLP:
     return model
 
 
-def cut(matrix: list[cases.Case]) -> list[Any]:
+def cut(matrix: list[cases.Case]) -> list:
     """With those of fp16 slow, which are as those of bf16."""
     return [
         pytest.param(case, marks=[pytest.mark.slow] * (case.dtype == torch.float16))
@@ -54,24 +54,6 @@ def test_discrete_weights_give_the_same_bits(case, way, sizes, device):
 def test_more_than_64_discrete_weights(main_grad):
     case = cases.Case(main_grad=main_grad)
     cases.check_discrete_weights("linear", case, cases.Sizes(splits=(1, 0, 2) * 34, lead=(26, 4)))
-
-
-@pytest.mark.parametrize("first", FORMS)
-@pytest.mark.parametrize("second", FORMS)
-def test_experts_whose_layers_have_either_form(first, second):
-    inputs = cases.make_inputs(PLAIN)
-    fc1 = cases.make_linear(PLAIN, inputs.w1, inputs.b1, weights=first)
-    model = Sequential(
-        fc1, ScaledSwiGLU(), cases.make_linear(PLAIN, inputs.w2, inputs.b2, weights=second)
-    )
-    y = model(
-        inputs.x,
-        inputs.splits,
-        inputs.scale,
-        inputs.splits,
-        op_kwargs={2: {"bias_scale": inputs.scale}},
-    )
-    cases.assert_same_bits(y, cases.run_experts("modules", PLAIN, inputs).tensors["y"])
 
 
 @cases.everywhere
@@ -164,18 +146,6 @@ def test_autocast(main_grad, delayed, weights, way, sizes, device):
     cases.check_autocast(
         way, cases.Case(main_grad=main_grad, delayed=delayed), weights, sizes, device
     )
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_the_same_bits_every_time(dtype):
-    case, sizes = (
-        cases.Case(dtype=dtype, buffers=()),
-        cases.Sizes(splits=(500, 0, 20, 480), lead=(10, 101)),
-    )
-    inputs = cases.make_inputs(case, sizes=sizes)
-    first = cases.run_experts("mlp", case, inputs)
-    for _ in range(2):
-        cases.assert_same_results(cases.run_experts("mlp", case, inputs), first, sizes)
 
 
 # -- GroupedMLP -------------------------------------------------------------------------------------------------------

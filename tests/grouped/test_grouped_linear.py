@@ -176,20 +176,6 @@ def test_views_of_a_packed_weight():
     assert not hasattr(GroupedLinear(2, 4, 4, bias=False), "bias0")
 
 
-def test_discrete_parameters():
-    layer, inputs = layer_and_inputs(weights="discrete")
-    assert [name for name, _ in layer.named_parameters()] == [
-        "weight0",
-        "weight1",
-        "weight2",
-        "weight3",
-        "bias",
-    ]
-    assert all(parameter.is_leaf for parameter in layer.parameters())
-    for g in range(cases.TINY.num_groups):
-        cases.assert_same_bits(getattr(layer, f"weight{g}"), inputs.w1[g])
-
-
 @pytest.mark.parametrize("target", FORMS)
 @pytest.mark.parametrize("source", FORMS)
 @pytest.mark.parametrize("bias", [True, False])
@@ -354,21 +340,6 @@ def test_bias_gradient_is_deterministic_and_exact(dtype):
 
 
 # -- weight gradients -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("delayed", [False, True])
-def test_weight_gradients_are_views_of_one_buffer(delayed):
-    case = cases.Case(delayed=delayed, buffers=())
-    layer, inputs = layer_and_inputs(case, weights="discrete")
-    layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    layer.backward_dw()
-    gradients = [parameter.grad for parameter in layer.weight_parameters()]
-    start, num_bytes = gradients[0].data_ptr(), gradients[0].nbytes
-    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
-    assert [gradient.data_ptr() for gradient in gradients] == [
-        start + g * num_bytes for g in range(4)
-    ]
-    cases.assert_near(
-        torch.stack(gradients), cases.linear_oracle(inputs, case)["d_fc.weight"], torch.float32
-    )
 
 
 @pytest.mark.parametrize("weights", FORMS)
@@ -432,29 +403,25 @@ def test_main_grad_accumulates_in_fp32():
 
 
 @pytest.mark.parametrize("weights", FORMS)
-def test_trainer_protocol(weights):
+@pytest.mark.parametrize("has_flag", [True, False])
+def test_trainer_protocol(weights, has_flag):
     layer, inputs = layer_and_inputs(cases.Case(main_grad=True, buffers=()), weights=weights)
     hooks = []
     for parameter in layer.weight_parameters():
+        if not has_flag:
+            del parameter.grad_added_to_main_grad
         parameter.register_post_accumulate_grad_hook(
-            lambda p: hooks.append(p.grad_added_to_main_grad)
+            lambda p: hooks.append(getattr(p, "grad_added_to_main_grad", None))
         )
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert hooks == [True] * len(layer.weight_parameters()), (
+    assert hooks == [True if has_flag else None] * len(layer.weight_parameters()), (
         "the trainer's hooks run, and after the accumulation"
     )
     for parameter in layer.weight_parameters():
-        assert parameter.grad_added_to_main_grad
-        assert parameter.grad.shape == parameter.shape
-        assert not parameter.grad.any()
-
-
-def test_trainer_without_the_flag_gets_no_grad():
-    layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
-    del layer.weight.grad_added_to_main_grad
-    layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert layer.weight.grad is None
-    assert not hasattr(layer.weight, "grad_added_to_main_grad")
+        assert getattr(parameter, "grad_added_to_main_grad", False) == has_flag
+        assert (parameter.grad is not None) == has_flag
+        assert not has_flag or parameter.grad.shape == parameter.shape
+        assert not has_flag or not parameter.grad.any()
 
 
 def test_main_grad_is_asked_for_when_it_is_needed():
@@ -527,35 +494,23 @@ def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
     case = cases.Case(delayed=True, buffers=())
     inputs = [cases.linear_inputs(case, seed=i) for i in range(3)]
     layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
+    trainers = [torch.full_like(p, 2.0) for p in layer.weight_parameters()]
+    for parameter, gradient in zip(layer.weight_parameters(), trainers, strict=True):
+        parameter.grad = gradient
     for batch in inputs:
         batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
         layer(batch.x, batch.splits).backward(batch.d_y)
-    assert all(p.grad is None for p in layer.weight_parameters())
-    want = torch.zeros_like(inputs[0].w1)
+    assert all((gradient == 2).all() for gradient in trainers)
+    want = torch.full_like(inputs[0].w1, 2.0)
     for batch in inputs:
         layer.backward_dw()
         want = want + cases.linear_oracle(batch, case)["d_fc.weight"]
-        found = torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape)
+        found = torch.stack(trainers).view(want.shape)
         cases.assert_near(found, want, torch.float32)
-    last = found.clone()
     layer.backward_dw()  # nothing is left
-    cases.assert_same_bits(
-        torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape), last
-    )
-
-
-def test_backward_dw_adds_to_what_is_there():
-    case = cases.Case(delayed=True, buffers=())
-    layer, inputs = layer_and_inputs(case)
-    layer.weight.grad = torch.full_like(layer.weight, 2.0)
-    before = layer.weight.grad
-    layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    assert (layer.weight.grad == 2).all()
-    layer.backward_dw()
-    assert layer.weight.grad is before, "a gradient buffer of the trainer stays the one in use"
-    cases.assert_near(
-        layer.weight.grad, cases.linear_oracle(inputs, case)["d_fc.weight"] + 2, torch.float32
-    )
+    cases.assert_same_bits(torch.stack(trainers).view(want.shape), found)
+    for parameter, gradient in zip(layer.weight_parameters(), trainers, strict=True):
+        assert parameter.grad is gradient, "a gradient buffer of the trainer stays the one in use"
 
 
 def test_hooks_after_backward_dw():
@@ -649,16 +604,18 @@ def test_a_frozen_weight_among_others(main_grad, delayed):
     whole, partly = (
         cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2)
     )
-    partly.weight1.requires_grad_(False)
-    if main_grad:
-        del partly.weight1.main_grad
+    partly.weight2.requires_grad_(False)
+    for layer in (whole, partly) if main_grad else ():  # side by side, which are written as one
+        together = torch.full((4, *layer.weight0.shape), cases.MAIN_GRAD_START)
+        for weight, part in zip(layer.weight_parameters(), together, strict=True):
+            weight.main_grad = part
     for layer in (whole, partly):
         layer(inputs.x, inputs.splits).backward(inputs.d_y)
         layer.backward_dw()
     name = "main_grad" if main_grad else "grad"
-    assert partly.weight1.grad is None
-    assert not hasattr(partly.weight1, "main_grad")
-    for g in (0, 2, 3):
+    assert partly.weight2.grad is None
+    assert not main_grad or (partly.weight2.main_grad == cases.MAIN_GRAD_START).all()
+    for g in (0, 1, 3):
         assert torch.equal(
             getattr(getattr(partly, f"weight{g}"), name),
             getattr(getattr(whole, f"weight{g}"), name),

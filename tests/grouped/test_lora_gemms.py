@@ -1,7 +1,6 @@
 """Adapters as low-rank GEMMs against dense weights W + s B A in float64: values, what is allocated, and FLOPs."""
 
 import itertools
-from typing import Any
 
 import lora_cases as cases
 import pytest
@@ -9,8 +8,8 @@ import torch
 from worker import Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
+from symmoe.lora import merge_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.training.lora import merge_lora
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ class Allocations(Watching):
         return [entry for entry in self.seen if entry[0] >= numel]
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
+def tensors_in(values) -> list[torch.Tensor]:
     return [
         leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)
     ]
@@ -146,7 +145,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize(
     "way", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str
 )
-def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
+def test_nothing_of_the_size_of_a_weight_is_made(way):
     num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
     smallest = num_experts * hidden * ffn  # elements of W2
     parameters = cases.random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)

@@ -14,10 +14,11 @@ from grouped_cases import (
     run_experts,
 )
 from torch import nn
+from worker import assert_refused
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential
+from symmoe import GroupedLinear, GroupedMLP
 from symmoe.errors import ArgumentError
-from symmoe.grouped import sequential
+from symmoe.grouped import ScaledSReLU, ScaledSwiGLU, Sequential, sequential
 
 PLAIN = Case(buffers=())
 INPUTS = make_inputs(PLAIN)
@@ -81,11 +82,7 @@ class TakesPositional(nn.Module):
 def test_is_a_container():
     first, second, third = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
     model = Sequential(first, second, third)
-    assert (len(model), list(model)) == (3, [first, second, third])
-    assert model[0] is first
-    assert model[-1] is third
-    with pytest.raises(IndexError):
-        model[3]
+    assert list(model) == [first, second, third]
     assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     x = torch.randn(3, 4)
     assert_same_bits(model(x), third(second(first(x))))
@@ -96,10 +93,10 @@ def test_is_a_container():
 def test_empty():
     x = torch.randn(2)
     assert Sequential()(x) is x
-    with pytest.raises(ArgumentError, match="extra_inputs has 1 elements; 0 are needed"):
-        Sequential()(x, x)
-    with pytest.raises(ArgumentError, match="op_kwargs has index 0"):
-        Sequential()(x, op_kwargs={0: {}})
+    assert_refused(
+        (lambda: Sequential()(x, x), "extra_inputs has 1 elements; 0 are needed"),
+        (lambda: Sequential()(x, op_kwargs={0: {}}), "op_kwargs has index 0"),
+    )
 
 
 def nests(modules):
@@ -163,13 +160,6 @@ def test_wrong_number_of_extra_inputs():
         with refused("extra_inputs", *parts):
             model(INPUTS.x, *[SPLITS] * count)
     assert not ran
-
-
-def test_extra_inputs_go_from_left_to_right():
-    fc1, fc2 = linears()
-    other = [4, 0, 2, 3]
-    y = Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale, other)
-    assert_same_bits(y[:9], fc2(ScaledSwiGLU()(fc1(INPUTS.x, SPLITS), INPUTS.scale), other)[:9])
 
 
 # -- op_kwargs --------------------------------------------------------------------------------------------------------
@@ -379,51 +369,23 @@ def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     assert_same_bits(y[:9], model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))[:9])
 
 
-def test_backward_hooks_run(num_fused):
-    model, ran = experts(), []
-    model[1].register_full_backward_hook(lambda *_: ran.append(1))
-    call(model).backward(INPUTS.d_y)
-    assert ran == [1]
-    assert not num_fused
-
-
-def test_hooks_of_all_modules_run():
-    """Profilers and debuggers register these; a fused path that skips modules would hide them."""
-    ran = []
-    hook = nn.modules.module.register_module_forward_hook(
-        lambda module, *_: ran.append(type(module).__name__)
-    )
-    try:
-        call(experts())
-    finally:
-        hook.remove()
-    assert ran == ["GroupedLinear", "ScaledSwiGLU", "GroupedLinear", "Sequential"]
-
-
 def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
     fc1, _ = linears()
-    with pytest.raises(ArgumentError, match=r"x has shape \[12, 8\]; it must be \[..., N, 24\]"):
-        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(
-            INPUTS.x, SPLITS, INPUTS.scale, SPLITS
-        )
-    with pytest.raises(ArgumentError, match=r"splits has shape \[4\]; it must be \[3\]"):
-        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(
-            INPUTS.x, SPLITS, INPUTS.scale, SPLITS
-        )
-    assert not num_fused
-
-
-def test_fuses_in_the_middle_and_twice(num_fused):
-    inputs = (SPLITS, INPUTS.scale, SPLITS)
-    fc1, fc2 = linears()
-    model = Sequential(
-        nn.Identity(), fc1, ScaledSwiGLU(), fc2, nn.ReLU(), *experts(), nn.Identity()
+    assert_refused(
+        (
+            lambda: Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(
+                INPUTS.x, SPLITS, INPUTS.scale, SPLITS
+            ),
+            r"x has shape \[12, 8\]; it must be \[..., N, 24\]",
+        ),
+        (
+            lambda: Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(
+                INPUTS.x, SPLITS, INPUTS.scale, SPLITS
+            ),
+            r"splits has shape \[4\]; it must be \[3\]",
+        ),
     )
-    x = INPUTS.x.nan_to_num()
-    y = model(x, *inputs, *inputs)
-    assert len(num_fused) == 2
-    middle = torch.relu(fc2(ScaledSwiGLU()(fc1(x, SPLITS), INPUTS.scale), SPLITS))
-    assert_same_bits(y, call(experts(), middle))
+    assert not num_fused
 
 
 def test_first_micro_batch_of_one_layer():
@@ -475,11 +437,12 @@ def test_splits_once(splits, hooked, num_fused):
     assert len(num_fused) == (hooked is None)
 
 
-def test_splits_once_for_each_pattern_or_for_none():
+def test_splits_once_for_each_pattern_or_for_none(num_fused):
     other = torch.tensor([0, 5, 1, 3])
     model = Sequential(*experts(), GroupedMLP(TINY.num_groups, H, TINY.ffn), *experts())
     full = (SPLITS, None, SPLITS, other, None, other, None, other)
     assert_same(trained(model, SPLITS, None, other, None, other, None), trained(model, *full))
+    assert len(num_fused) == 2 * 2
     for count in (5, 7, 9):
         given = (*full, SPLITS)[:count]
         with refused(
@@ -653,12 +616,18 @@ def test_buffers_of_nested_are_compared_with_those_outside():
     first, second = in_a_row(2)
     model, shared = Sequential(first, Sequential(second)), buffer()
     op_kwargs = {0: {"grad_input_out": shared}, 1: {"op_kwargs": {0: {"out": shared}}}}
-    with pytest.raises(
-        ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"
-    ):
-        model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs)
-    with pytest.raises(ArgumentError, match=r"^out of module 1\.0 \(GroupedLinear\) .* overlaps"):
-        model(INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}})
+    assert_refused(
+        (
+            lambda: model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs),
+            r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps",
+        ),
+        (
+            lambda: model(
+                INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}}
+            ),
+            r"^out of module 1\.0 \(GroupedLinear\) .* overlaps",
+        ),
+    )
     assert (shared == SENTINEL).all()
 
 
@@ -763,14 +732,18 @@ def test_buffers_of_a_fused_part_and_of_others(how, num_fused):
         model[2].register_forward_hook(lambda *_: None)
     inputs = {"linears": (SPLITS, SPLITS), "hooked": (SPLITS, INPUTS.scale, SPLITS)}
     given, shared = inputs.get(how, (SPLITS, INPUTS.scale, SPLITS) * 2), buffer()
-    with pytest.raises(
-        ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"
-    ):
-        model(INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}})
-    with pytest.raises(
-        ArgumentError, match=rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"
-    ):
-        model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}})
+    assert_refused(
+        (
+            lambda: model(
+                INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}}
+            ),
+            r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps",
+        ),
+        (
+            lambda: model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}}),
+            rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps",
+        ),
+    )
     assert (shared == SENTINEL).all()
     assert not num_fused
 

@@ -162,7 +162,7 @@ def test_the_mlp_computes_what_is_asked_for(
                 2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device
             )
             if adapters is not None:
-                symmoe.add_lora(mlp, rank=8, alpha=8.0)
+                symmoe.lora.add_lora(mlp, rank=8, alpha=8.0)
                 for parameter in mlp.parameters():
                     with torch.no_grad():
                         parameter.normal_(std=0.1)
@@ -237,7 +237,7 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
         config = symmoe.MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
         torch.manual_seed(3)
         layer = symmoe.MoELayer(config, heap)
-        symmoe.add_lora(layer, rank=8, alpha=8.0)
+        symmoe.lora.add_lora(layer, rank=8, alpha=8.0)
         x = tokens_of(rank, T + rank, H).to(heap.device)
         results = {}
         for is_watched in (False, True):

@@ -3,7 +3,6 @@
 import copy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import symmoe
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.errors import ArgumentError
 
 CONFIG = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order="slot")
 State = dict[str, torch.Tensor]
@@ -58,7 +56,7 @@ def assert_same(found: State, wanted: State) -> None:
 # -- Lightning --------------------------------------------------------------------------------------------------------
 def lightning_run(
     rank: int, num_ranks: int, folder: Path, task: str, steps: int = 4
-) -> tuple[State, State, Any]:
+) -> tuple[State, State, object]:
     """Fits with an average of weights, going on or not, or validates: what the module has, the average, and what a
     callback was given back."""
     lightning = pytest.importorskip("lightning")
@@ -86,9 +84,9 @@ def lightning_run(
         """Keeps what there is after two steps and at the end. Saves state dicts of its own, by other names, and
         something in the optimizer's."""
 
-        given: Any = None
+        given: object = None
 
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, module, *_) -> None:
             if task == "fit" and trainer.global_step == 2:
                 trainer.save_checkpoint(folder / "averaged.ckpt")
                 its = average._average_model.module.state_dict()
@@ -96,7 +94,7 @@ def lightning_run(
             if trainer.global_step == steps:
                 kept.append(values(module.state_dict()))
 
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
             doubled = {name: 2 * tensor for name, tensor in module.layers.state_dict().items()}
             checkpoint["mine"] = {"of": {"layers": doubled}, "bf16": checkpoint["state_dict"]}
@@ -104,11 +102,11 @@ def lightning_run(
                 name: tensor.bfloat16() for name, tensor in checkpoint["state_dict"].items()
             }
 
-        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             self.given = checkpoint["mine"]
 
     class Short(lightning.Callback):
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             checkpoint["list"] = [parameter.detach() for parameter in module.parameters()]
 
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -137,7 +135,7 @@ def lightning_run(
         assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
         if task == "fit":
             trainer.callbacks.append(Short())
-            with pytest.raises(ArgumentError, match=r"^list is a list with tensors"):
+            with pytest.raises(symmoe.errors.ArgumentError, match=r"^list is a list with tensors"):
                 trainer.save_checkpoint(folder / "no.ckpt")
         last = values(module.state_dict())  # the average
         return last, kept, doubled.given and copy.deepcopy(doubled.given)
@@ -179,7 +177,7 @@ def test_hooks_of_accelerate_get_models_and_weights(
     accelerator = Accelerator(cpu=True, rng_types=[])
     layers = two_layers(trainer_heap, 1)
     accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
-    seen: list[Any] = []
+    seen: list = []
 
     def halved(models: list[nn.Module], weights: list[State], path: str) -> None:
         seen.append((models == accelerator._models, len(weights), path))
@@ -211,7 +209,9 @@ def test_hooks_of_accelerate_get_models_and_weights(
     with pytest.raises(symmoe.errors.CheckpointError, match=r"has no model\.0\."):
         accelerator.load_state(path)
     accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(layers))
-    with pytest.raises(ArgumentError, match="registered object 0 has this rank's experts"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match="registered object 0 has this rank's experts"
+    ):
         accelerator.save_state(str(tmp_path / "average"))
 
 
@@ -221,7 +221,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    symmoe.prepare_for_ddp(model)
+    symmoe.training.prepare_for_ddp(model)
     return torch.compile(nn.parallel.DistributedDataParallel(torch.compile(model)))
 
 

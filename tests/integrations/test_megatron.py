@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -48,7 +47,6 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 import symmoe
-from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
 from symmoe.integrations import megatron
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 from symmoe.symm_mem.row_budget import with_margin
@@ -70,7 +68,7 @@ def main_grads(
     ep: int,
     overlap: bool,
     bias: dict[int, float] | None = None,
-    **fields: Any,
+    **fields,
 ) -> list[list[int]]:
     """Gradients in `main_grad` after Megatron's DDP has reduced them are the same for five models.
 
@@ -106,11 +104,11 @@ def main_grads(
     return received
 
 
-def _with_fused_gradients(spec: Any) -> Any:
+def _with_fused_gradients(spec):
     """The spec; only the configuration of its experts has gradient_accumulation_fusion."""
 
     class FusedExperts(megatron.SymmExperts):
-        def __init__(self, num_local_experts: int, config: Any, **kwargs: Any) -> None:
+        def __init__(self, num_local_experts: int, config, **kwargs) -> None:
             config = copy.copy(config)
             config.gradient_accumulation_fusion = True
             super().__init__(num_local_experts, config, **kwargs)
@@ -121,7 +119,7 @@ def _with_fused_gradients(spec: Any) -> Any:
     return spec
 
 
-def _ddp(model: Any, overlap: bool) -> Any:
+def _ddp(model, overlap: bool):
     choice = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
@@ -131,7 +129,7 @@ def _ddp(model: Any, overlap: bool) -> Any:
     return DistributedDataParallel(model.config, choice, model)
 
 
-def _reduced(ddp: Any) -> dict[str, torch.Tensor]:
+def _reduced(ddp) -> dict[str, torch.Tensor]:
     """main_grad of every parameter after two micro-batches and the reduction."""
     ddp.zero_grad_buffer()
     for step in range(NUM_ACCUMULATED):
@@ -173,7 +171,7 @@ NUM_MICRO_BATCHES = 4
 NUM_CHUNKS = 2
 
 
-def _pipeline(num_stages: int, num_chunks: int | None, layers_per_chunk: int = 2) -> dict[str, Any]:
+def _pipeline(num_stages: int, num_chunks: int | None, layers_per_chunk: int = 2) -> dict:
     """Fields of its configuration."""
     return {
         "num_layers": num_stages * (num_chunks or 1) * layers_per_chunk,
@@ -184,7 +182,7 @@ def _pipeline(num_stages: int, num_chunks: int | None, layers_per_chunk: int = 2
     }
 
 
-def _chunks(config: Any, spec: Any, stage: int, num_stages: int) -> list[Any]:
+def _chunks(config, spec, stage: int, num_stages: int) -> list:
     """The parts of a GPTModel that a stage has, with numbers that depend only on the names of their parameters."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     chunks = torch.nn.ModuleList(
@@ -202,12 +200,12 @@ def _chunks(config: Any, spec: Any, stage: int, num_stages: int) -> list[Any]:
     return list(cases.filled(chunks))
 
 
-def _forward_step(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(steps: Iterator[int], model) -> tuple[torch.Tensor, object]:
     losses = model(**_changed_batch(next(steps)))
     return losses, lambda losses: (losses.mean(), {"loss": losses.detach().clone()})
 
 
-def _run_stage(config: Any, chunks: list[Any], stage: int, num_stages: int) -> None:
+def _run_stage(config, chunks: list, stage: int, num_stages: int) -> None:
     """Megatron's interleaved schedule on a stage that has no others around it."""
 
     class NoNeighbours(P2PCommunicator):
@@ -218,9 +216,7 @@ def _run_stage(config: Any, chunks: list[Any], stage: int, num_stages: int) -> N
             self.virtual_pipeline_model_parallel_size = NUM_CHUNKS
             self.pp_group = SimpleNamespace(rank=lambda: stage, size=lambda: num_stages)
 
-        def _communicate(
-            self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **others: Any
-        ) -> Any:
+        def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape, **others):
             received = (
                 torch.randn(tensor_shape, requires_grad=True) if of else None
                 for of in (recv_prev, recv_next)
@@ -237,7 +233,7 @@ def _run_stage(config: Any, chunks: list[Any], stage: int, num_stages: int) -> N
         )
 
 
-def _scheduled(chunks: list[Any], step: Any = _forward_step) -> dict[str, torch.Tensor]:
+def _scheduled(chunks: list, step=_forward_step) -> dict[str, torch.Tensor]:
     """Gradients and, on the last stage, losses of a step by Megatron's schedule for these groups."""
     model = torch.nn.ModuleList(chunks)
     model.zero_grad()
@@ -247,7 +243,7 @@ def _scheduled(chunks: list[Any], step: Any = _forward_step) -> dict[str, torch.
     return gradients | {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
 
 
-def _micro_batches_of(chunks: list[Any], step: Any = _forward_step) -> dict[str, Any]:
+def _micro_batches_of(chunks: list, step=_forward_step) -> dict:
     """The arguments of Megatron's schedules that say what they run."""
     return {
         "forward_step_func": step,
@@ -322,7 +318,7 @@ def _end_writers() -> None:
         child.join()
 
 
-def _state(model: Any, per_expert_keys: bool, moments: list[torch.Tensor]) -> dict[str, Any]:
+def _state(model, per_expert_keys: bool, moments: list[torch.Tensor]) -> dict:
     """Sharded state of the model and of an Adam over its parameters, by Megatron's own functions for optimizers."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"singleton_local_shards": per_expert_keys, "dp_cp_group": group}
@@ -342,7 +338,7 @@ def _state(model: Any, per_expert_keys: bool, moments: list[torch.Tensor]) -> di
 class _Run:
     """A GPTModel in Megatron's DDP, with Adam."""
 
-    def __init__(self, config: Any, spec: Any, distributed: bool) -> None:
+    def __init__(self, config, spec, distributed: bool) -> None:
         choice = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
         )
@@ -455,7 +451,7 @@ FIELDS = {
 }
 
 
-def _slow(*case: Any) -> Any:
+def _slow(*case):
     return pytest.param(*case, marks=_SLOW)
 
 
@@ -486,7 +482,7 @@ def test_equals_alltoall(
     ep: int,
     ranks_per_node: int | None,
     name: str,
-    options: dict[str, Any],
+    options: dict,
 ):
     """On nodes as on one: the order "slot" has the same bits."""
     how = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
@@ -651,7 +647,7 @@ def test_heap_of_an_interleaved_stage_is_exact(
     num_layers = 1 if recompute else in_flight * layers_per_chunk
     num_tokens = cases.SEQUENCE * cases.BATCH
     planned = megatron.heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
-    too_small = pytest.raises(HeapExhausted, match="lease '")
+    too_small = pytest.raises(symmoe.errors.HeapExhausted, match="lease '")
     for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
         with megatron.open_heap(num_bytes) as heap:
             options = megatron.DispatchOptions(
@@ -696,7 +692,7 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
     """Records of our layers equal the routing maps of Megatron's own model's routers, on the same tokens."""
     maps: list[torch.Tensor] = []
 
-    def keep_maps(model: Any) -> None:
+    def keep_maps(model) -> None:
         for layer in model.decoder.layers:
             layer.mlp.router.register_forward_hook(
                 lambda module, args, output: maps.append(output[1].clone())
@@ -723,23 +719,23 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
                 chosen & routing_map, routing_map
             )  # the router's, before its capacity factor's drops
         keep_maps(model)
-        with symmoe.replay_routing(model, routing), torch.no_grad():
+        with symmoe.routing.replay_routing(model, routing), torch.no_grad():
             model(**cases.batch_of())
         assert all(map(torch.equal, maps[:2], maps[2:]))  # with the same drops
         for layer in model.decoder.layers:  # Megatron's own recording is off, with what it has kept
             layer.mlp.router.router_replay.clear_router_replay_action()
         others = cases.batch_of() | {"input_ids": cases.batch_of()["input_ids"].flip(1)}
-        with symmoe.record_routing(model) as routing, torch.no_grad():
+        with symmoe.routing.record_routing(model) as routing, torch.no_grad():
             model(**others)
         for ids, routing_map in zip(routing.values(), maps[4:], strict=True):
             assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
 
 
-def _route_by_hand(router: Any, given: list[torch.Tensor]) -> None:
+def _route_by_hand(router, given: list[torch.Tensor]) -> None:
     """Has a router of Megatron's own weigh these experts, call by call; -1 weighs nothing."""
     calls = iter(given)
 
-    def routing(logits: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(logits: torch.Tensor, **_) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.view(-1, cases.NUM_EXPERTS)
         scale = 2.5 if router.score_function == "sigmoid" else 1.0
         weights, ids = small.weigh(logits, next(calls), router.score_function, scale=scale)
@@ -763,18 +759,18 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     fields = {**_pipeline(pp, num_chunks), **FIELDS[score]}
     recomputed = {**fields, **FIELDS["recomputed layers"]}
 
-    def record(steps: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
-        with symmoe.record_routing(model) as routing:
+    def record(steps: Iterator[int], model) -> tuple[torch.Tensor, object]:
+        with symmoe.routing.record_routing(model) as routing:
             output = _forward_step(steps, model)
         own[chunks.index(model)].append(routing)
         return output
 
     def results(
-        chunks: list[Any], routing: Sequence[Any] = (), step: Any = _forward_step
+        chunks: list, routing: Sequence = (), step=_forward_step
     ) -> dict[str, torch.Tensor]:
         with ExitStack() as replayed:
             for chunk, given in zip(chunks, routing, strict=bool(routing)):
-                replayed.enter_context(symmoe.replay_routing(chunk, given))
+                replayed.enter_context(symmoe.routing.replay_routing(chunk, given))
             return _scheduled(chunks, step)
 
     groups = {"ep": ep, "pp": pp, "num_chunks": num_chunks}
@@ -930,23 +926,31 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
         for i in range(4):
             assert torch.equal(linear.weight[i], state[f"{name}.weight{i}"])
     factory = experts.sharded_state_dict("mlp.experts.")["mlp.experts.linear_fc2.weight"]
-    with pytest.raises(ArgumentError, match=r"flattened part slice\(0, 8"):
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"flattened part slice\(0, 8"):
         factory.build_fn("key", factory.data.flatten()[:8], factory.replica_id, slice(0, 8))
 
 
 @pytest.mark.parametrize(
     ("what", "error", "text"),
     [
-        ("expert tensor parallelism", ArgumentError, "expert_tensor_parallel_size (2) must be 1"),
-        ("another group's heap", ArgumentError, "open the heap over that group"),
-        ("capacity with others' experts", ArgumentError, "capacity (64) needs SymmExperts"),
+        (
+            "expert tensor parallelism",
+            symmoe.errors.ArgumentError,
+            "expert_tensor_parallel_size (2) must be 1",
+        ),
+        ("another group's heap", symmoe.errors.ArgumentError, "open the heap over that group"),
+        (
+            "capacity with others' experts",
+            symmoe.errors.ArgumentError,
+            "capacity (64) needs SymmExperts",
+        ),
         (
             "a choice without scores",
-            ArgumentError,
+            symmoe.errors.ArgumentError,
             "moe_router_load_balancing_type ('sinkhorn') and moe_router_fusion (F",
         ),
-        ("too small a capacity", CapacityError, "more than capacity (8)"),
-        ("too small a heap", HeapExhausted, "lease 'received rows'"),
+        ("too small a capacity", symmoe.errors.CapacityError, "more than capacity (8)"),
+        ("too small a heap", symmoe.errors.HeapExhausted, "lease 'received rows'"),
     ],
 )
 @run_on(2, fixture="ranks")
@@ -979,7 +983,7 @@ def test_what_cannot_be_is_refused_on_every_rank(
         config = cases.config_of(num_layers=1, sequence_parallel=False, **fields)
         spec = use(cases.reference_spec(config), heap, options=megatron.DispatchOptions(**options))
         model = cases.model_of(config, spec)
-        with symmoe.balanced_routing(model) if fields else nullcontext():
+        with symmoe.routing.balanced_routing(model) if fields else nullcontext():
             model(**cases.batch_of())
 
 

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -135,7 +134,7 @@ class Scaled(nn.Module):
 def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | None):
     time_layers = module_of("megatron_layers").time_layers
     x = torch.randn(4, 2, 8)
-    layers: dict[str, Any] = {"a": Scaled(2.0), "b": layer}
+    layers: dict = {"a": Scaled(2.0), "b": layer}
     seeds: list[int] = []
     arguments = {"repetitions": 2, "reseed": lambda: seeds.append(0)}
     if text is None:

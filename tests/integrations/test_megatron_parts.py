@@ -1,7 +1,6 @@
 """The parts of the Megatron integration that need no other ranks: slots, specs, refused fields, what is imported."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def test_slots_are_the_experts_in_ascending_order(num_tokens: int, num_experts: 
 # -- specs ------------------------------------------------------------------------------------------------------------
 
 
-def parts_of(mlp: Any) -> tuple[type, Any, dict[str, Any]]:
+def parts_of(mlp) -> tuple[type, object, dict]:
     """Module, submodules and the other arguments of an mlp spec of any version."""
     if isinstance(mlp, ModuleSpec):
         return mlp.module, mlp.submodules, mlp.params
@@ -179,9 +178,7 @@ def test_the_tests_configuration_is_accepted(config: TransformerConfig):
 
 
 @pytest.mark.parametrize(("field", "value", "problem"), REFUSED)
-def test_field_is_refused_by_name(
-    config: TransformerConfig, field: str, value: object, problem: Any
-):
+def test_field_is_refused_by_name(config: TransformerConfig, field: str, value: object, problem):
     setattr(config, field, value)  # Megatron's own checks ask for extensions that are not here
     error = problem(config)
     assert isinstance(error, ArgumentError)
@@ -226,7 +223,7 @@ def test_activation_without_a_kernel_is_refused(config: TransformerConfig, gated
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("function", [F.silu, quick_gelu, F.gelu, fast_gelu, squared_relu])
-def test_activations_are_megatrons(config: TransformerConfig, function: Any, gated: bool):
+def test_activations_are_megatrons(config: TransformerConfig, function, gated: bool):
     config.activation_func, config.gated_linear_unit = function, gated
     h, scale = torch.randn(5, 12), torch.rand(5)
     gate, up = h.chunk(2, dim=-1) if gated else (h, 1.0)

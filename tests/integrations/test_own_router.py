@@ -5,16 +5,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
+from layers import layer_config
 from small_model import on_layout, open_heap, set_weights
 from torch import nn
+from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError
-from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.training.parallel import data_parallel, parallelize
 
 H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
 SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}
-NONE = symmoe.MoEConfig(**SHAPE, router="none")
+NONE = symmoe.MoEConfig(**SHAPE, router=None)
 
 
 class Own(nn.Module):
@@ -103,16 +104,16 @@ OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"c
 def test_given_what_the_router_says_a_layer_does_the_same(
     heap: symmoe.SymmetricHeap, options: dict, masked: bool
 ):
-    layer = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options), heap)
+    layer = symmoe.MoELayer(layer_config(**SHAPE, **options), heap)
     bare = symmoe.MoELayer(
-        symmoe.MoEConfig(**SHAPE, **options, router="none"), heap, experts=layer.experts
+        symmoe.MoEConfig(**SHAPE, **options, router=None), heap, experts=layer.experts
     )
     x, token_mask = tokens(3), torch.arange(13) % 3 > 0 if masked else None
     want, metrics = layer(x, token_mask)
     want.square().sum().backward()
     gradient = layer.router.weight.grad.clone()
     layer.zero_grad()
-    plain = symmoe.Router(symmoe.MoEConfig(**SHAPE))
+    plain = symmoe.Router(layer_config(**SHAPE))
     plain.load_state_dict(layer.router.state_dict())
     for given_to in (layer, bare):
         plain.zero_grad()
@@ -128,13 +129,15 @@ def test_given_what_the_router_says_a_layer_does_the_same(
 
 
 def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
-    config = symmoe.MoEConfig(**SHAPE, aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
+    config = symmoe.MoEConfig(
+        **SHAPE, router=symmoe.RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
+    )
     layer, x = symmoe.MoELayer(config, heap), tokens(0)
     topk_idx, probs = (
         torch.tensor([[0, 1]] * len(x)),
         torch.rand(len(x), TOP_K).bfloat16().requires_grad_(),
     )
-    with symmoe.record_routing(layer) as routing:
+    with symmoe.routing.record_routing(layer) as routing:
         y, metrics = layer(x, topk_idx=topk_idx, probs=probs)
         y.sum().backward()
     assert (metrics.aux_loss, metrics.expert_load.tolist()) == (0, [len(x), len(x), 0, 0])
@@ -186,7 +189,7 @@ def test_wrong_arguments_raise_on_every_rank(
     for culprit in range(num_ranks):
         for name, (spoil, text) in WRONG.items():
             topk_idx, probs = spoil(*good) if rank == culprit else good
-            with pytest.raises(ArgumentError) as caught:
+            with pytest.raises(symmoe.errors.ArgumentError) as caught:
                 layer(x, topk_idx=topk_idx, probs=probs)
             assert text in str(caught.value), name
             assert (f"on rank {culprit}: " in str(caught.value)) == (rank != culprit), name
@@ -207,29 +210,23 @@ def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
 def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
     bare, layer, x = (
         symmoe.MoELayer(NONE, heap),
-        symmoe.MoELayer(symmoe.MoEConfig(**SHAPE), heap),
+        symmoe.MoELayer(layer_config(**SHAPE), heap),
         tokens(0),
     )
-    with pytest.raises(ArgumentError, match="has no router"), symmoe.balanced_routing(bare):
+    with (
+        pytest.raises(symmoe.errors.ArgumentError, match="has no router"),
+        symmoe.routing.balanced_routing(bare),
+    ):
         pass
-    with pytest.raises(ArgumentError, match="is called with probs"), symmoe.balanced_routing(layer):
+    with (
+        pytest.raises(symmoe.errors.ArgumentError, match="is called with probs"),
+        symmoe.routing.balanced_routing(layer),
+    ):
         layer(x, topk_idx=torch.zeros(len(x), TOP_K).int(), probs=torch.ones(len(x), TOP_K))
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"aux_loss_coef": 0.1},
-        {"z_loss_coef": 0.1},
-        {"expert_bias": True},
-        {"score": "sigmoid"},
-        {"route_scale": 2.0},
-    ],
-    ids=str,
-)
-def test_a_configuration_without_a_router_has_none_of_its_fields(field: dict):
-    (name,) = field
-    with pytest.raises(ArgumentError, match=rf"{name} \(.*\) needs a router, but router is 'none'"):
-        symmoe.MoEConfig(**SHAPE, router="none", **field)
-    with pytest.raises(ArgumentError, match=r"router \('mine'\) must be one of"):
-        symmoe.MoEConfig(**SHAPE, router="mine")
+def test_a_router_of_another_kind_is_refused():
+    assert_refused(
+        (lambda: symmoe.MoEConfig(**SHAPE, router="linear"), r"router \(str\) must be a RouterC"),
+        (lambda: symmoe.Router(NONE), r"config.router \(None\) must be a RouterConfig"),
+    )

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.grouped.parameters import named_parameters
-from symmoe.integrations.parallel import parameter_groups
+from symmoe.training.parallel import parameter_groups
 
 MAX_NORM = 0.5
 
@@ -70,7 +70,7 @@ def train(
 
     def reduce_and_clip() -> None:
         symmoe.reduce_gradients(model, group=group)
-        symmoe.clip_grad_norm(model, MAX_NORM, group=group)
+        symmoe.training.clip_grad_norm(model, MAX_NORM, group=group)
 
     return [loss for loss, _ in curve_of(model, rank, shares, reduce_and_clip, group=group)]
 
@@ -121,7 +121,7 @@ def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts
     }
     assert experts_of(parametrized(Model(heap))) == originals
     model = Model(heap)
-    symmoe.add_lora(model, rank=2, alpha=1.0)
+    symmoe.lora.add_lora(model, rank=2, alpha=1.0)
     adapters = {name.replace("weight", kind) for name in FOUR for kind in ("lora_a", "lora_b")}
     assert experts_of(copy.deepcopy(model)) == FOUR | adapters
     assert experts_of(torch.compile(Model(heap))) == {f"_orig_mod.{name}" for name in FOUR}

@@ -6,7 +6,6 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,10 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError
-from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 from symmoe.kernels import twin
 from symmoe.precision import Float8Block
+from symmoe.training.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 
 STEPS, MAX_NORM = 50, 0.5
 # Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.
@@ -48,7 +46,7 @@ def train(
     model.zero_grad()
 
     def clip() -> float:
-        return symmoe.clip_grad_norm(model, MAX_NORM, group=group).item()
+        return symmoe.training.clip_grad_norm(model, MAX_NORM, group=group).item()
 
     return small.curve_of(model, rank, shares, clip, steps=steps, group=group), gradients
 
@@ -99,12 +97,12 @@ def test_reference_learns_and_clips(alone):
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
-def slow(function: str, **fields: Any) -> Any:
+def slow(function: str, **fields):
     return pytest.param(function, fields, marks=pytest.mark.slow)
 
 
 BALANCED = dataclasses.replace(
-    small.CONFIG, balance="replicas", replica_places=1, replica_slack=0.0
+    small.CONFIG, balance="replicas", replicas_per_rank=1, replica_slack=0.0
 )
 CURVES = [  # (kind of case, arguments of `sharded`)
     ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
@@ -136,7 +134,7 @@ CURVES = [  # (kind of case, arguments of `sharded`)
 
 
 @pytest.mark.parametrize(("function", "fields"), CURVES, ids=str)
-def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: dict[str, Any]):
+def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: dict):
     results = cluster(math.prod(fields["layout"])).run(sharded, **fields)
     for result in results:
         assert_same_training(result, alone)
@@ -293,7 +291,7 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
         )
         layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
         dist.broadcast(layer.router.weight.data, 0)
-        for adapter in symmoe.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
+        for adapter in symmoe.lora.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
             with torch.no_grad():
                 adapter.normal_()
         x = torch.randn(9, small.HIDDEN)
@@ -346,6 +344,10 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
                 "dense_mesh has 1 ranks; it must have the 2",
             ),
             (lambda: parallelize(small.Model(heap), mesh, mp_policy=half), "reduce_dtype"),
+            (
+                lambda: symmoe.SymmetricHeap.from_mesh(mesh, num_bytes=1),
+                "has 2 dimensions; it must",
+            ),
             (lambda: shard_experts(model, mesh), "DTensors already"),
             (lambda: symmoe.reduce_gradients(model), "reduce_gradients would do it again"),
         )
@@ -353,8 +355,10 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
         weight.grad = DTensor.from_local(
             torch.ones(small.FEATURES, small.HIDDEN), weight.device_mesh, [Partial()]
         )
-        with pytest.raises(ArgumentError, match=r"last\.weight\.grad is a partial sum"):
-            symmoe.clip_grad_norm(model, 1.0)
+        with pytest.raises(
+            symmoe.errors.ArgumentError, match=r"last\.weight\.grad is a partial sum"
+        ):
+            symmoe.training.clip_grad_norm(model, 1.0)
 
 
 @pytest.mark.slow
@@ -381,13 +385,13 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
             )
 
 
-# -- constant_weights -------------------------------------------------------------------------------------------------
+# -- cache_quantized_weights -------------------------------------------------------------------------------------------
 QUANTIZED = dataclasses.replace(
     small.CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both"
 )
 
 
-def counted(kernel: str) -> Any:
+def counted(kernel: str):
     return patch.object(twin, kernel, wraps=getattr(twin, kernel))
 
 
@@ -402,7 +406,9 @@ def test_constant_weights_are_quantised_once(
     with small.on_layout(*layout) as (mesh, heap):
         model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
-            context = symmoe.constant_weights(model) if is_constant else nullcontext()
+            context = (
+                symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()
+            )
             with (
                 context,
                 counted("quantize_weights") as single,
@@ -420,19 +426,23 @@ def test_constant_weights_are_quantised_once(
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
-        with symmoe.constant_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             small.rank_loss(model, 0, rank, shares).backward()
             optimizer.step()
-            with pytest.raises(ArgumentError, match="written to inside constant_weights"):
+            with pytest.raises(
+                symmoe.errors.ArgumentError, match="written to inside cache_quantized_weights"
+            ):
                 small.rank_loss(model, 0, rank, shares)
         before = small.rank_loss(model, 0, rank, shares)
-        with symmoe.constant_weights(model):
+        with symmoe.grouped.cache_quantized_weights(model):
             after = small.rank_loss(model, 0, rank, shares)
         assert torch.equal(before, after)
 
 
 # -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
-BIASED = dataclasses.replace(small.CONFIG, expert_bias=True)
+BIASED = dataclasses.replace(
+    small.CONFIG, router=dataclasses.replace(small.CONFIG.router, expert_bias=True)
+)
 State = dict[str, torch.Tensor]
 
 # (replicas, ep) of who saves and who loads, what wraps the model that saves, and its number of experts

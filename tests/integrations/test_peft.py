@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import run_on
@@ -30,12 +29,11 @@ from trainer_cases import (
 from worker import assert_refused
 
 import symmoe
-from symmoe.errors import ArgumentError, CheckpointError
 from symmoe.integrations.peft import get_peft_model, load_adapters, save_adapters
 from symmoe.integrations.transformers import Trainer, swap_moe
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict] = {
     "target_parameters": {"target_parameters": EXPERTS, "target_modules": ["q_proj"]},
     "all-linear": {"target_modules": "all-linear"},
     "experts, gaussian": {
@@ -51,14 +49,14 @@ def config_of(name: str) -> peft.LoraConfig:
     return peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **copy.deepcopy(CONFIGS[name]))
 
 
-def wrapped_by_peft(model: Any, config: peft.LoraConfig) -> peft.PeftModel:
+def wrapped_by_peft(model, config: peft.LoraConfig) -> peft.PeftModel:
     """The same adapters for models that peft sees alike."""
     torch.manual_seed(7)
     return peft.get_peft_model(model, config)
 
 
 def wrapped(
-    model: Any, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str
+    model, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str
 ) -> peft.PeftModel:
     """The same adapters, and this rank's experts."""
     if order == "wrap first":
@@ -91,7 +89,7 @@ def moved(
     order: str,
     source: str,
     out: str,
-) -> dict[str, Any]:
+) -> dict:
     """Adapters of a file, into a swapped model and back, with the outputs."""
     model = wrapped(random_model(family), config_of(config), heap, order)
     load_adapters(model, source)
@@ -224,10 +222,10 @@ def test_adapters_that_experts_cannot_have_are_refused(
         calls = [partial(getattr(adapted, name), folder) for name in refused]
         assert_refused(*((call, "of peft knows nothing of adapters of experts") for call in calls))
         missing = partial(load_adapters, adapted, folder), "No such file"
-        assert_refused(missing, error=CheckpointError)
+        assert_refused(missing, error=symmoe.errors.CheckpointError)
     save_adapters(adapted, f"{folder}/saved")
     other = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
-    with pytest.raises(CheckpointError, match=r"has shape .* in the model"):
+    with pytest.raises(symmoe.errors.CheckpointError, match=r"has shape .* in the model"):
         load_adapters(other, f"{folder}/saved")
     assert not list(Path(folder).glob("*.partial"))
     attention = get_peft_model(
@@ -277,8 +275,8 @@ def test_target_parameters_of_modules_of_symmoe(
         )
         if rank == 0 or what == "layer":
             with pytest.raises(
-                ArgumentError,
-                match=f"{holder} has the forward of ParamWrapper.*Call symmoe.add_lora",
+                symmoe.errors.ArgumentError,
+                match=f"{holder} has the forward of ParamWrapper.*Call symmoe.lora.add_lora",
             ):
                 model(x, what)
         Parts(heap)(x, what)

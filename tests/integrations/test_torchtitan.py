@@ -160,8 +160,9 @@ def test_routing_is_given_to_torchtitans_router(
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
-    from symmoe import MetricsLogger, record_routing, replay_routing
     from symmoe.integrations import torchtitan_experts
+    from symmoe.metrics import MetricsLogger
+    from symmoe.routing import record_routing, replay_routing
 
     numbers, is_sigmoid = {"num_experts": EXPERTS, "top_k": 2}, score == "sigmoid"
     groups = {"num_expert_groups": 4, "num_limited_groups": 2} if is_sigmoid else {}

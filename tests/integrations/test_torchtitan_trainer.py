@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import Cluster
@@ -24,27 +23,25 @@ pytestmark = [
 ]
 
 BOUND = 1e-6  # of losses and norms, relative
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict] = {
     "plain": {},
     "accumulate": {"accumulate": 2},
     "bf16": {"bf16": True},
 }
 
 
-def trained(rank: int, num_ranks: int, port: int, **job: Any):
+def trained(rank: int, num_ranks: int, port: int, **job):
     from torchtitan_cases import Job, train
 
     return train(rank, num_ranks, port, Job(**job))
 
 
 @pytest.fixture(scope="module")
-def run(
-    ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Any]:
+def run(ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable:
     """`run(num_ranks, **job)`: what all ranks have reported alike. A run is made once, or goes on in its folder."""
     folder, found = tmp_path_factory.mktemp("torchtitan"), {}
 
-    def get(num_ranks: int, **job: Any):
+    def get(num_ranks: int, **job):
         key = (num_ranks, *sorted(job.items()))
         if key not in found:
             place = job.pop("folder", str(folder / str(len(found))))
@@ -55,7 +52,7 @@ def run(
 
     _, seed = get(1)
 
-    def from_seed(num_ranks: int, **job: Any):
+    def from_seed(num_ranks: int, **job):
         return get(num_ranks, seed_folder=f"{seed}/checkpoint/step-0", **job)
 
     return from_seed
@@ -122,7 +119,7 @@ def test_torchtitan_goes_on_from_its_checkpoint_on_one_rank(run):
     assert rest.num_dispatches == 0
 
 
-def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple[Any, ...]:
+def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple:
     import torchtitan_stand_ins  # noqa: F401 - before torchtitan
     from torchtitan.config import ConfigManager
 

@@ -1,4 +1,4 @@
-"""Swapped transformers models as others see them: torch.compile, selective checkpointing, metrics, recorded routing."""
+"""Swapped transformers models as others see them: torch.compile, metrics, recorded routing."""
 
 import contextlib
 import copy
@@ -15,13 +15,11 @@ import torch.distributed as dist
 import transformers
 from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
 from hf_models import tiny_model
-from small_model import assert_same, check_metrics, counted_barriers, other_routing, step, weigh
+from small_model import assert_same, check_metrics, other_routing, step, weigh
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from worker import open_heap
 
 import symmoe
-from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
 from symmoe.integrations.transformers import StepConfig, swap_moe
 from symmoe.integrations.transformers.forms import experts_modules
 
@@ -45,42 +43,12 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
     assert all(tensor.abs().max() > 0 for tensor in expected.values())
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert_same(step(compiled, tokens()), expected)
-    with symmoe.record_routing(block) as routing, torch.no_grad():
+    with symmoe.routing.record_routing(block) as routing, torch.no_grad():
         block(tokens())
-    with symmoe.replay_routing(block, other_routing(routing, 3)):
+    with symmoe.routing.replay_routing(block, other_routing(routing, 3)):
         given = step(block, tokens())
         assert_same(step(compiled, tokens()), given)
     assert not torch.allclose(given["y"], expected["y"], atol=1e-3)
-
-
-def test_compiled_block_with_adapters(heap):
-    block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
-    without = step(block, tokens())["y"]
-    block.requires_grad_(False)
-    for adapter in symmoe.add_lora(block, rank=4, alpha=8.0):
-        nn.init.normal_(adapter, std=0.3)
-    expected = step(block, tokens())
-    assert not torch.allclose(expected["y"], without, atol=1e-3)  # the adapters count
-    assert_same(step(torch.compile(block, fullgraph=True, backend="aot_eager"), tokens()), expected)
-
-
-# -- selective checkpointing --------------------------------------------------------------------------------------
-
-
-def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
-    block = swap_moe(random_model("mixtral"), heap).model.layers[-1].mlp
-    expected = step(block, tokens())
-    forward, barriers = block.forward, {}
-    policies = {
-        "full": noop_context_fn,
-        "saved": partial(create_selective_checkpoint_contexts, [OPERATOR]),
-    }
-    for name, contexts in policies.items():
-        block.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-        with counted_barriers(heap) as phases:
-            assert_same(step(block, tokens()), expected)
-        barriers[name] = len(phases)
-    assert barriers["full"] - barriers["saved"] == 5  # plan 1, dispatch 2, combine 2
 
 
 # -- generation ---------------------------------------------------------------------------------------------------
@@ -102,7 +70,7 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(
         model = swap_moe(random_model("qwen3_moe"), heap).eval()
         tokens = model.generate(batch_of(rank), synced_gpus=True, **options)
         assert tokens.shape == (2, 9 + 2 * rank + options["max_new_tokens"])
-        kinds = ConfigMismatch if closes else PeerTimeout
+        kinds = symmoe.errors.ConfigMismatch if closes else symmoe.errors.PeerTimeout
         with (
             pytest.raises(kinds, match="pass synced_gpus=True to generate")
             if rank
@@ -110,7 +78,7 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(
         ):
             model.generate(batch_of(rank), **options)
         closes or dist.barrier()
-        with contextlib.suppress(SymmoeError):
+        with contextlib.suppress(symmoe.errors.SymmoeError):
             heap.close()
         left = weakref.ref(model)
         del model
@@ -148,31 +116,12 @@ def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(
 def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):
     model = swap_moe(random_model("qwen3_moe"), heap).train()
     seen: list[dict[str, float]] = []
-    logger = symmoe.MetricsLogger(model, lambda numbers, _step: seen.append(numbers))
+    logger = symmoe.metrics.MetricsLogger(model, lambda numbers, _step: seen.append(numbers))
     model(batch_of(0))
     (record,) = logger.step(3)
     assert record.name == "model.layers.1.mlp.experts"
     assert seen[0]["moe/num_calls/max"] == 1.0
     assert not [name for name in seen[0] if "aux_loss" in name or "_s/" in name]
-
-
-def test_a_compiled_model_is_watched_too(heap):
-    model = swap_moe(random_model("qwen3_moe"), heap).train()
-    experts = model.model.layers[1].mlp
-    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
-    for _ in range(3):  # later calls run programs, which lease otherwise than the first ones
-        compiled(tokens())
-        experts(tokens())
-    logger = symmoe.MetricsLogger(experts)  # after it has been compiled
-    experts(tokens())
-    (want,) = logger.step(0)
-    compiled(tokens())
-    (got,) = logger.step(1)
-    assert got == want
-    assert got.num_calls == 1
-    logger.close()
-    compiled(tokens())
-    assert logger.step(2)[0].num_calls == 0
 
 
 # -- routing that is given ----------------------------------------------------------------------------------------
@@ -214,10 +163,10 @@ def test_routing_is_given_to_transformers_routers(
             *(p.grad for name, p in module.named_parameters() if ".experts." not in name),
         ]
 
-    with symmoe.record_routing(model) as routing:
+    with symmoe.routing.record_routing(model) as routing:
         want = results(model)
     own = [parameter.grad for parameter in model.parameters()]
-    with symmoe.replay_routing(model, routing):
+    with symmoe.routing.replay_routing(model, routing):
         got = results(model)
     assert all(map(torch.equal, got, want))
     assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), own))
@@ -226,13 +175,13 @@ def test_routing_is_given_to_transformers_routers(
     for each in given:
         for name, ids in each.items():
             route_by_hand(reference.get_submodule(name.rpartition(".")[0]), ids)
-        with symmoe.replay_routing(model, each):
+        with symmoe.routing.replay_routing(model, each):
             found.append(results(model))
         torch.testing.assert_close(found[-1], results(reference), rtol=1e-4, atol=1e-5)
         assert not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-4), found[-1], want))
     model.zero_grad()
     model.gradient_checkpointing_enable()
-    with symmoe.replay_routing(model, given):
+    with symmoe.routing.replay_routing(model, given):
         losses = [model(batch, labels=batch).loss for _ in given]
         sum(losses).backward()
     got = [
@@ -242,7 +191,11 @@ def test_routing_is_given_to_transformers_routers(
     torch.testing.assert_close(
         got, [a + b for a, b in zip(found[0][1:], found[1][1:], strict=True)]
     )
-    with symmoe.balanced_routing(model), symmoe.record_routing(model) as balanced, torch.no_grad():
+    with (
+        symmoe.routing.balanced_routing(model),
+        symmoe.routing.record_routing(model) as balanced,
+        torch.no_grad(),
+    ):
         model(batch)
     assert all(ids.flatten().bincount(minlength=8).float().std() < 1 for ids in balanced.values())
     assert all(not vars(module).get("forward") for module in model.modules())
@@ -256,9 +209,9 @@ def test_groups_without_scores_are_those_of_what_is_given(heap):
     block = swap_moe(model, heap).model.layers[-1].mlp
     block.experts.register_forward_pre_hook(lambda _experts, args: seen.append(args[1:]))
     given = torch.rand(18, 8).argsort(1)[:, :2]
-    with symmoe.replay_routing(block, {"experts": given}):
+    with symmoe.routing.replay_routing(block, {"experts": given}):
         block(x)
-    with symmoe.balanced_routing(block):
+    with symmoe.routing.balanced_routing(block):
         block(x)
     block(x)
     assert torch.equal(seen[0][0], given)
@@ -275,28 +228,28 @@ def test_hash_layers_are_left_out(heap):
     model, outputs = swap_moe(tiny_model("deepseek_v4"), heap), []
     for given in ({}, {"model.layers.1.mlp.experts": torch.rand(18, 8).argsort(1)[:, :2].int()}):
         with (
-            symmoe.replay_routing(model, given) if given else contextlib.nullcontext(),
+            symmoe.routing.replay_routing(model, given) if given else contextlib.nullcontext(),
             torch.no_grad(),
         ):
-            with symmoe.record_routing(model) as routing:
+            with symmoe.routing.record_routing(model) as routing:
                 outputs.append(model(batch_of(0), use_cache=False)[0])
         assert routing.keys() == {"model.layers.1.mlp.experts"}
     assert all(torch.equal(ids, given[name]) for name, ids in routing.items())
     assert not torch.allclose(*outputs, atol=1e-3)
     stage = model.model.layers[0]  # of a pipeline, with no layer of which a router chooses
-    with symmoe.record_routing(stage) as routing, symmoe.replay_routing(stage, {}):
+    with symmoe.routing.record_routing(stage) as routing, symmoe.routing.replay_routing(stage, {}):
         assert routing == {}
-    with pytest.raises(ArgumentError, match="the model has 0"):
-        symmoe.routing_from_array(stage, torch.zeros(18, 1, 2, dtype=torch.int32))
+    with pytest.raises(symmoe.errors.ArgumentError, match="the model has 0"):
+        symmoe.routing.routing_from_array(stage, torch.zeros(18, 1, 2, dtype=torch.int32))
 
 
 def test_no_tokens_are_given_experts(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
     for given in (
-        symmoe.balanced_routing(block),
-        symmoe.replay_routing(block, {"experts": torch.zeros(0, 3).int()}),
+        symmoe.routing.balanced_routing(block),
+        symmoe.routing.replay_routing(block, {"experts": torch.zeros(0, 3).int()}),
     ):
-        with given, symmoe.record_routing(block) as routing:
+        with given, symmoe.routing.record_routing(block) as routing:
             block(tokens(num=0))
         assert routing["experts"].shape == (0, 3)
 
@@ -308,7 +261,7 @@ def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: in
         batch_of(0),
         "model.layers.1.mlp.experts",
     )
-    with torch.no_grad(), symmoe.record_routing(model) as routing:
+    with torch.no_grad(), symmoe.routing.record_routing(model) as routing:
         model(batch)
     part = routing[name].index_fill(1, torch.tensor(1), -1)
     wrong = {
@@ -325,8 +278,8 @@ def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: in
         for text, spoilt in wrong.items():
             given = spoilt if rank == culprit else [routing]
             with (
-                pytest.raises(ArgumentError, match=text),
+                pytest.raises(symmoe.errors.ArgumentError, match=text),
                 torch.no_grad(),
-                symmoe.replay_routing(model, given),
+                symmoe.routing.replay_routing(model, given),
             ):
                 model(batch)

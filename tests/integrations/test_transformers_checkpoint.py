@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from worker import assert_refused, open_heap
 
 import symmoe
-from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers import (
     checkpoint,
     from_pretrained,
@@ -232,7 +231,7 @@ def failure(
     model = swap_moe(random_model(family, seed=1), heap)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     load = partial(load_checkpoint, model, folders[rank])
-    (text,) = assert_refused((load, ""), error=CheckpointError)
+    (text,) = assert_refused((load, ""), error=symmoe.errors.CheckpointError)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model(batch_of(rank)).logits.isfinite().all()
     return text
@@ -345,7 +344,7 @@ def failed_save(
     differs = "model.norm.weight differs between rank 0 and rank 1"
     if rank == 1:
         model.model.norm.weight.data.neg_()
-    texts = assert_refused((partial(save, target), differs), error=CheckpointError)
+    texts = assert_refused((partial(save, target), differs), error=symmoe.errors.CheckpointError)
     if rank == 1:
         model.model.norm.weight.data.neg_()
     texts += assert_refused(
@@ -354,17 +353,19 @@ def failed_save(
             "config.json is a file; a checkpoint is written to a folder",
         ),
         (partial(save, target, like=f"{parent}/mixtral"), "is missing"),
-        error=CheckpointError,
+        error=symmoe.errors.CheckpointError,
     )
     with patch.object(os, "fsync", side_effect=full) if rank == 1 else nullcontext():
         no_space = r"^on rank 1: OSError: \[Errno 28\] No space left on device$"
-        texts += assert_refused((partial(save, target), no_space), error=CheckpointError)
+        texts += assert_refused(
+            (partial(save, target), no_space), error=symmoe.errors.CheckpointError
+        )
     if rank == 0:
         assert [path.name for path in Path(parent).iterdir()] == ["mixtral"]
         Path(f"{target}.partial").mkdir()  # as a kill leaves it
         Path(f"{target}.partial/junk").write_text("junk")
         Path(target).mkdir()
-    heap.agree(None)
+    heap._agree(None)
     save(target, like=source)
     return texts
 
@@ -397,12 +398,12 @@ def replaced(
             return real(path, target)
 
         shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
-        heap.agree(None)
+        heap._agree(None)
         try:
             with patch.object(Path, "replace", replace):
                 save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
             return seen
-        except CheckpointError:
+        except symmoe.errors.CheckpointError:
             seen.append(sorted(path.name for path in Path(f"{folder}-{allowed}").iterdir()))
     raise AssertionError("no attempt got through")
 
@@ -469,16 +470,17 @@ def merged(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, target: str) -
     """Logits of a model with trained adapters, which are merged and saved."""
     model = swap_moe(random_model("qwen3_moe"), heap)
     generator = torch.Generator().manual_seed(3 + rank)
-    for adapter in symmoe.add_lora(model, rank=2, alpha=4.0):
+    for adapter in symmoe.lora.add_lora(model, rank=2, alpha=4.0):
         adapter.data = torch.randn(adapter.shape, generator=generator) * 0.2
     with torch.no_grad():
         logits = model(batch_of(0)).logits
     with pytest.raises(
-        CheckpointError, match=r"layers\.1\..*lora_a has no place .* merge or remove it"
+        symmoe.errors.CheckpointError,
+        match=r"layers\.1\..*lora_a has no place .* merge or remove it",
     ):
         save_checkpoint(model, target)
     assert not list(Path(target).parent.iterdir())
-    symmoe.merge_lora(model)
+    symmoe.lora.merge_lora(model)
     save_checkpoint(model, target)
     return logits
 
@@ -501,7 +503,9 @@ def test_unswapped_models_are_refused(heap: symmoe.SymmetricHeap, tmp_path: Path
     plain = random_model("olmoe"), tmp_path
     calls = partial(load_checkpoint, *plain), partial(save_checkpoint, *plain)
     assert_refused(*((call, "swap_moe comes first") for call in calls))
-    with pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"):
+    with pytest.raises(
+        symmoe.errors.CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"
+    ):
         from_pretrained(tmp_path / "Qwen/none", heap)
 
 

@@ -19,7 +19,6 @@ from hf_models import VOCABULARY, module_names, tiny_model
 from safetensors.torch import load_file, save_file
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import from_pretrained, save_checkpoint, swap_moe
 
 BOUND = 1e-4  # measured: up to 3e-5, where gradients cancel
@@ -93,7 +92,7 @@ def test_is_as_the_unmodified_model_or_refused(
     model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
     if model_type in REFUSED:
-        with pytest.raises(ArgumentError, match=REFUSED[model_type]):
+        with pytest.raises(symmoe.errors.ArgumentError, match=REFUSED[model_type]):
             swap_moe(tiny_model(model_type), heap)
     else:
         check(heap, model_type, tmp_path)

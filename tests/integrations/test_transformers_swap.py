@@ -12,7 +12,6 @@ import contextlib
 import copy
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cluster import run_on
@@ -27,7 +26,6 @@ from programs import printed_by
 from worker import assert_refused, open_heap
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
 from symmoe.integrations.transformers.forms import ExpertsForm, experts_modules
 
@@ -70,7 +68,7 @@ def one_step(
     )
 
 
-def slow(function: str, num_ranks: int, family: str, **options: Any) -> Any:
+def slow(function: str, num_ranks: int, family: str, **options):
     given = function, num_ranks, family, options
     return pytest.param(*given, marks=pytest.mark.slow)
 
@@ -81,7 +79,7 @@ def compare(
     family: str,
     ranks_per_node: int | None = None,
     hidden_act: str = "silu",
-    **options: Any,
+    **options,
 ) -> None:
     """Outputs, all gradients and their norm."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
@@ -97,7 +95,7 @@ def compare(
             .sum()
             .sqrt()
         )
-        assert error(symmoe.clip_grad_norm(done.model, 1e-3), norm) < BOUND
+        assert error(symmoe.training.clip_grad_norm(done.model, 1e-3), norm) < BOUND
         assert any("mlp.experts.down_proj" in name for name in names)
         assert any("gate.weight" in name or "router.weight" in name for name in names)
         assert any("shared_experts" in name for name in names) == (family == "deepseek_v3")
@@ -122,7 +120,7 @@ COMPARED = [  # (kind of case, ranks, family, arguments of `compare`); nodes are
 
 @pytest.mark.parametrize(("function", "num_ranks", "family", "options"), COMPARED, ids=str)
 def test_outputs_and_all_gradients_equal_the_unmodified_model(
-    cluster, function: str, num_ranks: int, family: str, options: dict[str, Any]
+    cluster, function: str, num_ranks: int, family: str, options: dict
 ):
     cluster(num_ranks).run(compare, family, **options)
 
@@ -136,11 +134,11 @@ def test_activations_are_those_of_transformers(is_gated: bool):
         experts.act_fn = act = transformers.activations.ACT2FN[name]
         experts._apply_gate = lambda h, act=act: act(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
         experts.named_parameters = lambda first=first: [(first, None), ("down_proj", None)]
-        with contextlib.suppress(ArgumentError):
+        with contextlib.suppress(symmoe.errors.ArgumentError):
             activation = ExpertsForm.of(experts).activation
             want = experts._apply_gate(h) if is_gated else experts.act_fn(h)
             torch.testing.assert_close(
-                symmoe.ScaledActivation(activation)(h, torch.ones(50)), want, msg=name
+                symmoe.grouped.ScaledActivation(activation)(h, torch.ones(50)), want, msg=name
             )
             known.add(name)
     others = {
@@ -246,7 +244,7 @@ def test_wrong_arguments_on_one_rank_raise_on_all(
     odd = random_model("olmoe", num_experts=7)
     before = odd.model.layers[0].mlp.experts
     with pytest.raises(
-        ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"
+        symmoe.errors.ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"
     ):
         swap_moe(odd, heap)
     assert odd.model.layers[0].mlp.experts is before
@@ -257,6 +255,6 @@ def test_wrong_arguments_on_one_rank_raise_on_all(
         r"\[4, 2\].*\[3, 2\]": (x, idx, weights[:3]),
         "8": (x, idx + 8, weights),
     }.items():
-        with pytest.raises(ArgumentError, match=text):
+        with pytest.raises(symmoe.errors.ArgumentError, match=text):
             experts(*(bad if rank else (x, idx, weights)))
     assert experts(x, idx, weights).shape == x.shape

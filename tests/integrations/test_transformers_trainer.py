@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import run_on
@@ -33,7 +32,7 @@ from symmoe.integrations.transformers import Trainer, swap_moe
 # Sums over ranks in another order than over one batch. The worst of a curve, relative.
 BOUND = 1e-6
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict] = {
     "defaults": {},
     "SGD, not clipped": {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.3},
     "recomputed": {"activation_checkpointing": True},
@@ -47,8 +46,8 @@ def on_a_rank(
     num_ranks: int,
     trainer_heap: symmoe.SymmetricHeap,
     folder: str,
-    options: dict[str, Any],
-) -> dict[str, Any]:
+    options: dict,
+) -> dict:
     trainer, logs = trained(
         Trainer, swap_moe(small_model(), trainer_heap), folder, num_ranks, **options
     )
@@ -93,14 +92,14 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
 COEFFICIENT = 0.5
 
 
-def balanced() -> Any:
+def balanced():
     """A model whose loss has the balance loss of its routers."""
     model = small_model(router_aux_loss_coef=COEFFICIENT, mlp_only_layers=[])
     model.config.output_router_logits = True
     return model
 
 
-def router_weights(model: Any) -> list[torch.Tensor]:
+def router_weights(model) -> list[torch.Tensor]:
     return [layer.mlp.gate.weight.detach().clone() for layer in model.model.layers]
 
 
@@ -199,10 +198,10 @@ def replicated(
     options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
     with launched(rank, num_ranks), on_layout(2, 2) as (mesh, heap):
         model = swap_moe(small_model(), heap)
-        symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
+        symmoe.training.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         _, logs = trained(Trainer, model, folder, num_ranks, **options)
         model = swap_moe(small_model(seed=9), heap)
-        symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
+        symmoe.training.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         return logs.losses, logs.norms, resumed(model, folder, num_ranks)
 
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import small_model as small
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import swap_moe
 
 STEPS = 20
@@ -51,12 +49,12 @@ def recomputed(model: nn.Module) -> nn.Module:
 
 
 def prepared(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    symmoe.prepare_for_ddp(model, expert_group=group)
+    symmoe.training.prepare_for_ddp(model, expert_group=group)
     return model
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    for adapter in symmoe.add_lora(model, rank=2, alpha=3.0):
+    for adapter in symmoe.lora.add_lora(model, rank=2, alpha=3.0):
         generator = torch.Generator().manual_seed(adapter.numel())
         adapter.data = torch.randn(adapter.shape, generator=generator) / 10
     return model
@@ -82,7 +80,7 @@ def losses_of(
     rank: int,
     num_ranks: int,
     reduce: Callable[[], object] = lambda: None,
-    **options: Any,
+    **options,
 ) -> list[float]:
     """The mean loss of every step. options: of curve_of."""
     shares = small.equal_shares(num_ranks)
@@ -170,7 +168,7 @@ def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> N
         else:
             small.rank_loss(ddp, 0, rank, shares).backward()
         assert_same_gradients(model, plain)
-        with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
+        with pytest.raises(symmoe.errors.ArgumentError, match="reduce_gradients would do it again"):
             symmoe.reduce_gradients(ddp)
 
 
@@ -191,7 +189,9 @@ def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -
             torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
         )
         for clipped in (plain, ddp):
-            assert symmoe.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(norm, rel=BOUND)
+            assert symmoe.training.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(
+                norm, rel=BOUND
+            )
         assert_same_gradients(model, plain)
 
 
@@ -325,13 +325,17 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
 
     def reduce_and_clip() -> None:
         symmoe.reduce_gradients(plain)
-        symmoe.clip_grad_norm(plain, 0.05)
+        symmoe.training.clip_grad_norm(plain, 0.05)
 
     expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
-    found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
+    found = losses_of(
+        wrapped, rank, num_ranks, lambda: symmoe.training.clip_grad_norm(wrapped, 0.05)
+    )
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
-    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
+    with pytest.raises(
+        symmoe.errors.ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"
+    ):
         losses_of(
             wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
         )
@@ -406,7 +410,7 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
         model, batch = small.model_of(trainer_heap), (torch.randn(5, small.FEATURES),)
     wrapped = WRONG[wrap][0](model)
     for _ in range(2):
-        with pytest.raises(ArgumentError, match=text):
+        with pytest.raises(symmoe.errors.ArgumentError, match=text):
             wrapped(*batch)
     small.model_of(trainer_heap)(torch.randn(5, small.FEATURES))[0].sum().backward()
 
@@ -416,7 +420,8 @@ def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -
     with small.on_layout(2, 2) as (mesh, heap):
         wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
         with pytest.raises(
-            ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"
+            symmoe.errors.ArgumentError,
+            match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel",
         ):
             wrapped(torch.randn(5, small.FEATURES))
         wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
@@ -432,10 +437,12 @@ def test_gradients_that_ddp_would_not_see(
             small.CONFIG.num_experts // 2, small.HIDDEN, small.CONFIG.ffn, **{option: True}
         )
         wrapped = DistributedDataParallel(symmoe.MoELayer(small.CONFIG, heap, experts=experts))
-        with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
+        with pytest.raises(
+            symmoe.errors.ArgumentError, match=f"experts.{option} .True. must be False"
+        ):
             wrapped(torch.randn(5, small.HIDDEN))
-    with pytest.raises(ArgumentError, match=r"model \(Linear\) has no MoELayer"):
-        symmoe.prepare_for_ddp(nn.Linear(2, 2))
+    with pytest.raises(symmoe.errors.ArgumentError, match=r"model \(Linear\) has no MoELayer"):
+        symmoe.training.prepare_for_ddp(nn.Linear(2, 2))
 
 
 @run_on(2)
@@ -443,4 +450,4 @@ def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> Non
     """A copy of a layer shares its group."""
     with small.on_layout(1, 2) as (mesh, heap):
         layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
-        assert copy.deepcopy(layer).replicas.group is layer.replicas.group
+        assert copy.deepcopy(layer).expert_data_parallel.group is layer.expert_data_parallel.group

@@ -9,7 +9,7 @@ if importlib.util.find_spec("triton"):
     from fake_cuda import fake_cuda  # noqa: F401
 
     from symmoe.kernels import architectures
-    from symmoe.kernels.low_precision import scaled
+    from symmoe.kernels.low_precision.block_scaled import scaled
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def frozen(layer: symmoe.MoELayer) -> None:
 
 
 def adapted(layer: symmoe.MoELayer) -> None:
-    symmoe.add_lora(layer, rank=3, alpha=1.0)
+    symmoe.lora.add_lora(layer, rank=3, alpha=1.0)
 
 
 def adapted_in_full(layer: symmoe.MoELayer) -> None:

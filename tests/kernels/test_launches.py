@@ -1,4 +1,4 @@
-"""Tables of what programs launch: as data, as text, in docs/design.md, on GPUs as on CPUs."""
+"""Tables of what programs launch: as data, as text, in docs/design/programs.md, on GPUs as on CPUs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import symmoe
 from symmoe import kernels
 from symmoe.program.builder import Builder
 
-DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
+DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design" / "programs.md"
 STATIC = {"capacity": 256, "overflow": "drop", "max_tokens": 64, "layout": "packed"}
 WAYS = [
     {**STATIC, "schedule": "serial"},
@@ -78,7 +78,7 @@ def test_a_program_says_where_everything_is(rank: int, num_ranks: int, findings:
     with open_heap("cpu", num_bytes=64 << 20, programs="on") as heap:
         layer = symmoe.MoELayer(symmoe.MoEConfig(**step_table.SIZES, **WAYS[1]), heap)
         x = torch.randn(64, step_table.SIZES["hidden"])
-        with symmoe.record_launches() as launches:
+        with symmoe.timeline.record_launches() as launches:
             for _ in range(3):
                 layer(x)
         (program,) = launches.programs
@@ -109,7 +109,7 @@ def test_flops_are_what_torch_counts_if_all_rows_are_used(weights: str):
     for weight in layer.parameters():
         weight.data = torch.stack([weight.data, weight.data])[0]  # no two are adjacent
     step()
-    with symmoe.record_launches() as launches:
+    with symmoe.timeline.record_launches() as launches:
         step()
     with FlopCounterMode(display=False) as counter:
         step()
@@ -121,17 +121,17 @@ def test_flops_are_what_torch_counts_if_all_rows_are_used(weights: str):
 
 def test_operators_of_torch_are_launches_too(heap):
     x = torch.ones(3)
-    with symmoe.record_launches() as launches:
+    with symmoe.timeline.record_launches() as launches:
         for _ in range(2):
-            heap.run(("some",), lambda: (x.add_(1) * 2,), [x])
+            heap._run(("some",), lambda: (x.add_(1) * 2,), [x])
     first, second = launches.programs[0].launches
     assert [first.kernel, second.kernel] == ["aten.add_.Tensor", "aten.mul.Tensor"]
     assert (first.writes[0].place, second.writes[0].place) == ("input 0", "memory 0")
 
 
 def test_only_programs_are_recorded_and_in_the_innermost_context():
-    with symmoe.record_launches() as launches:
-        with symmoe.record_launches() as inner:
+    with symmoe.timeline.record_launches() as launches:
+        with symmoe.timeline.record_launches() as inner:
             for _ in range(2):
                 symmoe.GroupedLinear(1, 4, 4)(torch.ones(2, 4), [2])
     symmoe.GroupedLinear(1, 4, 4)(torch.ones(2, 4), [2])

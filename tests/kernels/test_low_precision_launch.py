@@ -11,7 +11,8 @@ from quantized_problem import NAMES, Numbers, Problem, WgradProblem
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.low_precision import products, scaled
+from symmoe.kernels.low_precision import products
+from symmoe.kernels.low_precision.block_scaled import scaled
 
 BF16 = torch.bfloat16
 

@@ -6,9 +6,13 @@ tolist(), numpy() and cpu(). Under a dispatch mode the step is one operator, who
 import pytest
 import torch
 from host_reads import NoReads
+from layers import layer_config
 
-from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, add_lora, balance_step
-from symmoe.training.replay import balanced_choice
+from symmoe import MoELayer, SymmetricHeap
+from symmoe.lora import add_lora
+from symmoe.metrics import MetricsLogger
+from symmoe.routing import balanced_choice
+from symmoe.training import balance_step
 
 EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 
@@ -19,8 +23,8 @@ FEATURES = (
         "aux_loss_coef": 0.1,
         "capacity_factor": 0.7,
         "drop_policy": "position",
-        "num_groups": 2,
-        "top_groups": 2,
+        "num_expert_groups": 2,
+        "topk_groups": 2,
     },
     {"balance": "replicas"},
 )
@@ -29,7 +33,7 @@ FEATURES = (
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("options", FEATURES, ids=str)
 def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
-    config = MoEConfig(
+    config = layer_config(
         hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options
     )
     layer = MoELayer(config, heap)

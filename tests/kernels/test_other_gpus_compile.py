@@ -23,9 +23,10 @@ from launch_table import (
     scale_table,
 )
 
-from symmoe.kernels import Kernels, architectures, control
+from symmoe.kernels import architectures, control
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels.twin import Kernels
 
 OTHERS = [
     10 * major + minor
@@ -99,7 +100,7 @@ def of_experts(kernel, ways, sizes, dtype):
 def of_trips(sizes, dtype):
     ways = "table" if dtype == FP32 else ""
     plans = "count_slots", "send_counts", "lay_out", "assign_rows"
-    rows = "push_rows", "replica_rows", "fan_out", "push_sums", "pull_rows", "sum_home"
+    rows = "push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home"
     slots = "push_slots", "index_rows", "gather_values", "pull_values"
     replicas = "push_replicas", "add_from_replicas"
     return [

@@ -33,16 +33,16 @@ from symmoe.program.program import (
     Frame,
     Launch,
     Mark,
-    Memory,
     ObjectSlot,
     Program,
+    TensorRef,
 )
 from symmoe.program.programs import Programs
 
 
 # -- sections -------------------------------------------------------------------------------------------------------
 class Section(list):
-    is_owed = False
+    must_complete = False
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(*slots: int, stream: int | None = None) -> Launch:
     return Launch(
-        None, (1,), tuple(Memory(slot, 0, (2,), (1,), torch.float32) for slot in slots), stream
+        None, (1,), tuple(TensorRef(slot, 0, (2,), (1,), torch.float32) for slot in slots), stream
     )
 
 
@@ -71,7 +71,7 @@ def end_of(slot: int) -> Call:
 
 
 def operator(slot: int) -> Call:
-    return Call(torch.neg, ((Memory(slot, 0, (2,), (1,), torch.float32),), {}), None, OPERATOR)
+    return Call(torch.neg, ((TensorRef(slot, 0, (2,), (1,), torch.float32),), {}), None, OPERATOR)
 
 
 def note(slot: int) -> Call:
@@ -244,7 +244,7 @@ def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "count", 100)
 
-    places = [Memory(0, 0, (8,), (1,), torch.float32)] * 3
+    places = [TensorRef(0, 0, (8,), (1,), torch.float32)] * 3
 
     def happened(*entries: Entry | int | None) -> list[Any]:
         entries_of = [

@@ -203,7 +203,7 @@ SECTIONS = {
     ],
     **{
         kernel: [of_rows(kernel, *each) for each in product(TRIPS, (BF16, FP16, FP32))]
-        for kernel in ("push_rows", "replica_rows", "fan_out", "push_sums", "pull_rows", "sum_home")
+        for kernel in ("push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home")
     },
     "returned rows are on their way before own rows are summed": [
         sum_at_home(*each) for each in product((1, 2, 4, 8), (1, 2, 8))
@@ -259,6 +259,6 @@ def test_stages_fit_into_a_ring_and_rows_of_whole_units_are_taken():
         sums = hopper_rows.cut_sums(2 * width)
         assert 4 <= sums.stages <= hopper_rows.MAX_SUM_STAGES
         assert sums.stages * sums.piece_bytes <= hopper_rows.SUM_RING_BYTES
-    rows = Launch("replica_rows", "qwen3-30b").arguments()["x"]
+    rows = Launch("place_rows", "qwen3-30b").arguments()["x"]
     assert hopper_rows.takes_rows(rows)
     assert not hopper_rows.takes_rows(rows[:, :2040])

@@ -19,7 +19,7 @@ ACTIVATIONS = {
     **{
         name: each for name, each in cases.ACTIVATIONS.items() if each.activation.interleave is None
     },
-    "clamped": symmoe.ScaledClampedSwiGLU(**CLAMPS),
+    "clamped": symmoe.grouped.ScaledClampedSwiGLU(**CLAMPS),
     "silu": cases.scaled("silu", is_gated=False),
     "quick gelu": cases.scaled("silu", is_gated=False, alpha=1.702),
     "gated srelu": cases.scaled("relu2"),
@@ -27,7 +27,10 @@ ACTIVATIONS = {
 
 
 def operands(
-    activation: symmoe.ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+    activation: symmoe.grouped.ScaledActivation,
+    lead: tuple[int, ...],
+    dtype: torch.dtype,
+    seed: int = 0,
 ):
     """h with values inside and outside of the limits, scale, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
@@ -70,24 +73,27 @@ def test_against_float64(name, dtype, lead):
 
 def test_torch_knows_swiglu_and_gpt_oss():
     """The formulas again, as model code writes them: F.silu, and the experts of gpt-oss."""
-    h, scale, _ = operands(symmoe.ScaledSwiGLU(), (40,), torch.float32)
+    h, scale, _ = operands(symmoe.grouped.ScaledSwiGLU(), (40,), torch.float32)
     gate, up = h.chunk(2, dim=1)
     torch.testing.assert_close(
-        symmoe.ScaledSwiGLU()(h, scale), torch.nn.functional.silu(gate) * up * scale[:, None]
+        symmoe.grouped.ScaledSwiGLU()(h, scale),
+        torch.nn.functional.silu(gate) * up * scale[:, None],
     )
     gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
     want = (up + 1) * (gate * torch.sigmoid(gate * 1.702)) * scale[:, None]
-    torch.testing.assert_close(symmoe.ScaledClampedSwiGLU()(h, scale), want)
+    torch.testing.assert_close(symmoe.grouped.ScaledClampedSwiGLU()(h, scale), want)
 
 
 def test_defaults_are_plain_swiglu_without_clamps():
-    h, scale, _ = operands(symmoe.ScaledSwiGLU(), (20,), torch.float32)
+    h, scale, _ = operands(symmoe.grouped.ScaledSwiGLU(), (20,), torch.float32)
     plain, clamped = (
-        symmoe.ScaledSwiGLU(),
-        symmoe.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0),
+        symmoe.grouped.ScaledSwiGLU(),
+        symmoe.grouped.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0),
     )
     cases.assert_same_bits(clamped(h, scale), plain(h, scale))
-    assert symmoe.ScaledClampedSwiGLU().activation == Activation(alpha=1.702, limit=7.0, offset=1.0)
+    assert symmoe.grouped.ScaledClampedSwiGLU().activation == Activation(
+        alpha=1.702, limit=7.0, offset=1.0
+    )
     assert list(plain.parameters()) == []
 
 
@@ -99,13 +105,13 @@ def test_derivatives_at_the_limits(dtype, offset):
     grid = torch.cartesian_prod(values, values).to(dtype)
     h = grid.clone().requires_grad_()
     options, ones = {"alpha": 1.5, "limit": 2.0, "offset": offset}, torch.ones(len(grid))
-    activation = symmoe.ScaledClampedSwiGLU(**options)
+    activation = symmoe.grouped.ScaledClampedSwiGLU(**options)
     activation(h, ones).sum().backward()
     _, want, _ = oracle(activation, grid, ones, ones[:, None])
     cases.assert_near(h.grad, want, dtype)
     assert ((h.grad == 0) >= (want == 0)).all()
     x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=dtype, requires_grad=True)
-    symmoe.ScaledSReLU()(x, torch.ones(3)).sum().backward()
+    symmoe.grouped.ScaledSReLU()(x, torch.ones(3)).sum().backward()
     assert x.grad.flatten().tolist() == [0, 0, 4]
 
 
@@ -140,7 +146,7 @@ def test_large_values_do_not_make_nan(name):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_scale_of_any_floating_dtype(scale_dtype):
-    activation = symmoe.ScaledSwiGLU()
+    activation = symmoe.grouped.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (20,), torch.bfloat16)
     scale = scale.to(scale_dtype).requires_grad_()
     out = activation(h, scale)
@@ -151,7 +157,7 @@ def test_scale_of_any_floating_dtype(scale_dtype):
 
 @pytest.mark.parametrize("only", ["h", "scale"])
 def test_one_argument_takes_a_gradient(only):
-    activation = symmoe.ScaledSwiGLU()
+    activation = symmoe.grouped.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (9,), torch.float32)
     _, want_h, want_scale = oracle(activation, h, scale, d_out)
     {"h": h, "scale": scale}[only].requires_grad_()
@@ -161,7 +167,7 @@ def test_one_argument_takes_a_gradient(only):
 
 
 def test_strided_arguments():
-    activation = symmoe.ScaledSwiGLU()
+    activation = symmoe.grouped.ScaledSwiGLU()
     h, scale, d_out = operands(activation, (8,), torch.float32)
     want = activation(h, scale)
     strided_h = torch.empty(8, 4 * I)[:, ::2].copy_(h).requires_grad_()
@@ -174,7 +180,7 @@ def test_strided_arguments():
 @pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)], ids=str)
 def test_no_rows(lead):
     h, scale = torch.empty(*lead, 2 * I, requires_grad=True), torch.empty(lead, requires_grad=True)
-    out = symmoe.ScaledSwiGLU()(h, scale)
+    out = symmoe.grouped.ScaledSwiGLU()(h, scale)
     assert out.shape == (*lead, I)
     out.sum().backward()
     assert (h.grad.shape, scale.grad.shape) == (h.shape, scale.shape)
@@ -184,40 +190,50 @@ def test_no_rows(lead):
     ("activation", "h", "scale", "parts"),
     [
         (
-            symmoe.ScaledSwiGLU(),
+            symmoe.grouped.ScaledSwiGLU(),
             torch.ones(3, 5),
             torch.ones(3),
             ["h has 5 columns", "multiple of 2"],
         ),
         (
-            symmoe.ScaledSwiGLU(interleave=4),
+            symmoe.grouped.ScaledSwiGLU(interleave=4),
             torch.ones(3, 12),
             torch.ones(3),
             ["h has 12 columns", "multiple of 8"],
         ),
         (
-            symmoe.ScaledSwiGLU(),
+            symmoe.grouped.ScaledSwiGLU(),
             torch.ones(3, 4).double(),
             torch.ones(3),
             ["h has dtype torch.float64", "torch.bfloat16"],
         ),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h has dtype torch.int32"]),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, 1), ["scale", "[3, 1]", "[3]"]),
         (
-            symmoe.ScaledSwiGLU(),
+            symmoe.grouped.ScaledSwiGLU(),
+            torch.ones(3, 4).int(),
+            torch.ones(3),
+            ["h has dtype torch.int32"],
+        ),
+        (symmoe.grouped.ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
+        (
+            symmoe.grouped.ScaledSwiGLU(),
+            torch.ones(3, 4),
+            torch.ones(3, 1),
+            ["scale", "[3, 1]", "[3]"],
+        ),
+        (
+            symmoe.grouped.ScaledSwiGLU(),
             torch.ones(3, 4),
             torch.ones(3).int(),
             ["scale", "torch.int32", "floating point"],
         ),
-        (symmoe.ScaledSwiGLU(), torch.ones(3, 4), [1.0] * 3, ["scale (list)", "tensor"]),
+        (symmoe.grouped.ScaledSwiGLU(), torch.ones(3, 4), [1.0] * 3, ["scale (list)", "tensor"]),
         (
-            symmoe.ScaledSwiGLU(),
+            symmoe.grouped.ScaledSwiGLU(),
             torch.ones(3, 4),
             torch.ones(3, device="meta"),
             ["scale", "meta", "cpu"],
         ),
-        (symmoe.ScaledSwiGLU(), [[1.0, 2.0]], torch.ones(1), ["h (list)"]),
+        (symmoe.grouped.ScaledSwiGLU(), [[1.0, 2.0]], torch.ones(1), ["h (list)"]),
     ],
     ids=str,
 )
@@ -242,10 +258,13 @@ def test_wrong_arguments(activation, h, scale, parts):
             r"limit \(7.0\) and offset \(0.0\) need a gated activation",
         ),
         (lambda: Activation(is_gated=False, offset=1.0), r"offset \(1.0\) need a gated activation"),
-        (lambda: symmoe.ScaledClampedSwiGLU(limit=0.0), r"limit \(0.0\) must be greater than 0"),
-        (lambda: symmoe.ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
-        (lambda: symmoe.ScaledClampedSwiGLU(limit=math.nan), r"limit \(nan\)"),
-        (lambda: symmoe.ScaledSwiGLU(interleave=0), r"interleave \(0\)"),
+        (
+            lambda: symmoe.grouped.ScaledClampedSwiGLU(limit=0.0),
+            r"limit \(0.0\) must be greater than 0",
+        ),
+        (lambda: symmoe.grouped.ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
+        (lambda: symmoe.grouped.ScaledClampedSwiGLU(limit=math.nan), r"limit \(nan\)"),
+        (lambda: symmoe.grouped.ScaledSwiGLU(interleave=0), r"interleave \(0\)"),
         (lambda: Activation(is_gated=False, interleave=2), r"interleave \(2\)"),
     ],
 )
@@ -261,20 +280,22 @@ def test_wrong_constructors(make, text):
 )
 def test_conversion(block, shape, dim):
     tensor = torch.randn(shape)
-    interleaved = symmoe.interleave_gate_up(tensor, block, dim=dim)
+    interleaved = symmoe.grouped.interleave_gate_up(tensor, block, dim=dim)
     cases.assert_same_bits(
         interleaved, tensor.index_select(dim, torch.cat(gate_columns(12, block)).argsort())
     )
-    cases.assert_same_bits(symmoe.deinterleave_gate_up(interleaved, block, dim=dim), tensor)
+    cases.assert_same_bits(symmoe.grouped.deinterleave_gate_up(interleaved, block, dim=dim), tensor)
     cases.assert_same_bits(
-        symmoe.interleave_gate_up(
-            symmoe.deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim
+        symmoe.grouped.interleave_gate_up(
+            symmoe.grouped.deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim
         ),
         tensor,
     )
 
 
-@pytest.mark.parametrize("convert", [symmoe.interleave_gate_up, symmoe.deinterleave_gate_up])
+@pytest.mark.parametrize(
+    "convert", [symmoe.grouped.interleave_gate_up, symmoe.grouped.deinterleave_gate_up]
+)
 @pytest.mark.parametrize("block", [0, -1, 5, 24])
 def test_wrong_block(convert, block):
     with pytest.raises(ArgumentError, match=r"dimension 1 \(24\) must be a multiple of 2 \* block"):
@@ -283,17 +304,17 @@ def test_wrong_block(convert, block):
 
 @pytest.mark.parametrize("block", [1, 2, 4, 12])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("make", [symmoe.ScaledSwiGLU, symmoe.ScaledClampedSwiGLU])
+@pytest.mark.parametrize("make", [symmoe.grouped.ScaledSwiGLU, symmoe.grouped.ScaledClampedSwiGLU])
 def test_interleaved_is_the_same_function(block, dtype, make):
     plain, interleaved = make(), make(interleave=block)
     h, scale, d_out = operands(plain, (11,), dtype)
     h.requires_grad_()
     scale.requires_grad_()
-    mixed = symmoe.interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
+    mixed = symmoe.grouped.interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
     other_scale = scale.detach().clone().requires_grad_()
     out, other = plain(h, scale), interleaved(mixed, other_scale)
     out.backward(d_out)
     other.backward(d_out)
     cases.assert_same_bits(other, out)
-    cases.assert_same_bits(symmoe.deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
+    cases.assert_same_bits(symmoe.grouped.deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
     cases.assert_same_bits(other_scale.grad, scale.grad)

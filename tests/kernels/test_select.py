@@ -31,13 +31,16 @@ def test_hooks_stand_in_the_order_in_which_they_came():
 
         return hook
 
-    looked_up = kernels.looked_up(CPU)
+    kernel_getter = kernels.kernel_getter(CPU)
     first, second = hook_of("first"), hook_of("second")
     with kernels.hooked(CPU, first), kernels.hooked(CPU, second):
-        assert (splits_of(CPU).tolist(), looked_up().__all__) == ([[0, 3], [3, 7]], twin.__all__)
+        assert (splits_of(CPU).tolist(), kernel_getter().__all__) == (
+            [[0, 3], [3, 7]],
+            twin.__all__,
+        )
         assert kernels.has_hook(CPU, first)
     assert seen == [("second", "splits_to_row_range"), ("first", "splits_to_row_range")]
-    assert kernels.for_device(CPU) is looked_up() is twin
+    assert kernels.for_device(CPU) is kernel_getter() is twin
     assert not kernels.has_hook(CPU, first)
 
 

@@ -22,7 +22,7 @@ NEVER_CHANGED = {
             "lay_out.status",
             "wait_for_signal.status",
             "wait_for_signal.nan_on_failure",
-            "hear_of_faults.fault",
+            "receive_fault_flags.fault",
         ),
         "no call fails",
     ),
@@ -77,8 +77,8 @@ def writes_of_modules() -> tuple[set[str], set[str], set[str]]:
                 layer.to(dtype)(*inputs).sum().backward()
         with torch.no_grad():
             symmoe.GroupedMLP(3, 256, 128, precision=Float8Block())(x, splits, scale)
-        symmoe.copy_data_ptrs_to_device([x, scale], CPU)
-        symmoe.copy_host_to_device(b"abcd", torch.zeros(1))
+        symmoe.pointers.copy_data_ptrs_to_device([x, scale], CPU)
+        symmoe.pointers.copy_host_to_device(b"abcd", torch.zeros(1))
         tiles, starts = torch.ones(2, 1, 512), torch.tensor([0, 20, 51])
         unswizzle_scales(tiles.byte(), starts.int(), num_rows=60, num_blocks=4)
         with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:

@@ -25,21 +25,23 @@ def entered(context: AbstractContextManager[Any]) -> None:
 
 # Functions of a model, with their other arguments.
 OF_A_MODEL: dict[str, Callable[[Any], object]] = {
-    "clip_grad_norm": lambda model: symmoe.clip_grad_norm(model, 1.0),
+    "clip_grad_norm": lambda model: symmoe.training.clip_grad_norm(model, 1.0),
     "reduce_gradients": symmoe.reduce_gradients,
-    "broadcast_parameters": symmoe.broadcast_parameters,
+    "broadcast_parameters": symmoe.training.broadcast_parameters,
     "capture_step": lambda model: symmoe.capture_step(step, model),
-    "record_routing": lambda model: entered(symmoe.record_routing(model)),
-    "replay_routing": lambda model: entered(symmoe.replay_routing(model, {})),
-    "balanced_routing": lambda model: entered(symmoe.balanced_routing(model)),
-    "routing_from_array": lambda model: symmoe.routing_from_array(model, torch.zeros(1, 1, 2)),
-    "prepare_for_ddp": symmoe.prepare_for_ddp,
-    "balance_step": symmoe.balance_step,
-    "add_lora": lambda model: symmoe.add_lora(model, rank=8, alpha=8),
-    "merge_lora": symmoe.merge_lora,
-    "unmerge_lora": symmoe.unmerge_lora,
-    "MetricsLogger": symmoe.MetricsLogger,
-    "constant_weights": lambda model: entered(symmoe.constant_weights(model)),
+    "record_routing": lambda model: entered(symmoe.routing.record_routing(model)),
+    "replay_routing": lambda model: entered(symmoe.routing.replay_routing(model, {})),
+    "balanced_routing": lambda model: entered(symmoe.routing.balanced_routing(model)),
+    "routing_from_array": lambda model: symmoe.routing.routing_from_array(
+        model, torch.zeros(1, 1, 2)
+    ),
+    "prepare_for_ddp": symmoe.training.prepare_for_ddp,
+    "balance_step": symmoe.training.balance_step,
+    "add_lora": lambda model: symmoe.lora.add_lora(model, rank=8, alpha=8),
+    "merge_lora": symmoe.lora.merge_lora,
+    "unmerge_lora": symmoe.lora.unmerge_lora,
+    "MetricsLogger": symmoe.metrics.MetricsLogger,
+    "cache_quantized_weights": lambda model: entered(symmoe.grouped.cache_quantized_weights(model)),
 }
 
 
@@ -68,17 +70,19 @@ CALLS: dict[str, Callable[[symmoe.SymmetricHeap, nn.Module], object]] = {
     "room (0.5) must be finite and at least 1": lambda _, m: symmoe.capture_step(step, m, room=0.5),
     "num_eager ('2') must be an int": lambda _, m: symmoe.capture_step(step, m, num_eager="2"),
     "num_eager (0) must be at least 1": lambda _, m: symmoe.capture_step(step, m, num_eager=0),
-    "max_norm (str) must be a number": lambda _, model: symmoe.clip_grad_norm(model, "1"),
-    "alpha ('8') must be a number": lambda _, m: symmoe.add_lora(m, rank=8, alpha="8"),
-    "routing has shapes []": lambda *_: symmoe.routing_to_array({}),
-    "routing has shapes [(1, 2), (3, 2)]": lambda *_: symmoe.routing_to_array(
+    "max_norm (str) must be a number": lambda _, model: symmoe.training.clip_grad_norm(model, "1"),
+    "alpha ('8') must be a number": lambda _, m: symmoe.lora.add_lora(m, rank=8, alpha="8"),
+    "routing has shapes []": lambda *_: symmoe.routing.routing_to_array({}),
+    "routing has shapes [(1, 2), (3, 2)]": lambda *_: symmoe.routing.routing_to_array(
         {"a": torch.zeros(1, 2), "b": torch.zeros(3, 2)}
     ),
-    "routing (list) must be a dict": lambda *_: symmoe.routing_to_array([]),
-    "routing (NoneType) must be of dicts": lambda _, m: entered(symmoe.replay_routing(m, None)),
-    "array (NoneType) must be an array": lambda _, m: symmoe.routing_from_array(m, None),
-    "optimizer (Sequential) must be an optimizer": lambda _, m: symmoe.balance_after(m, m),
-    "sink (str) must be a function": lambda _, model: symmoe.MetricsLogger(model, "wandb"),
+    "routing (list) must be a dict": lambda *_: symmoe.routing.routing_to_array([]),
+    "routing (NoneType) must be of dicts": lambda _, m: entered(
+        symmoe.routing.replay_routing(m, None)
+    ),
+    "array (NoneType) must be an array": lambda _, m: symmoe.routing.routing_from_array(m, None),
+    "optimizer (Sequential) must be an optimizer": lambda _, m: symmoe.training.balance_after(m, m),
+    "sink (str) must be a function": lambda _, model: symmoe.metrics.MetricsLogger(model, "wandb"),
 }
 
 
@@ -91,4 +95,4 @@ def test_arguments_of_another_kind_are_named_and_the_next_call_works():
             assert str(raised.value).startswith(text)
         model(torch.randn(3, 16))[0].square().sum().backward()
         symmoe.reduce_gradients(model)
-        assert symmoe.clip_grad_norm(model, torch.tensor(float("inf"))) > 0
+        assert symmoe.training.clip_grad_norm(model, torch.tensor(float("inf"))) > 0

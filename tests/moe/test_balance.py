@@ -6,7 +6,7 @@ import torch
 from cluster import run_on
 from worker import Findings
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 from symmoe.errors import ArgumentError
 from symmoe.moe import balance
 
@@ -126,7 +126,9 @@ def test_the_global_loss_of_a_layer(
     """It is of the loads of all micro-batches so far in the step."""
     torch.manual_seed(1)
     sizes = {"hidden": H, "ffn": I, "num_experts": EXPERTS, "top_k": TOP_K}
-    layer = MoELayer(MoEConfig(**sizes, aux_loss_coef=0.5, aux_loss="global"), heap)
+    layer = MoELayer(
+        MoEConfig(**sizes, router=RouterConfig(aux_loss_coef=0.5, aux_loss="global")), heap
+    )
     load = torch.zeros(EXPERTS)
     for number in (0, 1, 2, 3):
         if number == 3:  # the next step

@@ -13,17 +13,10 @@ import torch
 from cluster import run_on
 from worker import Findings, open_heap
 
-from symmoe import (
-    GroupedMLP,
-    MetricsLogger,
-    MoEConfig,
-    MoELayer,
-    MoEMetrics,
-    SymmetricHeap,
-    add_lora,
-    make_plan,
-)
+from symmoe import GroupedMLP, MoEConfig, MoELayer, MoEMetrics, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch
+from symmoe.lora import add_lora
+from symmoe.metrics import MetricsLogger
 
 H, I, K, TOKENS = 64, 32, 2, 60
 REPLICAS = {"balance": "replicas", "replica_slack": 0.0}
@@ -31,7 +24,7 @@ REPLICAS = {"balance": "replicas", "replica_slack": 0.0}
 
 def config(num_ranks: int, **options: Any) -> MoEConfig:
     return MoEConfig(
-        hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": "none", **options}
+        hidden=H, ffn=I, num_experts=4 * num_ranks, top_k=K, **{"router": None, **options}
     )
 
 
@@ -94,7 +87,7 @@ def both(
 ) -> None:
     found = []
     kind, lora_rank = options.pop("kind", {}), options.pop("lora_rank", 0)
-    for more in ({**REPLICAS, "replica_places": places}, {}):
+    for more in ({**REPLICAS, "replicas_per_rank": places}, {}):
         torch.manual_seed(1 + heap.rank)
         experts = GroupedMLP(4, H, I, **kind, dtype=dtype, device=heap.device)
         layer = MoELayer(config(heap.num_ranks, **options, **more), heap, experts=experts)
@@ -164,11 +157,14 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
             lora_rank=8,
         )
         plan = make_plan(
-            torch.zeros((TOKENS, 1), dtype=torch.int32), num_experts=4, heap=heap, replica_places=1
+            torch.zeros((TOKENS, 1), dtype=torch.int32),
+            num_experts=4,
+            heap=heap,
+            replicas_per_rank=1,
         )
         findings.equal(
             "places",
-            plan.place_to_expert.view(-1).tolist(),
+            plan.replica_to_expert.view(-1).tolist(),
             [-1, 0 if ranks_per_node == 2 else -1, -1, -1],
         )
 
@@ -206,7 +202,7 @@ def test_metrics_say_what_has_moved(
         for metrics in kept:
             sizes_of_plan = {
                 "num_experts": 4 * num_ranks,
-                "replica_places": 2,
+                "replicas_per_rank": 2,
                 "replica_slack": 0.0,
             }
             plan = make_plan(metrics.topk_idx, heap=heap, **sizes_of_plan)
@@ -232,7 +228,7 @@ def test_metrics_say_what_has_moved(
     compare(*results, findings, same_bits=True)
     layer.experts.fc1.requires_grad_(requires_grad=False)
     steps(layer, torch.bfloat16, num_steps=1, kept=kept)
-    lent = int((kept[-1].place_to_expert // 4 == rank).sum())
+    lent = int((kept[-1].replica_to_expert // 4 == rank).sum())
     findings.equal(
         "of frozen FC1",
         logger.step(1)[0].replica_bytes,
@@ -292,15 +288,15 @@ def test_what_is_not_supported(
     with pytest.raises(ArgumentError, match="delay_wgrad"):
         steps(layer, torch.float32)
     for options, word in (
-        ({"replica_places": 0, "balance": "replicas"}, "replica_places"),
-        ({"replica_places": 3}, "replica_places"),
+        ({"replicas_per_rank": 0, "balance": "replicas"}, "replicas_per_rank"),
+        ({"replicas_per_rank": 3}, "replicas_per_rank"),
         ({"balance": "replicas", "replica_slack": 1.5}, "replica_slack"),
         ({"balance": "copies"}, "balance"),
     ):
         with pytest.raises(ArgumentError, match=word):
             config(num_ranks, **options)
-    layer = MoELayer(config(num_ranks, balance="replicas", replica_places=1 + rank), heap)
-    with pytest.raises(ConfigMismatch, match="replica_places"):
+    layer = MoELayer(config(num_ranks, balance="replicas", replicas_per_rank=1 + rank), heap)
+    with pytest.raises(ConfigMismatch, match="replicas_per_rank"):
         steps(layer, torch.float32)
     both(heap, torch.float32, findings, order="slot")
 

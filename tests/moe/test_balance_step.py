@@ -6,10 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from layers import layer_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
+from symmoe import MoELayer, Router, SymmetricHeap
 from symmoe.errors import ArgumentError
 from symmoe.moe.balance import balance_after, balance_step
 
@@ -35,7 +36,7 @@ class Block(nn.Module):
         self.dense = nn.Linear(H, H)
         fields = {"expert_bias": True, "bias_update_rate": RATE} | options
         self.moe = MoELayer(
-            MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields), heap
+            layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields), heap
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

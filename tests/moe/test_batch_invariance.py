@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster import run_on
+from layers import layer_config
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoELayer, SymmetricHeap
 from symmoe.precision import Float8Block
 
 H, I, E, K, PADDING = 128, 128, 8, 3, 9
@@ -29,7 +30,7 @@ def layer_of(heap: SymmetricHeap, name: str, num_tokens: int) -> MoELayer:
     if "capacity" in options:
         options = options | {"capacity": num_tokens * K * heap.num_ranks, "max_tokens": num_tokens}
     torch.manual_seed(1)
-    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, **{"order": "slot", **options})
+    config = layer_config(hidden=H, ffn=I, num_experts=E, top_k=K, **{"order": "slot", **options})
     layer = MoELayer(config, heap, dtype=dtype)
     with torch.no_grad():
         for seed, weight in enumerate(layer.experts.parameters()):

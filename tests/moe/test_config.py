@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from layers import layer_config
 
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
@@ -18,7 +19,7 @@ from symmoe.precision import Float8Block
 
 
 def make(**changes: object) -> MoEConfig:
-    return MoEConfig(**({"hidden": 16, "ffn": 32, "num_experts": 8, "top_k": 2} | changes))
+    return layer_config(**({"hidden": 16, "ffn": 32, "num_experts": 8, "top_k": 2} | changes))
 
 
 def test_is_frozen_slotted_and_comparable_and_replace_checks_again():
@@ -45,11 +46,17 @@ def test_kernels_number_the_words_that_a_configuration_takes():
     ("changes", "message"),
     [
         ({"top_k": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
-        ({"num_groups": 3}, r"num_experts \(8\) must be divisible by num_groups \(3\)"),
-        ({"num_groups": 2, "top_groups": 3}, r"top_groups \(3\) must be at most num_groups \(2\)"),
         (
-            {"num_groups": 4, "top_groups": 1, "top_k": 3},
-            r"top_k \(3\) must be at most .* in top_groups groups \(2\)",
+            {"num_expert_groups": 3},
+            r"num_experts \(8\) must be divisible by num_expert_groups \(3\)",
+        ),
+        (
+            {"num_expert_groups": 2, "topk_groups": 3},
+            r"topk_groups \(3\) must be at most num_expert_groups \(2\)",
+        ),
+        (
+            {"num_expert_groups": 4, "topk_groups": 1, "top_k": 3},
+            r"top_k \(3\) must be at most .* in topk_groups groups \(2\)",
         ),
         ({"hidden": 0}, r"hidden \(0\) must be at least 1"),
         ({"ffn": -4}, r"ffn \(-4\) must be at least 1"),

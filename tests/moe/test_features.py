@@ -9,12 +9,13 @@ import reference
 import torch
 from cluster import run_on
 from combinations import covering
-from layers import shapes
+from layers import layer_config, shapes
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, balance_step
-from symmoe.training.lora import add_lora
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe.lora import add_lora
+from symmoe.training import balance_step
 
 EXPERTS, TOP_K = 8, 2
 ALPHA, LORA_RANK = 6.0, 4
@@ -35,7 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "routing": {
         "softmax": {},
         "biased": {**SIGMOID, "expert_bias": True},
-        "groups": {**SIGMOID, "num_groups": 4, "top_groups": 2, "renormalize": False},
+        "groups": {**SIGMOID, "num_expert_groups": 4, "topk_groups": 2, "renormalize": False},
     },
     "losses": {
         "none": {},
@@ -126,7 +127,7 @@ def make_layer(
         shared = torch.nn.Linear(config.hidden, config.hidden, device=heap.device)
     layer = MoELayer(config, heap, experts=experts, shared_expert=shared)
     torch.nn.init.normal_(layer.router.weight, std=0.3)
-    if config.expert_bias:
+    if config.router.expert_bias:
         layer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, EXPERTS))
     return layer
 
@@ -212,7 +213,7 @@ def test_features_together_are_the_reference(
     options = {"hidden": hidden, "ffn": ffn, "num_experts": EXPERTS, "top_k": TOP_K}
     for feature, value in case.items():
         options |= FEATURES[feature][value]
-    config = MoEConfig(**options)
+    config = layer_config(**options)
     per_node = 1 if case["nodes"] == "nodes" else None
     with open_heap(
         device, num_bytes=16 << 20, programs=case["programs"], ranks_per_node=per_node

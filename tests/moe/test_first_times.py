@@ -17,7 +17,7 @@ from reliability.delays import before_steps
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerError, PeerTimeout
 from symmoe.kernels import control, twin
-from symmoe.symm_mem.waits import FirstTimes
+from symmoe.symm_mem.waits import StartupGrace
 
 H = 256
 COLD_S, SHORT_S = 0.1, 0.02
@@ -160,18 +160,18 @@ READY = control.pack_call(phase=control.PHASE_DISPATCH_READY, hidden=8, plan=77)
 OTHER_WIDTH = control.pack_call(phase=control.PHASE_DISPATCH_READY, hidden=16, plan=77)
 
 
-def barrier(times: FirstTimes, call: int, *, epoch: int = 0, fault: bool = False) -> bool:
-    return times.is_first(call, epoch=epoch, fault=fault)
+def barrier(times: StartupGrace, call: int, *, epoch: int = 0, fault: bool = False) -> bool:
+    return times.may_compile(call, epoch=epoch, fault=fault)
 
 
 def test_a_wait_is_known_by_what_came_before():
-    times = FirstTimes(int)
+    times = StartupGrace(int)
 
     def step(call: int) -> list[bool]:
         barriers = [barrier(times, PLAN), barrier(times, call)]
         return [
             *barriers,
-            *(times.is_first(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2)),
+            *(times.may_compile(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2)),
         ]
 
     assert [step(READY) for _ in range(3)] == [[True] * 4, [True, False, False, False], [False] * 4]
@@ -180,17 +180,17 @@ def test_a_wait_is_known_by_what_came_before():
 
 
 def test_plans_are_alike():
-    times = FirstTimes(int)
+    times = StartupGrace(int)
     for plan in range(3):
         firsts = [barrier(times, control.pack_call(phase=phase, plan=plan)) for phase in (1, 2)]
     assert firsts == [False, False]
 
 
 def test_a_first_wait_is_remembered():
-    times = FirstTimes(int)
+    times = StartupGrace(int)
     phase = control.PHASE_DISPATCH_DONE
     assert [barrier(times, READY, epoch=epoch) for epoch in (4, 5, 6)] == [True, True, False]
-    assert [times.is_first(phase, peer, epoch=6) for peer in (1, 2)] == [True, True]
+    assert [times.may_compile(phase, peer, epoch=6) for peer in (1, 2)] == [True, True]
     firsts = [times.was_first(epoch, control.PHASE_DISPATCH_READY, 2) for epoch in (3, 4, 5, 6)]
     assert firsts == [False, True, True, False]
     assert [times.was_first(6, phase, peer) for peer in (0, 1, 2)] == [False, True, True]
@@ -199,7 +199,7 @@ def test_a_first_wait_is_remembered():
 @pytest.mark.parametrize("what", ["a kernel is compiled", "a module is imported"])
 def test_other_work_that_happens_once(what: str, monkeypatch):
     num_compiled = 7
-    times = FirstTimes(lambda: num_compiled)
+    times = StartupGrace(lambda: num_compiled)
     assert [barrier(times, PLAN) for _ in range(3)] == [True, True, False]
     if what == "a kernel is compiled":
         num_compiled += 1
@@ -211,7 +211,7 @@ def test_other_work_that_happens_once(what: str, monkeypatch):
 
 
 def test_closing_and_faults_are_no_kinds_of_their_own():
-    times = FirstTimes(int)
+    times = StartupGrace(int)
     barrier(times, control.PHASE_START)
     assert not barrier(times, control.PHASE_CLOSE)
     assert barrier(times, control.PHASE_PLAN, fault=True)  # the peers may be cold

@@ -7,8 +7,9 @@ from cluster import run_on
 from torch import nn
 from worker import Findings
 
-from symmoe import clip_grad_norm, reduce_gradients
+from symmoe import reduce_gradients
 from symmoe.errors import ArgumentError
+from symmoe.training import clip_grad_norm
 
 WORLD, MAX_NORM = 4, 0.05
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 from symmoe.errors import ConfigMismatch
 
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
@@ -268,7 +268,9 @@ def test_what_is_put_on_other_modules_runs_without_a_warning():
 def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
     heap: SymmetricHeap, use_reentrant: bool, returns: str
 ):
-    config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, aux_loss_coef=0.1)
+    config = MoEConfig(
+        hidden=H, ffn=I, num_experts=4, top_k=2, router=RouterConfig(aux_loss_coef=0.1)
+    )
     first, second = MoELayer(config, heap), MoELayer(config, heap)
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,7 +338,7 @@ def test_second_order_gradients_are_refused_on_every_rank(
         "router": lambda x: first.router(x).logits,
         "experts": lambda x: first.experts(x, splits, torch.ones(6)),
         "linear": lambda x: first.experts.fc1(x, splits),
-        "activation": lambda x: symmoe.ScaledSwiGLU()(x, torch.ones(6)),
+        "activation": lambda x: symmoe.grouped.ScaledSwiGLU()(x, torch.ones(6)),
     }
     for name, call in calls.items():
         findings.where = f"rank {rank} of {num_ranks}, {name}"

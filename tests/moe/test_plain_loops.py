@@ -69,7 +69,7 @@ def trains(
 ) -> None:
     """Two steps, and the next forward pass."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    symmoe.check_first_step(model, optimizer)
+    symmoe.training.check_first_step(model, optimizer)
     for step in range(3):
         with torch.no_grad():
             loss_of(model.eval(), rank)
@@ -87,7 +87,7 @@ def trains(
 
 def right(heap: symmoe.SymmetricHeap) -> Model:
     model = Model(heap)
-    symmoe.broadcast_parameters(model)
+    symmoe.training.broadcast_parameters(model)
     return model
 
 
@@ -105,7 +105,7 @@ def loop(
         model = make_model(heap)
         prepare(model)
         if in_ddp:
-            symmoe.prepare_for_ddp(model)
+            symmoe.training.prepare_for_ddp(model)
         wrapped = DistributedDataParallel(model) if in_ddp else model
         trains(wrapped, heap.rank, lambda: after_backward(model), **options)
 
@@ -114,7 +114,7 @@ def loop(
 
 def reduce_and_clip(model: Model) -> None:
     symmoe.reduce_gradients(model)
-    symmoe.clip_grad_norm(model, 1e-3)
+    symmoe.training.clip_grad_norm(model, 1e-3)
 
 
 def reduce_and_clip_by_torch(model: Model) -> None:
@@ -157,9 +157,12 @@ MISTAKES: dict[str, tuple[Loop, str]] = {
     ),
     "torch's clip_grad_norm_": (
         loop(after_backward=reduce_and_clip_by_torch),
-        "Clip with symmoe.clip_grad_norm",
+        "Clip with symmoe.training.clip_grad_norm",
     ),
-    "nothing is broadcast": (loop(make_model=Model), "symmoe.broadcast_parameters(model) when"),
+    "nothing is broadcast": (
+        loop(make_model=Model),
+        "symmoe.training.broadcast_parameters(model) when",
+    ),
     "equal seeds": (
         loop(make_model=lambda heap: Model(heap, seed=3)),
         "experts are equal on all ranks",
@@ -218,8 +221,10 @@ RIGHT: dict[str, Loop] = {
     "accumulation": loop(num_micro_batches=3),
     "AdamW": loop(make=torch.optim.AdamW),
     "frozen router": loop(freeze),
-    "LoRA": loop(lambda model: symmoe.add_lora(model, rank=2, alpha=1.0)),
-    "DDP": loop(after_backward=lambda model: symmoe.clip_grad_norm(model, 1e-3), in_ddp=True),
+    "LoRA": loop(lambda model: symmoe.lora.add_lora(model, rank=2, alpha=1.0)),
+    "DDP": loop(
+        after_backward=lambda model: symmoe.training.clip_grad_norm(model, 1e-3), in_ddp=True
+    ),
     "own reduction": loop(after_backward=reduce_by_hand),
     "upcycled": loop(upcycle),
     "own experts": loop(hold_own_experts),
@@ -284,7 +289,7 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
 
         model = model_of(rank)
         for options in ({}, {"expert_group": pairs[2 + rank % 2]}):
-            symmoe.broadcast_parameters(model, **options)
+            symmoe.training.broadcast_parameters(model, **options)
             first, own = (
                 model_of(0).state_dict(),
                 model_of(rank % 2 if options else rank).state_dict(),
@@ -293,7 +298,7 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
                 assert torch.equal(tensor, (own if ".experts." in name else first)[name]), name
         model.meta = nn.Parameter(torch.empty(2, device="meta"))
         with pytest.raises(ArgumentError, match="meta is on meta"):
-            symmoe.broadcast_parameters(model)
+            symmoe.training.broadcast_parameters(model)
 
 
 class Repeats(torch.optim.SGD):
@@ -313,7 +318,7 @@ def test_a_first_step_that_fails_and_one_with_other_hooks(rank: int, num_ranks: 
     with open_heap("cpu") as heap:
         model = right(heap)
         optimizer = Repeats(model.parameters(), lr=0.1)
-        symmoe.check_first_step(model, optimizer)
+        symmoe.training.check_first_step(model, optimizer)
         optimizer.register_step_post_hook(lambda *_: None)
         loss_of(model, rank).backward()
         optimizer.fails = rank == 0
@@ -336,7 +341,7 @@ def test_only_the_first_step_is_compared(rank: int, num_ranks: int) -> None:
     with open_heap("cpu") as heap:
         model = right(heap)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        symmoe.check_first_step(model, optimizer)
+        symmoe.training.check_first_step(model, optimizer)
         loss_of(model, rank).backward()
         symmoe.reduce_gradients(model)
         assert texts_of(optimizer.step) == []
@@ -348,4 +353,6 @@ def test_only_the_first_step_is_compared(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), [nn.Parameter(torch.ones(2))]])
 def test_a_model_without_a_layer_is_refused(model: object):
     with pytest.raises(ArgumentError, match="model \\("):
-        symmoe.check_first_step(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+        symmoe.training.check_first_step(
+            model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        )

@@ -1,13 +1,15 @@
 """Router against an independent implementation in float64 (support/reference.py)."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import reference
 import torch
+from layers import layer_config
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.config import MoEConfig
+from symmoe.kernels.routing_rule import Score
 from symmoe.moe.router import Router
 
 HIDDEN, EXPERTS, TOKENS = 24, 16, 50
@@ -16,7 +18,7 @@ HIDDEN, EXPERTS, TOKENS = 24, 16, 50
 def make_router(seed: int = 0, **changes: object) -> Router:
     torch.manual_seed(seed)
     router = Router(
-        MoEConfig(**{"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes)
+        layer_config(**{"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes)
     )
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.2)
@@ -27,9 +29,9 @@ def make_tokens(seed: int = 1, num_tokens: int = TOKENS) -> torch.Tensor:
     return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-NAMES = ("score", "renormalize", "expert_bias", "num_groups", "top_groups", "top_k")
+NAMES = ("score", "renormalize", "expert_bias", "num_expert_groups", "topk_groups", "top_k")
 SIZES = ((1, 1, 3), (4, 2, 3), (16, 5, 3), (8, 8, 3), (1, 1, 1), (1, 1, EXPERTS))
-MODES = itertools.product(("softmax", "sigmoid"), (False, True), (False, True), SIZES)
+MODES = itertools.product(get_args(Score), (False, True), (False, True), SIZES)
 
 
 @pytest.mark.parametrize("mode", [(*mode, *sizes) for *mode, sizes in MODES], ids=str)
@@ -62,7 +64,7 @@ def test_every_mode_is_the_reference(mode: tuple[object, ...]):
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
 def test_ties_go_to_the_lowest_id(groups: tuple[int, int]):
-    router = make_router(num_groups=groups[0], top_groups=groups[1], top_k=5)
+    router = make_router(num_expert_groups=groups[0], topk_groups=groups[1], top_k=5)
     router.weight.data.zero_()
     for num_tokens in (1, 7, 300):
         topk_idx = router(make_tokens(num_tokens=num_tokens)).topk_idx
@@ -80,7 +82,7 @@ def test_scores_that_underflow_give_zero_probs():
 
 
 def test_no_tokens():
-    router = make_router(num_groups=4, top_groups=2, expert_bias=True)
+    router = make_router(num_expert_groups=4, topk_groups=2, expert_bias=True)
     x = torch.empty(0, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     output = router(x)
     assert output.topk_idx.shape == output.probs.shape == (0, 3)

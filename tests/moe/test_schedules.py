@@ -22,9 +22,10 @@ from stacks import (
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, Router, ScaledSReLU, SymmetricHeap, plan_memory
+from symmoe import GroupedMLP, MoEConfig, MoELayer, Router, SymmetricHeap, plan_memory
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
+from symmoe.grouped import ScaledSReLU
 from symmoe.moe.router import RouterOutput
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 

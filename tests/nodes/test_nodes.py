@@ -214,9 +214,7 @@ def test_rails_are_under_way_while_own_rows_are_computed(
         )[1]
 
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
-        config = MoEConfig(
-            hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY
-        )
+        config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router=None, **EAGERLY)
         layer = MoELayer(config, heap)
         rail, found = heap.nodes, []
         with pytest.MonkeyPatch.context() as patch:

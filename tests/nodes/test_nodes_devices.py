@@ -165,11 +165,11 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
         pytest.MonkeyPatch.context() as patch,
     ):
         rail = heap.nodes
-        hear = rail.lane.hear
+        receive = rail.channel.receive
         patch.setattr(
-            rail.lane,
-            "hear",
-            lambda bound: (is_told.append(rail._waits_since < math.inf), hear(bound))[1],
+            rail.channel,
+            "receive",
+            lambda bound: (is_told.append(rail._waits_since < math.inf), receive(bound))[1],
         )
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)

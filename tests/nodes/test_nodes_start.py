@@ -25,7 +25,7 @@ from shared_memory import left_in_shared_memory
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
-from symmoe.nodes.lane import COUNTED, GOES_ON, WAITS, Header, Lane
+from symmoe.nodes.control_channel import COUNTED, GOES_ON, WAITS, ControlChannel, Header
 from symmoe.nodes.nccl import NcclError, connect_together
 from symmoe.nodes.rail import GlooRail, RailBroken
 from symmoe.nodes.reach import Endpoint, Link
@@ -183,33 +183,40 @@ def test_strangers_are_not_taken_for_ranks():
 
 
 def test_what_a_rank_says_before_it_closes_is_heard():
-    (to_lane, from_other), (to_other, from_lane) = socket.socketpair(), socket.socketpair()
-    lane, other = Lane({1: Link(to_other, from_other)}), Lane({0: Link(to_lane, from_lane)})
-    for each in (lane, other):
-        each.say(Header(GOES_ON, call=7))
-    assert [header.call for header in lane.hear(PROMPT_S)] == [7, 7]
-    other.say_once(WAITS)
-    other.say_once(COUNTED, 5)
-    assert (lane.look(), lane.counted) == ((set(), None), {1: 5})
-    for each in (lane, other):
-        each.say(Header(GOES_ON, call=8))
+    (to_channel, from_other), (to_other, from_channel) = socket.socketpair(), socket.socketpair()
+    channel, other = (
+        ControlChannel({1: Link(to_other, from_other)}),
+        ControlChannel({0: Link(to_channel, from_channel)}),
+    )
+    for each in (channel, other):
+        each.announce(Header(GOES_ON, call=7))
+    assert [header.call for header in channel.receive(PROMPT_S)] == [7, 7]
+    other.announce_once(WAITS)
+    other.announce_once(COUNTED, 5)
+    assert (channel.look(), channel.counted) == ((set(), None), {1: 5})
+    for each in (channel, other):
+        each.announce(Header(GOES_ON, call=8))
     other.give_up(1, b"why")
     other.close()
-    assert ((found := lane.look())[0], found[1].origin) == (
+    assert ((found := channel.look())[0], found[1].origin) == (
         {1},
         1,
     )  # which takes nothing from what is heard
-    assert lane.hear(PROMPT_S)[1].number == 2  # after the word that it waits
-    lane.say(Header(GOES_ON, call=9))
+    assert channel.receive(PROMPT_S)[1].number == 2  # after the word that it waits
+    channel.announce(Header(GOES_ON, call=9))
     with pytest.raises(RailBroken) as gone:
-        lane.hear(PROMPT_S)
-    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (
+        channel.receive(PROMPT_S)
+    assert (
+        (said := gone.value.said).origin,
+        said.message.rstrip(b"\0"),
+        channel.last_message(1),
+    ) == (
         1,
         b"why",
         said,
     )
-    lane.close()
-    assert lane.look() == (set(), None)
+    channel.close()
+    assert channel.look() == (set(), None)
 
 
 def test_addresses_of_a_device():

@@ -1,4 +1,5 @@
-"""constant_weights: the bits of calls without it, one quantisation per block, no stale weight, nothing left behind."""
+"""cache_quantized_weights: the bits of calls without it, one quantisation per block, no stale weight, nothing left
+behind."""
 
 import copy
 import gc
@@ -54,7 +55,7 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
             symmoe.GroupedLinear(3, 64, 64, **options),
             symmoe.GroupedLinear(3, 32, 64, **options),
         )
-        three = symmoe.Sequential(fc1, symmoe.ScaledSwiGLU(), fc2)
+        three = symmoe.grouped.Sequential(fc1, symmoe.grouped.ScaledSwiGLU(), fc2)
         return three, lambda x, layer: layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS), 2
     if kind == "autocast":
         options["dtype"] = torch.float32
@@ -111,7 +112,7 @@ def test_the_bits_of_calls_without_it(monkeypatch, kind: str, recipe):
     # Each weight once per micro-batch; twice where forward runs again.
     assert once == MICRO_BATCHES * num_weights * (2 if kind == "recomputed" else 1)
     counts.update(dict.fromkeys(counts, 0))
-    found = accumulate(module, call, lambda: symmoe.constant_weights(module))
+    found = accumulate(module, call, lambda: symmoe.grouped.cache_quantized_weights(module))
     assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, num_weights)
     assert_same(found, want)
     accumulate(module, call)  # outside, each call makes its own again
@@ -136,14 +137,14 @@ def test_ways_to_hold_weights(monkeypatch, options):
 
     want = run(nullcontext)
     counts = count_calls(monkeypatch, *KERNELS)
-    assert_same(run(lambda: symmoe.constant_weights(module)), want)
+    assert_same(run(lambda: symmoe.grouped.cache_quantized_weights(module)), want)
     assert sum(counts.values()) == num_weights
 
 
 def test_calls_without_gradients_make_forward_operands_alone(
     mlp: symmoe.GroupedMLP, counts: dict[str, int]
 ):
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         with torch.no_grad():
             want = [experts(x, mlp) for x in batches()]
         assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (2, 0)
@@ -168,7 +169,7 @@ def test_two_dtypes_are_held_side_by_side(monkeypatch):
     x = batches(dtype=torch.float32)[0]
     want = [call(x, module).detach() for call in (experts, autocast)]
     counts.update(dict.fromkeys(counts, 0))
-    with symmoe.constant_weights(module):
+    with symmoe.grouped.cache_quantized_weights(module):
         found = [call(x, module).detach() for call in (experts, autocast, experts, autocast)]
     assert sum(counts.values()) == 2 * num_weights
     assert all(map(torch.equal, found, want * 2))
@@ -179,7 +180,7 @@ def test_backward_after_the_block_takes_what_forward_has_kept(mlp: symmoe.Groupe
     want = accumulate(mlp, experts)
     counts = count_calls(monkeypatch, *KERNELS)
     found, ys = {}, []
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         xs = [x.requires_grad_() for x in batches()]
         ys = [experts(x, mlp) for x in xs]
     before = sum(counts.values())
@@ -195,7 +196,7 @@ def test_backward_after_the_block_takes_what_forward_has_kept(mlp: symmoe.Groupe
 def test_a_step_inside_is_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     """In the next forward pass, which says both versions; after the block all is well."""
     optimizer = torch.optim.SGD(mlp.parameters(), lr=0.5)
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         experts(x, mlp).float().square().sum().backward()
         version = mlp.fc1.weight._version
         optimizer.step()
@@ -212,7 +213,7 @@ def test_a_step_inside_is_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
 
 def test_a_step_before_anything_was_quantised_is_none_of_its_business(mlp: symmoe.GroupedMLP):
     """Not even if a call has failed before it."""
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         with pytest.raises(ArgumentError, match="splits"):
             experts(batches()[0][:1], mlp)
         with torch.no_grad():
@@ -229,15 +230,15 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
         layer = [layer for layer in module.modules() if isinstance(layer, symmoe.GroupedLinear)][
             number
         ]
-        with symmoe.constant_weights(module):
+        with symmoe.grouped.cache_quantized_weights(module):
             call(batches()[0], module)
             with torch.no_grad():
                 layer.weight_parameters()[-1].mul_(2)
             with pytest.raises(
-                ArgumentError, match="it has been written to inside constant_weights"
+                ArgumentError, match="it has been written to inside cache_quantized_weights"
             ):
                 call(batches()[0], module)
-        with symmoe.constant_weights(module):
+        with symmoe.grouped.cache_quantized_weights(module):
             call(batches()[0], module)
             layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
             with pytest.raises(ArgumentError, match="has been replaced by another inside"):
@@ -247,7 +248,7 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
 def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
     x, results = batches()[0], []
     for _ in range(2):
-        with symmoe.constant_weights(mlp):
+        with symmoe.grouped.cache_quantized_weights(mlp):
             results.append(experts(x, mlp).detach())
         with torch.no_grad():
             mlp.fc1.weight.mul_(-1)
@@ -259,7 +260,7 @@ def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
 
 def test_writes_that_autograd_does_not_see_are_not_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     """As documented: the old numbers, until the block is left."""
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         old = experts(x, mlp)
         mlp.fc1.weight.data.copy_(-mlp.fc1.weight.data)
         assert torch.equal(experts(x, mlp), old)
@@ -268,18 +269,18 @@ def test_writes_that_autograd_does_not_see_are_not_found(mlp: symmoe.GroupedMLP,
 
 # -- the block --------------------------------------------------------------------------------------------------------
 def test_an_exception_leaves_the_block(mlp: symmoe.GroupedMLP):
-    with pytest.raises(ArgumentError, match="rows"), symmoe.constant_weights(mlp):
+    with pytest.raises(ArgumentError, match="rows"), symmoe.grouped.cache_quantized_weights(mlp):
         experts(batches(width=32)[0], mlp)
-    assert mlp.fc1.held_weight is mlp.fc2.held_weight is None
+    assert mlp.fc1.cached_weight is mlp.fc2.cached_weight is None
     with torch.no_grad():
         mlp.fc1.weight.mul_(2)
     experts(batches()[0], mlp)
 
 
 def test_inner_blocks_leave_the_outer_one(mlp: symmoe.GroupedMLP, counts: dict[str, int]):
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         for _ in range(2):
-            with symmoe.constant_weights(mlp.fc1):
+            with symmoe.grouped.cache_quantized_weights(mlp.fc1):
                 experts(batches()[0], mlp)
         experts(batches()[0], mlp)
     assert sum(counts.values()) == 2
@@ -288,20 +289,22 @@ def test_inner_blocks_leave_the_outer_one(mlp: symmoe.GroupedMLP, counts: dict[s
 def test_layers_in_full_precision_are_left_alone():
     module, call, _ = made("mlp", None)
     want = accumulate(module, call)
-    assert_same(accumulate(module, call, lambda: symmoe.constant_weights(module)), want)
-    symmoe.add_lora(module, rank=8, alpha=8)
-    with symmoe.constant_weights(module):
-        assert module.fc1.held_weight is None
+    assert_same(
+        accumulate(module, call, lambda: symmoe.grouped.cache_quantized_weights(module)), want
+    )
+    symmoe.lora.add_lora(module, rank=8, alpha=8)
+    with symmoe.grouped.cache_quantized_weights(module):
+        assert module.fc1.cached_weight is None
         call(batches()[0], module)
     with (
         pytest.raises(ArgumentError, match=r"module \(Linear\) has no GroupedLinear"),
-        symmoe.constant_weights(torch.nn.Linear(2, 2)),
+        symmoe.grouped.cache_quantized_weights(torch.nn.Linear(2, 2)),
     ):
         pass
 
 
 def test_copies_hold_nothing(mlp: symmoe.GroupedMLP, x: torch.Tensor):
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         want, buffer = experts(x, mlp), io.BytesIO()
         torch.save(mlp, buffer)
         buffer.seek(0)
@@ -311,7 +314,7 @@ def test_copies_hold_nothing(mlp: symmoe.GroupedMLP, x: torch.Tensor):
             torch.load(buffer, weights_only=False),
         )
     for other in copies:
-        assert other.fc1.held_weight is None
+        assert other.fc1.cached_weight is None
         assert torch.equal(experts(x, other), want)
     assert mlp.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {
         "fc1.bias",
@@ -331,11 +334,11 @@ def test_bytes_held(mlp: symmoe.GroupedMLP):
     """Two bytes of E4M3 for a parameter however many calls wait; nothing after the block and the backward passes."""
     num_parameters = sum(parameter.numel() for parameter in mlp.parameters())
     before = live_bytes(torch.float8_e4m3fn)
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         ys = [experts(x.requires_grad_(), mlp) for x in batches()]
         kept = (
-            mlp.fc1.held_weight,
-            mlp.fc2.held_weight,
+            mlp.fc1.cached_weight,
+            mlp.fc2.cached_weight,
         )  # as by nodes that wait for their backward pass
         assert live_bytes(torch.float8_e4m3fn) - before == 2 * num_parameters
     assert (
@@ -359,7 +362,7 @@ def test_a_call_of_another_graph_is_refused(
     """As if streams were capturing: 0 is none."""
     capture = entered
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
-    with symmoe.constant_weights(mlp):
+    with symmoe.grouped.cache_quantized_weights(mlp):
         experts(x, mlp)
         capture = called
         with pytest.raises(ArgumentError, match=text):
@@ -374,8 +377,8 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
     capture = 0
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     numbers = Float8Block()
-    with symmoe.constant_weights(module):
-        held = module.held_weight
+    with symmoe.grouped.cache_quantized_weights(module):
+        held = module.cached_weight
         first = held.operands(numbers, module.weight, transposed=True)
         assert held.operands(numbers, module.weight, transposed=True)[0].data is first[0].data
         capture = 7
@@ -415,7 +418,9 @@ def test_layers(
             config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap
         )
         want, counts = run_layer(layer, rank, nullcontext())
-        found, counts_in_block = run_layer(layer, rank, symmoe.constant_weights(layer))
+        found, counts_in_block = run_layer(
+            layer, rank, symmoe.grouped.cache_quantized_weights(layer)
+        )
         for number, tensors in enumerate(zip(found, want, strict=True)):
             findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
         recomputes = stash in ("rows", "none")
@@ -425,12 +430,12 @@ def test_layers(
         findings.equal("quantisations", counts_in_block, once)
 
     x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
-    with symmoe.constant_weights(layer):
+    with symmoe.grouped.cache_quantized_weights(layer):
         want, _ = layer(x)
         if rank == num_ranks - 1:
             with torch.no_grad():
                 layer.experts.fc2.weight.add_(0)
-        expect(findings, outcome(layer, x), "ArgumentError", "inside constant_weights")
+        expect(findings, outcome(layer, x), "ArgumentError", "inside cache_quantized_weights")
     again, _ = layer(x)
     findings.check(torch.equal(again, want), "other bits afterwards")
     del want, again
@@ -447,6 +452,6 @@ def test_under_a_dispatch_mode(
     layer = symmoe.MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
     x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
     want, _ = layer(x)
-    with symmoe.constant_weights(layer), Watching():
+    with symmoe.grouped.cache_quantized_weights(layer), Watching():
         found = [layer(x)[0] for _ in range(2)]
     findings.check(all(torch.equal(y, want) for y in found), "other bits")

@@ -14,14 +14,8 @@ from row_ranges import whole_groups
 from torch.utils._pytree import tree_leaves
 from worker import Watching
 
-from symmoe import (
-    GroupedLinear,
-    GroupedMLP,
-    ScaledClampedSwiGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    Sequential,
-)
+from symmoe import GroupedLinear, GroupedMLP
+from symmoe.grouped import ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.kernels import twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds

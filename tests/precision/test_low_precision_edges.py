@@ -19,12 +19,12 @@ from worker import Findings
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
+from symmoe.metrics import MetricsLogger
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
-from symmoe.training.metrics import MetricsLogger
 
 
 def wires(recipe: Recipe) -> tuple[str, ...]:

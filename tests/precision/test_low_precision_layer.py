@@ -34,16 +34,16 @@ from symmoe import (
     MoEConfig,
     MoELayer,
     SymmetricHeap,
-    add_lora,
     make_plan,
     plan_memory,
 )
 from symmoe.errors import ArgumentError
 from symmoe.grouped import quantized_experts
-from symmoe.grouped.experts import evaluated
+from symmoe.grouped.experts import materialized
 from symmoe.grouped.mlp import expert_weights
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.kernels.gemm_parts import Part
+from symmoe.lora import add_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
@@ -296,7 +296,7 @@ def test_second_bias(rank: int, num_ranks: int, findings: Findings, device: str,
 
 def test_rows_on_their_way_are_waited_for():
     """Whatever hands out parts: all of them are taken before anything is quantised."""
-    call = evaluated(GroupedMLP(2, 64, 32, precision=NVFP4()), torch.float32)
+    call = materialized(GroupedMLP(2, 64, 32, precision=NVFP4()), torch.float32)
     weights = expert_weights(call.form, call.biases, call.tensors, trains=(True, True))
     rows = torch.randn(8, 64)
     row_range, scale = whole_groups((5, 3)), torch.ones(8)

@@ -13,12 +13,12 @@ from programs import printed_by
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 from quantize_reference import swizzled_offset
 
-from symmoe import kernels, pack_weight_ptrs, precision
+from symmoe import kernels, precision
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.operands import ScatteredWeight
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import ScatteredWeight, TensorTable
+from symmoe.pointers import pack_weight_ptrs
 from symmoe.precision import (
     MXFP8,
     NVFP4,
@@ -208,7 +208,8 @@ def test_ranks_can_compare_recipes():
     assert all(0 <= word < 1 << 31 for word in words)
     assert precision_word(Coarse()) == words[-1]
     program = (
-        "from symmoe.precision.recipes import *; print(precision_word(NVFP4(hadamard_signs=None)))"
+        "from symmoe.precision import NVFP4; from symmoe.precision.recipes import precision_word;"
+        "print(precision_word(NVFP4(hadamard_signs=None)))"
     )
     assert int(printed_by("-c", program)) == precision_word(
         NVFP4(hadamard_signs=None)

@@ -255,7 +255,7 @@ def test_leases_and_memory_of_programs_begin_as_nan(monkeypatch, fills: str):
                 assert is_unwritten(lease.tensor) == (fills == "1")
                 assert lease.tensor.isnan().all() or lease.tensor.min() >= 1
         for _ in range(5):
-            (made,) = heap.run(("some",), lambda: (x.new_empty(3, 5).t(),), [x])
+            (made,) = heap._run(("some",), lambda: (x.new_empty(3, 5).t(),), [x])
         assert heap.programs.num_runs > 0
         assert made.isnan().all() or fills == "0"
 
@@ -286,7 +286,7 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
 
         for turn in range(4):
             before = heap.statistics.num_leases
-            (y,) = heap.run(("some",), function, [torch.ones(2)])
+            (y,) = heap._run(("some",), function, [torch.ones(2)])
             kept, first, second, third = offsets[-1]
             assert y.tolist() == [60.0] * 7
             assert heap.statistics.num_leases - before == (2 if turn else 4)
@@ -298,10 +298,10 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
         taken = heap.lease((heap.memory.arena.largest_free_bytes - 1024,), torch.int8)
         num_runs = heap.programs.num_runs
         with pytest.raises(HeapExhausted, match="lease 'lease'"):
-            heap.run(("some",), function, [torch.ones(2)])
+            heap._run(("some",), function, [torch.ones(2)])
         taken.release()
         assert (heap.leased_bytes, heap.programs.num_runs) == (0, num_runs)
-        assert heap.run(("some",), function, [torch.ones(2)])[0].tolist() == [60.0] * 7
+        assert heap._run(("some",), function, [torch.ones(2)])[0].tolist() == [60.0] * 7
         assert heap.programs.num_runs == num_runs + 1
 
 

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -144,9 +144,11 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
     words = [sys.executable, *LAUNCHERS[launcher], *command[len(launcher.split()) :]]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks", ROOT / "tests" / "support")))
     environment = os.environ | {
-        "PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        "PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
     }
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     plain = re.fullmatch(r"(?:torchrun --nproc-per-node=(\d)|python) train\.py", " ".join(command))
     if plain and not by_launcher:
         num_ranks = int(plain[1]) if plain[1] else None
@@ -166,10 +168,9 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
 
 
 def is_installed(requirement: Requirement) -> bool:
-    try:
-        return version(requirement.name) in requirement.specifier
-    except PackageNotFoundError:
-        return False
+    return any(
+        each.version in requirement.specifier for each in distributions(name=requirement.name)
+    )
 
 
 @pytest.mark.parametrize(

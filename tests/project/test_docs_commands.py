@@ -38,12 +38,13 @@ def words_of(line: str) -> list[str]:
 
 def commands() -> list[tuple[str, tuple[str, ...]]]:
     """(page, words) of every command."""
-    found = {}
-    for page in PAGES:
-        for line in lines(page.read_text(encoding="utf-8")):
-            if words := words_of(line):
-                found[page.relative_to(ROOT).as_posix(), tuple(words)] = None
-    return list(found)
+    found = [
+        (page.relative_to(ROOT).as_posix(), tuple(words))
+        for page in PAGES
+        for line in lines(page.read_text(encoding="utf-8"))
+        if (words := words_of(line))
+    ]
+    return list(dict.fromkeys(found))
 
 
 def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -116,9 +117,13 @@ def test_targets_modules_and_extras_exist():
                 words,
             )
         elif words[0] == "pip":
-            for extras in re.findall(r"(?:symmoe|\.)\[([\w,]+)\]", " ".join(words)):
-                for extra in extras.split(","):
-                    assert re.search(rf"^{extra} = \[", project, re.MULTILINE), (page, words)
+            extras = re.findall(r"(?:symmoe|\.)\[([\w,]+)\]", " ".join(words))
+            missing = [
+                extra
+                for extra in re.findall(r"\w+", ",".join(extras))
+                if not re.search(rf"^{extra} = \[", project, re.MULTILINE)
+            ]
+            assert not missing, (page, words)
         elif words[0] == "pytest":
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word), (page, words)
         elif rest and re.fullmatch(r"tests(\.\w+)+", rest[0]):
@@ -129,13 +134,18 @@ def test_targets_modules_and_extras_exist():
             )
 
 
-def test_the_plan_in_tuning_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
-    text = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    command, shown = re.search(
-        r"^    \$ symmoe (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE
-    ).groups()
-    assert main(shlex.split(command)) == 0
-    assert capsys.readouterr().out == re.sub(r"^    ", "", shown, flags=re.MULTILINE)
+@pytest.mark.parametrize(("page", "number"), [("tuning", 1), ("nodes", 1), ("layouts", 3)])
+def test_a_page_shows_what_symmoe_plan_prints(
+    page: str, number: int, capsys: pytest.CaptureFixture[str]
+):
+    """A line of three dots stands for lines that a page leaves out."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    assert len(shown) == number
+    for command, lines_shown in shown:
+        assert main(shlex.split(command)) == 0
+        parts = re.sub(r"^    ", "", lines_shown, flags=re.MULTILINE).split("...\n")
+        assert re.fullmatch("(?:.*\n)+".join(map(re.escape, parts)), capsys.readouterr().out)
 
 
 def test_a_wrong_command_does_not_parse(parse, capsys: pytest.CaptureFixture[str]):

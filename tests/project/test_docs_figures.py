@@ -1,4 +1,5 @@
-"""Figures of README.md, docs/reliability.md and docs/measurements.md are those of the records; errors have sections."""
+"""Figures of README.md, docs/reliability.md and docs/measurements.md are those of the records; errors have sections.
+The index of the records names each record, its command, and the files that use it."""
 
 import inspect
 import json
@@ -12,6 +13,7 @@ from symmoe import errors
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX = (RESULTS / "README.md").read_text(encoding="utf-8")
 PROMISES = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
 COLUMNS = ("layer", "layer, graph", "deepep", "stock torch")
 
@@ -51,13 +53,16 @@ def test_speeds_are_the_records():
 
 def test_what_is_missed_is_what_the_records_miss():
     alone = [one for one in record("layer-h200-ep2") if one["variant"] == "gemms alone"]
-    both: dict[str, float] = {}
-    for one in alone:  # 6 and 12 T H I K: forward is a third of the FLOPs
-        both[one["preset"]] = (
-            both.get(one["preset"], 0.0)
-            + (1 if one["direction"] == "forward" else 2) / one["tflops"]
-        )
-    reached = sorted(3 / time for time in both.values())
+    presets = {one["preset"] for one in alone}
+    both = (  # 6 and 12 T H I K: forward is a third of the FLOPs
+        [
+            (1 if one["direction"] == "forward" else 2) / one["tflops"]
+            for one in alone
+            if one["preset"] == preset
+        ]
+        for preset in presets
+    )
+    reached = sorted(3 / sum(times) for times in both)
     assert f"reach {reached[0]:.0f} to {reached[-1]:.0f}" in README
 
 
@@ -69,15 +74,11 @@ def test_held_memory_is_the_records():
         name: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20
         for name, one in held.items()
     }
-    text = "{layer:,.0f} MiB a layer until its backward ({packed:,.0f} with packed rows), DeepEP {deepep:,.0f}, "
-    text += "stock torch {stock:,.0f} "
-    of = {
-        "packed": mib["layer, packed"],
-        "stock": mib["stock torch"],
-        "deepep": mib["deepep"],
-        "layer": mib["layer"],
-    }
-    assert text.format(**of) in " ".join(README.split())
+    text = (
+        f"{mib['layer']:,.0f} MiB a layer until its backward ({mib['layer, packed']:,.0f} with packed rows), "
+        f"DeepEP {mib['deepep']:,.0f}, stock torch {mib['stock torch']:,.0f} "
+    )
+    assert text in " ".join(README.split())
 
 
 def test_trainers_are_the_records():
@@ -102,8 +103,7 @@ def faults(kind: str) -> dict:
 
 def suite(name: str) -> dict:
     found = record(f"reliability-cpu-{name}")
-    assert found["cases_failed"] == 0
-    assert found["cases_run"] == found["cases_wanted"]
+    assert (found["cases_failed"], found["cases_run"]) == (0, found["cases_wanted"])
     return found
 
 
@@ -152,6 +152,44 @@ def test_measurements_are_made_of_the_records():
     assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), (
         "run python benchmarks/measurements.py"
     )
+
+
+def index_rows(index: str) -> list[list[str]]:
+    """Cells of the index of records: a record or a pattern, command, GPU, date, who uses it."""
+    return [
+        row.strip("| ").split(" | ") for row in re.findall(r"^\| .*\.(?:json|txt) .*$", index, re.M)
+    ]
+
+
+def text_below(path: Path) -> str:
+    """The text of a file, or of the pages of a folder."""
+    files = (file for file in (path, *path.glob("*.md")) if file.is_file())
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def wrong_rows(index: str) -> list[str]:
+    """Patterns of rows without a record, with users that do not name it, or with a command that it does not have."""
+    return [
+        pattern
+        for pattern, command, *_, users in index_rows(index)
+        if not any(RESULTS.glob(pattern))
+        or not all(
+            re.split(r"[.*]", pattern)[0] in text_below(ROOT / user) for user in users.split(", ")
+        )
+        or not all(
+            called in record.read_text(encoding="utf-8")
+            for called in re.findall("`(.+?)`", command)
+            for record in RESULTS.glob(pattern)
+        )
+    ]
+
+
+def test_the_index_names_every_record_its_command_and_its_users():
+    named = [path for pattern, *_ in index_rows(INDEX) for path in RESULTS.glob(pattern)]
+    assert sorted([*named, RESULTS / "README.md"]) == sorted(RESULTS.iterdir())
+    assert wrong_rows(INDEX) == []
+    changed = INDEX.replace("docs/balance.md", "docs/start.md").replace("router.py", "route.py")
+    assert wrong_rows(changed) == ["balance-model.json", "router-h200.json"]  # negative control
 
 
 def test_every_error_that_is_raised_has_its_section():

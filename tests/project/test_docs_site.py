@@ -37,17 +37,18 @@ def anchors(page: Path) -> set[str]:
     return repository & {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
+def leads(page: Path, link: str) -> bool:
+    """Whether a link of a page is one of the web, or leads to a file and a heading that exist."""
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    return bool(re.match(r"https?://", link)) or (
+        target.exists() and (not anchor or anchor in anchors(target))
+    )
+
+
 def broken_links(page: Path, text: str) -> list[str]:
     """Links of this text of a page, pictures too, to files or headings that do not exist."""
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not re.match(r"https?://", link) and (
-            not target.exists() or (anchor and anchor not in anchors(target))
-        ):
-            broken.append(link)
-    return broken
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not leads(page, link)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -82,8 +83,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def public_names() -> list[str]:
     """Everything in an `__all__` of PUBLIC, and every exception."""
-    modules = [importlib.import_module(f"symmoe{package}") for package in PUBLIC]
-    names = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
+    names = [
+        f"symmoe{package}.{name}"
+        for package in PUBLIC
+        for name in importlib.import_module(f"symmoe{package}").__all__
+    ]
     errors = ast.parse((ROOT / "symmoe" / "errors.py").read_text())
     return names + [
         f"symmoe.errors.{node.name}" for node in errors.body if isinstance(node, ast.ClassDef)

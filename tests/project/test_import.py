@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ NAMES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path fo
 ROOMS = (
     *"errors torch_internals address_range autograd program kernels nodes symm_mem checks".split(),
     *"precision dispatch combine tokens".split(),
-    *"grouped moe training".split(),
+    *"pointers grouped moe training lora metrics routing".split(),
     "",  # the package's own file
     *"checkpoint integrations tools timeline cli __main__".split(),
 )
@@ -93,6 +92,30 @@ def test_everything_public_is_there_without_triton_or_nvshmem_and_so_is_low_prec
     assert out == "ok"
 
 
+def test_what_only_mxfp8_and_nvfp4_need_is_not_imported_for_others():
+    out = run(
+        "import sys, torch, symmoe\n"
+        "from symmoe.precision import Float8Block\n"
+        "with symmoe.SymmetricHeap(num_bytes=8 << 20, backend='host') as heap:\n"
+        "    for precision in (None, Float8Block()):\n"
+        "        sizes = {'hidden': 128, 'ffn': 128, 'num_experts': 2, 'top_k': 1}\n"
+        "        config = symmoe.MoEConfig(**sizes, precision=precision)\n"
+        "        layer = symmoe.MoELayer(config, heap, dtype=torch.bfloat16)\n"
+        "        x = torch.randn(8, 128, dtype=torch.bfloat16, requires_grad=True)\n"
+        "        layer(x)[0].sum().backward()\n"
+        "        del layer, x\n"
+        "try:\n"
+        "    import triton\n"
+        "    from symmoe.kernels import gpu, hopper_launchers\n"
+        "except ImportError:\n"
+        "    pass\n"
+        "before = [name for name in sys.modules if 'block_scaled' in name]\n"
+        "from symmoe.precision import NVFP4\n"
+        "print(before, len([name for name in sys.modules if 'block_scaled' in name]) > 2)\n"
+    )
+    assert out == "[] True"
+
+
 EXTRAS = {  # by module, a package that it imports, and the extra that brings that
     "checkpoint": ("safetensors", "checkpoint"),
     "integrations.accelerate": ("accelerate", "transformers"),
@@ -142,7 +165,10 @@ def test_packages_come_with_the_first_look_and_dir_shows_public_names_only():
         "assert not [name for name in packages if f'symmoe.{name}' in sys.modules]\n"
         "print(packages, symmoe.errors.ArgumentError.__name__, symmoe.checkpoint.read_manifest.__name__)\n"
     )
-    packages = "['checkpoint', 'errors', 'integrations', 'precision', 'timeline']"
+    packages = [
+        *"checkpoint dispatch errors grouped integrations lora metrics pointers precision".split(),
+        *"routing symm_mem timeline training".split(),
+    ]
     assert out == f"{packages} ArgumentError read_manifest"
 
 
@@ -183,29 +209,16 @@ def test_only_the_backends_read_the_environment(path: Path):
     assert not reads or str(path) in MAY_READ_ENVIRONMENT
 
 
-@pytest.mark.parametrize("module", ["twin", "gpu"])
-def test_every_kernel_has_the_signature_of_the_contract(module: str):
-    """Names, kinds and defaults of parameters; types stand in the contract. Quantised products may take `tile`."""
-    if module == "gpu":
-        pytest.importorskip("triton")
-    from symmoe.kernels import Kernels
+def test_every_kernel_has_the_signature_of_its_twin():
+    """Names, kinds and defaults of parameters; types stand with the twins. Quantised products may take `tile`."""
+    pytest.importorskip("triton")
+    from symmoe.kernels import gpu, twin
 
-    functions = importlib.import_module(f"symmoe.kernels.{module}")
-    contract = {
-        name: each
-        for name, each in inspect.getmembers(Kernels, inspect.isfunction)
-        if name[0] != "_"
-    }
-    assert sorted(functions.__all__) == sorted(contract)
-    assert len(contract) >= 19
+    assert len(twin.__all__) >= 19
     tuning = {"num_sms", "num_ctas"}
-    for name, wanted in contract.items():
-        parameters = inspect.signature(getattr(functions, name)).parameters
+    for name in twin.__all__:
+        parameters = inspect.signature(getattr(gpu, name)).parameters
         found = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
-        assert (
-            found
-            == [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()][
-                1:
-            ]
-        ), name
+        wanted = inspect.signature(getattr(twin, name)).parameters.values()
+        assert found == [(p.name, p.kind, p.default) for p in wanted], name
         assert all(parameters[p].default is None for p in tuning & set(parameters)), name

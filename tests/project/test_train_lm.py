@@ -146,7 +146,7 @@ def test_replicas_balance_ranks_and_change_no_loss(losses: list[float], tmp_path
             assert max(rows) <= limit
             assert (count > 0) == (max(sum(load[:2]), sum(load[2:])) > limit)
     assert sum(sum(record["num_replicas"]) for record in records) > 0
-    assert "replica_places=2" in read_manifest(tmp_path / "checkpoints").extra["preset"]
+    assert "replicas_per_rank=2" in read_manifest(tmp_path / "checkpoints").extra["preset"]
     resumed = train(
         tmp_path, "--replicas=2", "--resume", f"--steps={STEPS + 1}", num_ranks=1
     )  # nothing moves

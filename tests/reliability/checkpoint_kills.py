@@ -34,7 +34,6 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -46,7 +45,6 @@ from torch import nn
 
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
-from symmoe.errors import CheckpointError
 from symmoe.grouped.mlp import GroupedMLP
 
 NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
@@ -106,7 +104,7 @@ def loaded(directory: Path, *, step: int | None = None) -> tuple[int, str, dict[
     before = content(model, optimizer)
     try:
         result = load_checkpoint(directory, model=model, optimizer=optimizer, step=step)
-    except CheckpointError:
+    except symmoe.errors.CheckpointError:
         assert content(model, optimizer) == before, "a load that failed has changed the model"
         raise
     return result.step, result.extra, content(model, optimizer)
@@ -128,7 +126,7 @@ def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, r
     os.write(report, b"begun\n")
     lines = 0
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace(frame, event: str, _):
         nonlocal lines
         file = frame.f_code.co_filename
         if not (file.startswith(SOURCES) and file.endswith(kill.module)):
@@ -156,7 +154,7 @@ def run_rank(rank: int, folder: Path, directory: Path, label: str, kill: Kill, r
         )
         sys.settrace(None)
         os.write(report, f"saved {lines} {time.perf_counter() - begun}\n".encode())
-    except CheckpointError as error:
+    except symmoe.errors.CheckpointError as error:
         sys.settrace(None)
         os.write(report, f"CheckpointError {' '.join(str(error).split())[:200]}\n".encode())
     os._exit(0)
@@ -268,11 +266,11 @@ def choose(number: int, seed: int, lengths: list[tuple[Kill, list[int], float]])
     return dataclasses.replace(kill, victims=victims, moment=moment)
 
 
-def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
+def check_kill(number: int, kill: Kill, scratch: Path) -> dict:
     """Kills one save, and looks at what is left."""
     directory, label = fresh(scratch), label_of(number, kill.step)
     reports = run_ranks(directory, label, kill)
-    record: dict[str, Any] = {
+    record: dict = {
         "case": number,
         **dataclasses.asdict(kill),
         "reports": reports,
@@ -312,13 +310,13 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
             for name in saved_in(directory)
         ):
             record["problems"].append(f"the next save has left {saved_in(directory)}")
-    except (CheckpointError, AssertionError) as error:
+    except (symmoe.errors.CheckpointError, AssertionError) as error:
         record["problems"].append(f"{type(error).__name__}: {error}")
     return record
 
 
 # --- flips ---
-def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str, Any]:
+def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict:
     """Inverts one bit, loads, and puts the bit back."""
     draw = random.Random(f"flip {seed} {number}")
     kind = TARGETS[number % len(TARGETS)]
@@ -331,7 +329,7 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
     }[kind]
     whole = path.read_bytes()
     position, bit = draw.randrange(len(whole)), draw.randrange(8)
-    record: dict[str, Any] = {
+    record: dict = {
         "flip": number,
         "file": path.name,
         "kind": kind,
@@ -345,7 +343,7 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
         record["outcome"] = "newest state" if same else "another state"
         if kind != "latest" or not same:
             problems.append(f"it was loaded nevertheless: {record['outcome']}")
-    except CheckpointError as error:
+    except symmoe.errors.CheckpointError as error:
         record["outcome"] = f"CheckpointError: {error}"
         if kind == "latest":
             problems.append("the newest checkpoint is whole, but was not loaded")
@@ -361,7 +359,7 @@ def check_flip(number: int, seed: int, directory: Path, newest: str) -> dict[str
 
 
 # --- the command ---
-def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def run(options: argparse.Namespace, scratch: Path) -> dict:
     """All cases that were asked for."""
     one = options.case is not None or options.flip is not None
     kills = [options.case] if options.case is not None else range(0 if one else options.kills)
@@ -408,7 +406,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _tell(name: str, record: dict[str, Any]) -> None:
+def _tell(name: str, record: dict) -> None:
     if record["problems"]:
         print(f"{name}: {record}", flush=True)
 

@@ -4,7 +4,6 @@ arena shifted by another number of bytes. The last cases start new processes, wh
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from worker import open_heap
@@ -23,7 +22,7 @@ _SKEW_S = 0.1
 def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
     """Of step number `step`: sizes, order, layout, schedule and capacity all follow from it."""
     number = seed * SEED_STRIDE + step
-    options: dict[str, Any] = {
+    options: dict = {
         "order": ("rank", "slot")[step % 2],
         "layout": ("packed", "expert-major")[step // 2 % 2],
         "schedule": ("serial", "always-overlapped")[step // 4 % 2],

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,9 +60,7 @@ class Fault:
     phase: str
     victims: tuple[int, ...]  # their ranks
     steps: int  # that go well before
-    options: (
-        dict[str, Any] | None
-    )  # of the layer; None: of make_plan, dispatch_tokens and combine_tokens
+    options: dict | None  # of the layer; None: of make_plan, dispatch_tokens and combine_tokens
     seed: int
 
     def __str__(self) -> str:
@@ -84,13 +81,13 @@ def fault_of(number: int, run: Run) -> Fault:
     if last == 1:  # somebody has to survive
         named["first and last"] = (last,)
     generator = random.Random(f"{run.seed * SEED_STRIDE + number}")
-    ways: tuple[dict[str, Any] | None, ...] = (
+    ways: tuple[dict | None, ...] = (
         None,
         {"order": "rank", "layout": "packed"},
         {"order": "slot", "layout": "expert-major", "stash": "none"},
         {"schedule": "overlapped"},
         {"capacity": 64 * run.num_ranks, "max_tokens": 32},
-        {"balance": "replicas", "replica_places": 1, "replica_slack": 0.0},
+        {"balance": "replicas", "replicas_per_rank": 1, "replica_slack": 0.0},
     )
     phase = PHASES[index % len(PHASES)]
     return Fault(
@@ -149,9 +146,7 @@ class Step:
             self._at("between")  # rows are there, experts come next
 
 
-def take_part(
-    rank: int, num_ranks: int, fault: Fault, device: str, turns=None
-) -> Iterator[dict[str, Any]]:
+def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) -> Iterator[dict]:
     """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
     turns: a file that the first victim locks before the steps that matter, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
@@ -195,7 +190,7 @@ def take_part(
             if fault.phase == "in close" and is_victim:
                 closing = heap.waits.wait
 
-                def close_barrier(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+                def close_barrier(call: int, *args, **kwargs) -> torch.Tensor:
                     if control.unpack_call(call)["phase"] == control.PHASE_CLOSE:
                         mark_and(fault.kind)
                     return closing(call, *args, **kwargs)
@@ -255,7 +250,7 @@ def watch(
     more=(),
     *,
     wait_s: float = 30.0,
-) -> tuple[list[str], dict[str, Any]]:
+) -> tuple[list[str], dict]:
     """What is wrong with what the survivors do, and how long it took them.
 
     Args:
@@ -336,7 +331,7 @@ def _time_in(report: int) -> float | None:
         return None
 
 
-def wrong_error(rank: int, found: dict[str, Any], kind: str, victims: Iterable[int]) -> list[str]:
+def wrong_error(rank: int, found: dict, kind: str, victims: Iterable[int]) -> list[str]:
     """Nothing if a survivor's error is of the right class and names a victim."""
     shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
     # In the middle of a call the peers are told of an exception, elsewhere of a heap that is left.
@@ -400,7 +395,7 @@ def gpu_mib(run: Run) -> list[int]:
     ]
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     by_kind = {}
     for kind in KINDS:
         facts = [outcome.facts for outcome in outcomes if outcome.facts.get("kind") == kind]

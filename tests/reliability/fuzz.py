@@ -6,7 +6,6 @@ import random
 import time
 from collections import Counter
 from functools import partial
-from typing import Any
 
 from bad_calls import MISTAKES, Bad, check_mistake
 from worker import Findings, open_heap
@@ -44,7 +43,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             yield 1e3 * (time.perf_counter() - start), findings.texts, {"call": call}
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     calls = Counter(outcome.facts["call"][0] for outcome in outcomes if "call" in outcome.facts)
     return {"calls": dict(sorted(calls.items()))}
 

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -71,7 +70,7 @@ def what_had_come(rank: int, num_ranks: int) -> list[str]:
     """A rank that gives up after a call does not take it from those who are slow to see its end."""
     heap, wait, problems = _new_heap(30.0), sync._wait, []
 
-    def late(*args: Any) -> Any:
+    def late(*args):
         time.sleep(0.1)
         return wait(*args)
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1]
 _START_S = {"cpu": 600.0, "cuda": 120.0}
@@ -58,7 +57,7 @@ class Launcher:
         folder.mkdir()
         return Job(self, num_ranks, device, folder)
 
-    def start_rank(self, request: dict[str, Any], file: int) -> int:
+    def start_rank(self, request: dict, file: int) -> int:
         """The pid of a new rank, which talks to the launcher through `file`."""
         with self._lock:
             socket.send_fds(
@@ -115,8 +114,8 @@ class Job:
             self._receive(rank, deadline)
 
     def stream(
-        self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float
-    ) -> Iterator[list[Any]]:
+        self, function: Callable[..., Iterator], *arguments, deadline_s: float
+    ) -> Iterator[list]:
         """What `function(rank, num_ranks, *arguments)` yields on the ranks: a list in rank order for every yield.
 
         Args:
@@ -137,19 +136,17 @@ class Job:
                 raise JobFailure(f"ranks yielded differently often: {messages}")
             yield [item for _, item in messages]
 
-    def run(
-        self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Iterator], *arguments, deadline_s: float) -> list:
         """The only yield of `function`, in rank order."""
         (items,) = self.stream(function, *arguments, deadline_s=deadline_s)
         return items
 
-    def send(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+    def send(self, function: Callable[..., Iterator], *arguments) -> None:
         """Starts `function` on every rank; what it yields is for :meth:`received`."""
         for connection in self._connections:
             connection.send((function, arguments))
 
-    def received(self, rank: int, *, deadline: float) -> Iterator[Any]:
+    def received(self, rank: int, *, deadline: float) -> Iterator:
         """What one rank yields, until it is done, has ended, or `deadline` (time.monotonic()) has passed."""
         connection = self._connections[rank]
         while connection.poll(max(0.0, deadline - time.monotonic())):
@@ -225,7 +222,7 @@ class Job:
                 self.kill(rank)
         self.close()
 
-    def _receive(self, rank: int, deadline: float) -> tuple[str, Any]:
+    def _receive(self, rank: int, deadline: float) -> tuple[str, object]:
         connection = self._connections[rank]
         try:
             if connection.poll(max(0.0, deadline - time.monotonic())):

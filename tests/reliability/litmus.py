@@ -4,7 +4,7 @@ An observation is one 4-byte word of payload that was read after its flag had be
 of its round. A case is some rounds of one kind, from every rank to the next:
 
     messages   many streams in one kernel: words and flag, wait and words, with the instructions of triton/sync.py
-    signals    words into the peer's memory, heap.send_signal; heap.wait_for_signal, read
+    signals    words into the peer's memory, heap.send_signal; heap._wait_for_signal, read
     pushes     words into the peer's memory, heap.barrier, read
     pulls      words into own memory, heap.barrier, read by the peer
 
@@ -17,7 +17,6 @@ import random
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -174,8 +173,8 @@ class Rounds:
     def _signals(self, value: int, seed: int) -> None:
         self.heap.barrier(control.PHASE_DISPATCH_READY)
         self.ops.write(self._words.peer(self.next), value=value, seed=seed)
-        self.heap.send_signal(self.next)
-        self.heap.wait_for_signal(self.previous, control.PHASE_DISPATCH_DONE)
+        self.heap._send_signal(self.next)
+        self.heap._wait_for_signal(self.previous, control.PHASE_DISPATCH_DONE)
         self.ops.read(self._words.tensor, value=value, seed=seed)
 
     def _pushes(self, value: int, seed: int) -> None:
@@ -235,7 +234,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         rounds.close()
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     """Sums over cases and ranks."""
     kinds: dict[str, dict[str, int]] = {}
     for facts in (outcome.facts for outcome in outcomes if outcome.facts):

@@ -6,7 +6,6 @@ More ranks have too many interleavings: then a case is one of them, at random. R
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from reliability.launch import Launcher
 from reliability.protocol import Model, Protocol, scenarios
@@ -30,7 +29,7 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         yield Outcome(number, 1e3 * (time.perf_counter() - start), problems, facts)
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     return {"scenarios": [outcome.facts for outcome in outcomes]}
 
 

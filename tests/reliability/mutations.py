@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +86,7 @@ CHECKS = {
 
 def check(
     rank, num_ranks, numbers: tuple[int, ...], seed: int, device, mutant: str | None, part: str
-) -> Iterator[Any]:
+) -> Iterator:
     """A part of a suite on ranks with a mutant. Yields once when that is in place, then the part's results."""
     try:
         late = slow_waits(1) if rank == num_ranks - 1 else nullcontext()
@@ -100,7 +99,7 @@ def check(
 
 def take_part(
     rank: int, num_ranks: int, fault: faults.Fault, device: str, mutant: str | None
-) -> Iterator[Any]:
+) -> Iterator:
     with mutated(mutant):
         yield from faults.take_part(rank, num_ranks, fault, device)
 
@@ -187,7 +186,7 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         )
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     return {"mutants": [outcome.facts for outcome in outcomes]}
 
 

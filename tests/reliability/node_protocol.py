@@ -1,5 +1,5 @@
 """A model of how nodes agree on an error, and on who is lost, and a search through all its interleavings. Written from
-docs/design.md ("Between nodes") and the text of symm_mem/faults.py, not from the code. Ranks of a node meet in
+docs/design/nodes.md and the text of symm_mem/faults.py, not from the code. Ranks of a node meet in
 barriers, ranks of a rail exchange headers, and then tensors. What a rank sends, another one takes at any later time:
 messages of a pair keep their order, those of different pairs do not. What barriers are made of is in protocol.py; here
 one is an arrival, with or without a fault, and a wait for the arrivals of the node.
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reliability.protocol import Protocol, Searchable
 
@@ -75,7 +75,7 @@ class _Rank(NamedTuple):
 
 
 State = tuple[tuple[_Rank, ...], tuple[tuple[tuple, ...], ...]]
-Step = tuple[str, Any]  # its kind, and what it says or writes
+Step = tuple[str, object]  # its kind, and what it says or writes
 
 
 class NodeModel(Searchable):
@@ -202,7 +202,7 @@ class NodeModel(Searchable):
         own = state[0][rank]
         return self._with(state, rank, own._replace(heard=(*own.heard, whose), waits=False))
 
-    def _finish(self, state: State, rank: int, own: _Rank, *_: Any) -> Iterator[State]:
+    def _finish(self, state: State, rank: int, own: _Rank, *_) -> Iterator[State]:
         yield self._with(state, rank, own._replace(status=_FINISHED))
 
     def _say_first(

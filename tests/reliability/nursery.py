@@ -14,7 +14,6 @@ import sys
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 # torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
@@ -61,7 +60,7 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def _be_a_rank(connection: Connection, job: dict[str, Any]) -> int:
+def _be_a_rank(connection: Connection, job: dict) -> int:
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

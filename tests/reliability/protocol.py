@@ -1,5 +1,5 @@
 """A model of the barrier, epoch and signal protocol, a search through all its interleavings, and walks through some.
-Written from docs/design.md ("Trips", "Barrier, epochs, faults", "Plan"), not from the code. Ranks run programs of small
+Written from docs/design/ (trips.md, faults.md, plan.md), not from the code. Ranks run programs of small
 steps. A plain store waits in its rank's store buffer and becomes visible at any later time, in any order (as on GPUs;
 x86-64 would keep it); a flag is a release: it is stored once the buffer is empty. Loads take place where they stand.
 Every value carries the number of the trip, plan or epoch that it belongs to, so a read knows what it should see:
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-# The rules of docs/design.md, and what a mutant that breaks one is called.
+# The rules of docs/design/, and what a mutant that breaks one is called.
 RULES = {
     "fenced_flags": "flags without a fence",  # a flag or signal is stored after all stores before it
     "fenced_signals": "signals without a fence",

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import routings
 from trip_checks import check_combine, check_dispatch
@@ -31,7 +30,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             yield 1e3 * (time.perf_counter() - start), findings.texts, {"stratum": case.stratum}
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     strata = Counter(
         outcome.facts["stratum"][0] for outcome in outcomes if "stratum" in outcome.facts
     )

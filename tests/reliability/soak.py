@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from functools import partial
-from typing import Any
 
 import oracle
 import torch
@@ -154,7 +153,7 @@ def slope(x: list[float], y: list[float]) -> float:
     return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     facts = [outcome.facts for outcome in outcomes if outcome.facts]
     return {"footprint": facts[-1]} if facts else {}
 

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from heap_calls import round_trip
@@ -37,7 +36,7 @@ class Round:
             lambda: self.keep(y=combine_tokens(self.rows, self.plan, order="slot")),
         ]
 
-    def keep(self, **results: Any) -> None:
+    def keep(self, **results) -> None:
         self.__dict__ |= results
 
     def make(self, call: int) -> list[str]:
@@ -77,7 +76,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             )
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: list[Outcome]) -> dict:
     stalls = [ms for outcome in outcomes for ms in outcome.facts.get("stall_ms", []) if ms]
     return {
         "timeout_ms": 1e3 * TIMEOUT_S,

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from worker import experts_of
@@ -20,7 +19,7 @@ def weights_of(num_experts: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]
     return w1, torch.randn((num_experts, HIDDEN, FFN), generator=generator) / FFN**0.5
 
 
-def make_layer(heap: SymmetricHeap, seed: int, **options: Any) -> MoELayer:
+def make_layer(heap: SymmetricHeap, seed: int, **options) -> MoELayer:
     """A layer with the experts of :func:`weights_of` and a router that is the same on all ranks."""
     num_experts = EXPERTS_PER_RANK * heap.num_ranks
     config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=num_experts, top_k=TOP_K, **options)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class Outcome:
     case: int
     ms: float
     problems: list[str]  # what is wrong, as text; nothing if the case has passed
-    facts: dict[str, Any] = field(
+    facts: dict = field(
         default_factory=dict
     )  # figures that the run's record sums up or lists, by name
 
@@ -55,7 +54,7 @@ class Outcome:
 RunCases = Callable[[Run, Launcher], Iterator[Outcome]]
 # On every rank: (rank, num_ranks, numbers, seed, device), a generator of (milliseconds, problems, facts) per number.
 Numbers = tuple[int, ...]
-Results = Iterator[tuple[float, list[str], dict[str, Any]]]
+Results = Iterator[tuple[float, list[str], dict]]
 CheckCases = Callable[[int, int, Numbers, int, str], Results]
 
 
@@ -67,9 +66,7 @@ class Suite:
     num_cases: int  # of a run in full
     num_gpu_cases: int | None = None  # of one on GPUs; None: the same
     num_ranks: int = 2  # if nobody asks for others
-    summarize: Callable[[list[Outcome]], dict[str, Any]] = (
-        lambda outcomes: {}
-    )  # more entries of the record
+    summarize: Callable[[list[Outcome]], dict] = lambda outcomes: {}  # more entries of the record
 
 
 def on_ranks(
@@ -138,7 +135,7 @@ def side_by_side(works: Sequence[Callable[[], Iterator[Outcome]]]) -> Iterator[O
             thread.join(15.0)
 
 
-def merged(case: int, results: Iterable[tuple[float, list[str], dict[str, Any]]]) -> Outcome:
+def merged(case: int, results: Iterable[tuple[float, list[str], dict]]) -> Outcome:
     """One outcome from what the ranks found: the slowest rank's time, all problems, facts as lists over ranks."""
     results = list(results)
     names = list(dict.fromkeys(name for _, _, facts in results for name in facts))
@@ -162,7 +159,7 @@ def execute(
     *,
     command: str,
     limit_s: float = math.inf,
-) -> dict[str, Any]:
+) -> dict:
     """Runs the cases and makes the record: counts, times, the failures in full, and where it ran. After `limit_s` or a
     KeyboardInterrupt it takes no more outcomes: the record says how many cases there were."""
     start, outcomes, failed = time.monotonic(), [], []
@@ -215,6 +212,6 @@ def percentiles(values: Iterable[float]) -> dict[str, float | None]:
     return {name: round(float(value), 3) for name, value in marks.items()}
 
 
-def describe(rank: int, num_ranks: int, device: str) -> Iterator[dict[str, Any]]:
+def describe(rank: int, num_ranks: int, device: str) -> Iterator[dict]:
     """Where and with what a run is made; on a rank, because it may touch the GPU."""
     yield machine(torch.device(device))

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -38,7 +37,7 @@ def slow_waits(seed: int) -> Iterator[None]:
     """This rank is late, now and then, between its own flags of a barrier and its look at the others'."""
     generator = random.Random(seed)
 
-    def late(wait: Callable, *args: Any) -> Any:
+    def late(wait: Callable, *args):
         if generator.random() < 0.3:
             time.sleep(2e-3)
         return wait(*args)
@@ -48,20 +47,20 @@ def slow_waits(seed: int) -> Iterator[None]:
         yield
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, stand_in: Callable[..., Any]) -> None:
+def _replace(stack: ExitStack, owner, name: str, stand_in: Callable) -> None:
     """Puts stand_in(original, *args, **kwargs) in place of `owner.name` for the life of the stack."""
     if not hasattr(owner, name):
         raise DoesNotApply(f"{owner.__name__} has no {name}")
     stack.enter_context(patch.object(owner, name, partial(stand_in, getattr(owner, name))))
 
 
-def _hook(stack: ExitStack, **stand_ins: Callable[..., Any]) -> None:
+def _hook(stack: ExitStack, **stand_ins: Callable) -> None:
     """Has stand_in(kernel, *args, **kwargs) called in place of each kernel of the twins."""
     for name in stand_ins:
         if not hasattr(twin, name):
             raise DoesNotApply(f"the twins have no {name}")
 
-    def hook(name: str, kernel: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def hook(name: str, kernel: Callable, /, *args, **kwargs):
         return (
             stand_ins[name](kernel, *args, **kwargs)
             if name in stand_ins
@@ -75,7 +74,7 @@ def _hook(stack: ExitStack, **stand_ins: Callable[..., Any]) -> None:
 def _no_wait_in(phase: int, stack: ExitStack) -> None:
     waits = [True]
 
-    def barrier(kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+    def barrier(kernel: Callable, *args, **kwargs):
         waits[0] = control.unpack_call(kwargs["call"])["phase"] != phase
         try:
             return kernel(*args, **kwargs)
@@ -86,22 +85,20 @@ def _no_wait_in(phase: int, stack: ExitStack) -> None:
     _hook(stack, barrier=barrier)
 
 
-def _wait_for_all_but_the_last(original: Callable, words: Any, rank: int, *args: Any) -> Any:
+def _wait_for_all_but_the_last(original: Callable, words, rank: int, *args):
     return True if rank == words.shape[0] - 1 else original(words, rank, *args)
 
 
-def _wait_for_an_older_epoch(
-    original: Callable, words: Any, rank: int, value: int, *args: Any
-) -> Any:
+def _wait_for_an_older_epoch(original: Callable, words, rank: int, value: int, *args):
     return original(words, rank, value - 4, *args)  # 2 epochs: the same half
 
 
-def _with(original: Callable, *args: Any, options: dict[str, Any], **kwargs: Any) -> Any:
+def _with(original: Callable, *args, options: dict, **kwargs):
     return original(*args, **kwargs | options)
 
 
 # -- epochs, halves and the order of stores ---------------------------------------------------------------------------
-def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> Any:
+def _epoch_stays(kernel: Callable, peers: Peers, *args, **kwargs):
     counters = peers.counters(peers.rank)
     epoch = int(counters[control.BARRIER_EPOCH])
     result = kernel(peers, *args, **kwargs)
@@ -140,8 +137,8 @@ def _payload_after(which: str, stack: ExitStack) -> None:
         x: torch.Tensor,
         to_row: torch.Tensor,
         peers: Peers,
-        *args: Any,
-        **kwargs: Any,
+        *args,
+        **kwargs,
     ) -> None:
         push_now = partial(kernel, x, to_row, peers, *args, **kwargs)
         if which == "barrier" or peers.rank not in (kwargs.get("ranks") or (peers.rank,)):
@@ -149,7 +146,7 @@ def _payload_after(which: str, stack: ExitStack) -> None:
         else:
             push_now()
 
-    def flag(kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+    def flag(kernel: Callable, *args, **kwargs):
         result = kernel(*args, **kwargs)
         if which != "barrier":
             time.sleep(5e-3)
@@ -163,7 +160,7 @@ def _payload_after(which: str, stack: ExitStack) -> None:
 # -- faults, fills and giving up --------------------------------------------------------------------------------------
 def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
     class Torch:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str):
             return getattr(torch, "empty" if name == "zeros" else name)
 
     stack.enter_context(patch.object(trip, "torch", Torch()))
@@ -184,13 +181,11 @@ def _unused_packed_rows_not_marked(
             ] = 0
 
 
-def _hooks(**stand_ins: Callable[..., Any]) -> Callable[[ExitStack], None]:
+def _hooks(**stand_ins: Callable) -> Callable[[ExitStack], None]:
     return lambda stack: _hook(stack, **stand_ins)
 
 
-def _in_place_of(
-    owner: Any, name: str, stand_in: Callable[..., Any]
-) -> Callable[[ExitStack], None]:
+def _in_place_of(owner, name: str, stand_in: Callable) -> Callable[[ExitStack], None]:
     return lambda stack: _replace(stack, owner, name, stand_in)
 
 

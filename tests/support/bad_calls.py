@@ -4,23 +4,16 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from heap_calls import expect, outcome
+from layers import layer_config
 from worker import Findings
 
-from symmoe import (
-    MoEConfig,
-    MoELayer,
-    Plan,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
+from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checks.arguments import CHOICES
+from symmoe.dispatch.plan import Plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -28,7 +21,7 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
-Arguments = dict[str, Any]
+Arguments = dict
 
 
 @dataclass(frozen=True)
@@ -41,18 +34,18 @@ class Bad:
     parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
     error: str = "ArgumentError"  # name of the class
     base: tuple[
-        tuple[str, Any], ...
+        tuple[str, object], ...
     ] = ()  # keyword arguments that all ranks pass on top of the usual ones
 
 
-def wrong(name: str, make: Any, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
+def wrong(name: str, make, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
     """The argument `name` is `make`, or, if that is a function, what it makes of the right one."""
     return Bad(
         lambda heap, good: {name: make(good[name]) if callable(make) else make}, parts, error, base
     )
 
 
-def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], Any], *parts: str) -> Bad:
+def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], object], *parts: str) -> Bad:
     return Bad(lambda heap, good: {name: make(heap, good)}, parts)
 
 
@@ -67,9 +60,7 @@ class Wrapper(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func, types, args: tuple = (), kwargs: dict | None = None):
         raise NotImplementedError(func)
 
 
@@ -125,6 +116,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 # -- arguments of each call -------------------------------------------------------------------------------------------
 STATIC = (("capacity", 60), ("max_tokens", 9))
+REPLICAS = (("replicas_per_rank", 1),)
 
 
 def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -180,6 +172,10 @@ def plan_mistakes(num_experts: int) -> list[Bad]:
         wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC),
         wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC),
         wrong("max_tokens", 9, "max_tokens (9)", "capacity is None"),
+        wrong("replicas_per_rank", -1, "replicas_per_rank (-1)"),
+        wrong("replicas_per_rank", 1.0, "replicas_per_rank (1.0)"),
+        wrong("replicas_per_rank", 1100, "must be at most 1024"),
+        wrong("replica_slack", 2.0, "replica_slack (2.0)", base=REPLICAS),
         *ids_out_of_range(num_experts),
         *ids_out_of_range(num_experts, STATIC),
     ]
@@ -320,7 +316,7 @@ def plan_of(heap: SymmetricHeap, seed: int = 5) -> Plan:
     return make_plan(routing(heap, seed), num_experts=2 * heap.num_ranks, heap=heap)
 
 
-def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
+def layer_of(heap: SymmetricHeap, **options) -> MoELayer:
     """With the same weights whenever it is made."""
     torch.manual_seed(0)
     usual = {
@@ -330,7 +326,7 @@ def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
         "top_k": K,
         "schedule": "always-overlapped",
     }
-    return MoELayer(MoEConfig(**{**usual, **options}), heap)
+    return MoELayer(layer_config(**{**usual, **options}), heap)
 
 
 def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
@@ -357,7 +353,7 @@ class Stage:
         x = torch.randn((T, H), generator=generator).to(heap.device)
         probs = torch.rand((T, K), generator=generator).to(heap.device)
         if name == "make_plan":
-            self.function: Callable[..., Any] = make_plan
+            self.function: Callable = make_plan
             self.good = {
                 "topk_idx": ids,
                 "num_experts": 2 * heap.num_ranks,
@@ -393,7 +389,7 @@ class Stage:
             "grad_out": buffer[: plan.num_rows],
         }
 
-    def call(self, **changes: Any) -> tuple[str, str]:
+    def call(self, **changes) -> tuple[str, str]:
         """(class, text) of the error, at the latest when the rank waits for its stream."""
         return outcome(
             lambda: [self.function(**{**self.good, **changes}), self._heap.synchronize()]
@@ -458,6 +454,8 @@ def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, 
         ({"hidden": None}, "hidden", str(H), "none", agreed),
         ({"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed),
         ({"dtype": None}, "dtype", "torch.float32", "none", agreed),
+        ({"replicas_per_rank": 2}, "replica places", "1", "2", REPLICAS),
+        ({"replica_slack": 0.1}, "slack per mille", "50", "100", REPLICAS),
     ]
 
 
@@ -465,7 +463,7 @@ def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, 
 RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(hadamard_signs=5))
 
 
-def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict, str, object]]:
     """(fields of all configurations, one field, the culprit's value): what plans compare and what only this rank
     computes with."""
     changes = {
@@ -476,7 +474,7 @@ def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]
         "ffn": 2 * H,
         "stash": "rows",
         "aux_loss_coef": 0.5,
-        "max_room": 7,
+        "max_row_budget": 7,
         "score": "sigmoid",
     }
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():

@@ -15,21 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 STATEMENTS: dict[str, tuple[int, int]] = {
-    "symmoe": (18_000, 22_659),
-    "tests": (26_000, 33_768),
-    "benchmarks": (3_000, 3_080),
+    "symmoe": (18_000, 22_528),
+    "tests": (26_000, 34_389),
+    "benchmarks": (3_000, 3_079),
     # rooms of symmoe
-    "kernels + program": (7_000, 8_374),
+    "kernels + program": (7_000, 8_254),
     "symm_mem + nodes": (2_300, 2_827),
-    "checks + precision": (550, 625),
+    "checks + precision": (550, 620),
     "dispatch + combine": (750, 895),
-    "grouped + moe + training": (3_600, 4_799),
+    "grouped + moe + training": (3_600, 4_793),
     "checkpoint + integrations": (2_100, 2_727),
     "tools + timeline": (1_400, 1_807),
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 4_062),
+    "lines of docs": (4_000, 4_120),
     "packed assignments per 1,000 statements": (15, 32),  # a, b = x, y
     # the fullest of all
     "files in one folder": (22, 0),
@@ -38,7 +38,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     # a steady step of a layer on two CPU ranks, see test_bounds.py
     "files of a step": (24, 33),
     "frames in forward": (10, 19),
-    "calls in forward": (300, 657),
+    "calls in forward": (300, 634),
     "calls before the first kernel": (60, 111),
 }
 MOST_PARAMETERS = 8

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
-from symmoe.errors import SymmoeError
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.row_budget import RowHistory
-from symmoe.symm_mem.several_nodes import Nodes
+from symmoe.symm_mem.several_nodes import RemoteNodes
 from symmoe.symm_mem.streams import NoStreams
 
 H, I, E, K, T = 16, 24, 8, 3, 200
@@ -28,19 +25,19 @@ CAPTURE = 1  # the number of every graph of the stand-in
 
 
 @contextmanager
-def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def in_a_graph(by_host: Callable) -> Iterator[None]:
     """In this context calls do what a graph has of them: no host looks for errors. What hosts find out, room and what
     they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
     with ExitStack() as patches:
         for name, value in (("capture", CAPTURE), ("raises_at_once", False)):
             patches.enter_context(mock.patch.object(NoStreams, name, value))
-        patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
+        patches.enter_context(mock.patch.object(symmoe.SymmetricHeap, "check", return_value=None))
         patches.enter_context(
             mock.patch.object(
-                SymmetricHeap, "run", lambda heap, key, function, *_, **numbers: function()
+                symmoe.SymmetricHeap, "_run", lambda heap, key, function, *_, **numbers: function()
             )
         )
-        for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
+        for owner, name in ((RemoteNodes, "meet"), (RowHistory, "room")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
 
@@ -54,14 +51,14 @@ class HostGraph:
         model: nn.Module,
         states: list[torch.Tensor],
         function: Callable[[], None],
-        heaps: list[SymmetricHeap],
+        heaps: list[symmoe.SymmetricHeap],
     ) -> None:
         self._parameters, self._function, self._heaps = list(model.parameters()), function, heaps
-        self._found: list[Any] = []
+        self._found: list = []
         before = [state.clone() for state in states]
 
-        def noting(method: Callable[..., Any]) -> Callable[..., Any]:
-            def call(owner: Any, *given: Any, **options: Any) -> Any:
+        def noting(method: Callable) -> Callable:
+            def call(owner, *given, **options):
                 result = method(owner, *given, **options)
                 self._found.append((result, getattr(owner, "rail_rows", None)))
                 return result
@@ -79,7 +76,7 @@ class HostGraph:
             parameter.grad = None
         found = iter(self._found)
 
-        def again(owner: Any, *_given: Any, **_options: Any) -> Any:
+        def again(owner, *_given, **_options):
             result, rail_rows = next(found)
             if rail_rows is not None:
                 owner.rail_rows = rail_rows
@@ -99,8 +96,8 @@ class HostGraph:
 
 
 def capture(
-    model: nn.Module, step: Callable[..., Any] | None = None, **options: float
-) -> symmoe.CapturedStep:
+    model: nn.Module, step: Callable | None = None, **options: float
+) -> symmoe.training.CapturedStep:
     """The step, or that of make_step; on CPUs with a stand-in for CUDA graphs."""
     captured = symmoe.capture_step(step or make_step(model), model, **options)
     if next(model.parameters()).device.type == "cpu":
@@ -113,13 +110,20 @@ def capture(
 class Model(nn.Module):
     """Two layers of experts, and a buffer that every step changes."""
 
-    def __init__(self, heap: SymmetricHeap, **options) -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap, **options) -> None:
         super().__init__()
         torch.manual_seed(heap.rank)
-        config = MoEConfig(
-            hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options
+        config = symmoe.MoEConfig(
+            hidden=H,
+            ffn=I,
+            num_experts=E,
+            top_k=K,
+            router=symmoe.RouterConfig(aux_loss_coef=0.1, expert_bias=True),
+            **options,
         )
-        self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
+        self.layers = nn.ModuleList([symmoe.MoELayer(config, heap) for _ in range(2)]).to(
+            heap.device
+        )
         # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
         self.dropout = nn.Dropout(0.1 if heap.device.type == "cuda" else 0.0)
         self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.clone
@@ -192,7 +196,7 @@ def check_exact(
         torch.use_deterministic_algorithms(False)
         model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
-        loggers = symmoe.MetricsLogger(model), symmoe.MetricsLogger(plain)
+        loggers = symmoe.metrics.MetricsLogger(model), symmoe.metrics.MetricsLogger(plain)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]
@@ -223,18 +227,17 @@ def check_exact(
 class Chosen(nn.Module):
     """Experts behind a dense layer and a router, which is told what to choose."""
 
-    def __init__(self, heap: SymmetricHeap, group: dist.ProcessGroup) -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap, group: dist.ProcessGroup) -> None:
         super().__init__()
-        config = MoEConfig(
+        config = symmoe.MoEConfig(
             hidden=H,
             ffn=I,
             num_experts=E,
             top_k=2,
-            aux_loss="global",
-            aux_loss_coef=0.1,
+            router=symmoe.RouterConfig(aux_loss="global", aux_loss_coef=0.1),
             order="slot",
         )
-        self.dense, self.moe = nn.Linear(H, H), MoELayer(config, heap, expert_group=group)
+        self.dense, self.moe = nn.Linear(H, H), symmoe.MoELayer(config, heap, expert_group=group)
         self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64))
         set_weights(self, heap)
         self.to(heap.device)
@@ -251,7 +254,7 @@ class Chosen(nn.Module):
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
-def put_around(wrap: Wrap | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
+def put_around(wrap: Wrap | None, heap: symmoe.SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
     """A model in FSDP2 or DDP, or as it is. torch before 2.13 captures no DDP that was built on the default stream."""
     model = Chosen(heap, mesh.get_group("efsdp"))
     with torch.cuda.stream(torch.cuda.Stream()) if heap.device.type == "cuda" else nullcontext():
@@ -259,7 +262,13 @@ def put_around(wrap: Wrap | None, heap: SymmetricHeap, mesh: DeviceMesh) -> nn.M
 
 
 def check_wrapped(
-    rank: int, num_ranks: int, device: str, ep: int, wrap: Wrap | None, init_method: str
+    rank: int,
+    num_ranks: int,
+    device: str,
+    ep: int,
+    wrap: Wrap | None,
+    init_method: str,
+    ranks_per_node: int | None = None,
 ) -> tuple[tuple[int, int, int], list[str]]:
     """Counts, and what is wrong: steps of a model in DDP or FSDP2, each with an optimizer's, have the bits of eager
     ones. In step 13 ranks of the first EP group need more room, in step 16 the last rank has an id out of range."""
@@ -270,7 +279,8 @@ def check_wrapped(
             "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=num_ranks
         )
     mesh = init_device_mesh(device, (num_ranks // ep, ep), mesh_dim_names=("efsdp", "ep"))
-    with open_heap(device, num_bytes=64 << 20, group=mesh.get_group("ep")) as heap:
+    options = {"group": mesh.get_group("ep"), "ranks_per_node": ranks_per_node}
+    with open_heap(device, num_bytes=64 << 20, **options) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
@@ -288,7 +298,8 @@ def check_wrapped(
                 ids[3, 1] += E * (rank == num_ranks - 1)
                 states = [(state, state.clone()) for state in captured.modules.states()]
                 with pytest.raises(
-                    SymmoeError, match=f"{E}" if rank >= num_ranks - ep else "in another EP group"
+                    symmoe.errors.SymmoeError,
+                    match=f"{E}" if rank >= num_ranks - ep else "in another EP group",
                 ):
                     captured(batch, scale=0.5)
                 for state, before in states:
@@ -331,8 +342,8 @@ def double(module: nn.Module, args: object, outputs: tuple) -> tuple:
     return 2 * outputs[0], outputs[1]
 
 
-def new_experts(layer: MoELayer) -> None:
-    experts = GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
+def new_experts(layer: symmoe.MoELayer) -> None:
+    experts = symmoe.GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
     experts.load_state_dict(
         {name: 2 * tensor for name, tensor in layer.experts.state_dict().items()}
     )
@@ -372,7 +383,7 @@ def deterministic(_: str) -> Iterator[None]:
     torch.backends.cudnn.deterministic = False
 
 
-AROUND: dict[str, Callable[[str], Any]] = {
+AROUND: dict[str, Callable[[str], object]] = {
     "autocast": lambda device: torch.autocast(device, torch.bfloat16),
     "autocast in fp16": lambda device: torch.autocast(device, torch.float16),
     "deterministic": deterministic,

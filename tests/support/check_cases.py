@@ -13,11 +13,11 @@ from small_model import open_mesh
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.grouped.parameters import trainable
-from symmoe.integrations.parallel import parallelize
 from symmoe.integrations.transformers import swap_moe
 from symmoe.moe.router import RouterOutput
 from symmoe.tools.check import Context, Trained
 from symmoe.torch_internals import pytree
+from symmoe.training.parallel import parallelize
 
 if (
     RouterOutput not in pytree.SUPPORTED_NODES

@@ -24,7 +24,12 @@ class Small(nn.Module):
     def __init__(self, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
         config = symmoe.MoEConfig(
-            hidden=16, ffn=24, num_experts=4, top_k=2, expert_bias=True, order="slot", z_loss_coef=1
+            hidden=16,
+            ffn=24,
+            num_experts=4,
+            top_k=2,
+            router=symmoe.RouterConfig(expert_bias=True, z_loss_coef=1),
+            order="slot",
         )
         self.embed = nn.Embedding(128, 16)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
@@ -88,7 +93,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.step()
-        symmoe.balance_step(self.model)
+        symmoe.training.balance_step(self.model)
         self.model.num_steps += 1
 
     def state(self) -> dict:
@@ -291,7 +296,6 @@ def _keeps_its_own(name: str, it: Training, tokens: torch.Tensor) -> None:
 
 
 scalar_not_averaged = plants("backward")(partial(_keeps_its_own, "scale"))
-router_not_averaged = plants("backward")(partial(_keeps_its_own, "moe.1.router.weight"))
 
 
 @plants("backward")
@@ -309,12 +313,6 @@ def own_loss_twice(it: Training, tokens: torch.Tensor) -> None:
 def without_a_bias(it: Training) -> None:
     it.model.norms[1].bias.grad = None
     it.step()
-
-
-@plants("step")
-def frozen_too(it: Training) -> None:
-    it.step()
-    it.model.frozen.weight.data += RATE
 
 
 @plants("step")
@@ -343,13 +341,6 @@ def bias_by_own_load(it: Training) -> None:
 def rate_falls_twice(it: Training) -> None:
     it.step()
     it.optimizer.param_groups[0]["lr"] *= 0.999**it.context.num_ranks
-
-
-@plants("step")
-def momentum_in_bf16(it: Training) -> None:
-    it.step()
-    for state in it.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].bfloat16()
 
 
 @plants("step")

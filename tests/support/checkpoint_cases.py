@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +73,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def state(seed: int = 0, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+def state(seed: int = 0, rank: int = 0, num_ranks: int = 1) -> dict:
     """Tensors without a model, and four experts of each rank."""
     experts = draw(f"{seed}/e/{rank}", torch.empty(4, 2))
     return {
@@ -84,7 +83,7 @@ def state(seed: int = 0, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
     }
 
 
-def flat(tensors: dict[str, Any]) -> list[bytes]:
+def flat(tensors: dict) -> list[bytes]:
     return [
         raw(tensor)
         for tensor in (tensors["a"]["weight"], tensors["experts"].tensor, tensors["scalar"])
@@ -104,7 +103,7 @@ def newest(directory: Path, step: int | None = None) -> int:
     return load_state(0, 1, directory, step)
 
 
-def end_of(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+def end_of(call: Callable[..., object], *arguments, **options) -> str:
     """How a call ended: "saved", or its error."""
     try:
         call(*arguments, **options)

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ class RankFailure(AssertionError):
 
 
 def on_ranks(
-    *, cpu: Sequence[int], cuda: Sequence[int], marks: Any = pytest.mark.gpu
+    *, cpu: Sequence[int], cuda: Sequence[int], marks=pytest.mark.gpu
 ) -> pytest.MarkDecorator:
     """Cases (num_ranks, device) of a test; those on GPUs have the marks."""
     on_gpus = [pytest.param(num_ranks, "cuda", marks=marks) for num_ranks in cuda]
@@ -52,7 +51,7 @@ def on_ranks(
 
 
 def run_on(
-    *num_ranks: Any,
+    *num_ranks,
     on_gpus=(),
     fixture: str = "cluster",
     device: str | None = None,
@@ -66,7 +65,7 @@ def run_on(
 
     def decorate(body: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(body)
-        def test(*on_a_rank: Any, **given: Any) -> object:
+        def test(*on_a_rank, **given) -> object:
             if on_a_rank:
                 return body(*on_a_rank, **given)
             size = (
@@ -100,7 +99,7 @@ def _trainer_heap(rank: int, num_ranks: int, stack: ExitStack) -> SymmetricHeap:
     return stack.enter_context(SymmetricHeap(num_bytes=4 << 20))
 
 
-_GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
+_GIVEN: dict[str, Callable[[int, int, ExitStack], object]] = {
     "findings": lambda rank, num_ranks, _: Findings(f"rank {rank} of {num_ranks}"),
     "heap": lambda _rank, _num_ranks, stack: stack.enter_context(
         open_heap("cpu", num_bytes=16 << 20)
@@ -109,9 +108,7 @@ _GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
 }
 
 
-def _answer(
-    function: Callable, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence, kwargs: dict):
     """What a function returns. If it takes `findings`, `heap` or `trainer_heap` after the number of ranks, it gets
     some, or a heap on CPUs, the latter within the environment of a launcher; of the first the texts are the answer."""
     names = itertools.takewhile(
@@ -148,9 +145,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, fn: Callable, *args, timeout_s: float = HANG_S, **kwargs) -> list:
         """`fn(rank, num_ranks, *args, **kwargs)` on every rank; results in rank order.
 
         Raises:
@@ -179,8 +174,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         return results
 
     def run_without(
-        self, victims: Sequence[int], fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S
-    ) -> dict[int, Any]:
+        self, victims: Sequence[int], fn: Callable, *args, timeout_s: float = HANG_S
+    ) -> dict:
         """Same as :meth:`run`, by rank, of ranks that go on when `victims` die or stop. Then all are ended."""
         try:
             for pipe in self._pipes:
@@ -199,7 +194,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 self._processes[rank].kill()
             self.close()
 
-    def findings(self, check: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
+    def findings(self, check: Callable[..., object], *args, **kwargs) -> list[str]:
         """What `check` has found wrong on any rank; see `worker.Findings`. Raises as `run`."""
         return [text for texts in self.run(check, *args, **kwargs) for text in texts]
 
@@ -224,7 +219,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._dir.cleanup()
 
 
-def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -> None:
+def _serve(pipe, rank: int, num_ranks: int, store: str, device_type: str) -> None:
     mp.set_start_method(
         "fork", force=True
     )  # whose semaphores have no names that stay (tqdm makes some)

@@ -15,7 +15,7 @@ from row_ranges import rows_of, whole_groups
 from written_arguments import WRITTEN
 
 from symmoe.kernels import twin
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 TAIL = 10  # rows of no group
 

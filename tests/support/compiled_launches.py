@@ -16,7 +16,7 @@ from launch_table import Launch
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from symmoe.kernels import gpu
+from symmoe.kernels import gpu, twin
 from symmoe.kernels.architectures import ARCHITECTURES
 from symmoe.kernels.launch.launch import OPTIONS, FastLaunch, one_stage_less
 
@@ -39,8 +39,8 @@ LITTLE_SHARED = {arch for arch, num_bytes in MAX_SHARED.items() if num_bytes < 1
 REGISTERS = 65536  # of an SM
 
 # Modules of general kernels, and of those for Hopper.
-GENERAL = sorted({getattr(gpu, name).__module__ for name in gpu.__all__})
-GENERAL += [f"symmoe.kernels.low_precision.{name}" for name in ("fp8", "scaled")]
+GENERAL = sorted({getattr(gpu, name).__module__ for name in twin.__all__})
+GENERAL += [f"symmoe.kernels.low_precision.{name}" for name in ("fp8", "block_scaled.scaled")]
 OF_HOPPER = [f"hopper.{name}" for name in ("act", "gemm", "rows", "wgrad")]
 OF_HOPPER += [
     f"low_precision.hopper_{name}"

@@ -13,7 +13,7 @@ from row_ranges import rows_of, spans_of, whole_groups
 
 from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SENTINEL = -77.0

@@ -1,6 +1,6 @@
 """As much of Gluon as the GEMMs for Hopper use, on CPU tensors: their sources run as they are, with threads for roles.
-`install()` puts stand-ins where `triton.experimental.gluon` is imported from; call it before any kernel is imported, in
-a process of its own. Then a launcher of kernels/hopper computes on CPU tensors.
+`install()` puts stand-ins in the place of kernels/hopper/gluon_names.py; call it before any kernel is imported, in a
+process of its own. Then a launcher of kernels/hopper computes on CPU tensors.
 
 What is checked while kernels run: no load or store lies outside of a tensor; memory that a copy is on its way to is NaN
 until it lands, some time later, in random order; stores by TMA read when their role waits for them; waits for barriers
@@ -516,8 +516,6 @@ def module(name: str, names: dict) -> types.ModuleType:
 
 def install() -> None:
     """Puts the stand-ins where the kernels import Gluon from."""
-    import triton.experimental
-
     sys.setswitchinterval(1e-5)  # roles take turns in any order
     torch.Tensor.type = types.SimpleNamespace(layout="layout")  # of what is in registers
     barriers = {
@@ -545,22 +543,12 @@ def install() -> None:
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": lambda number, deps: deps if len(deps) > 1 else deps[0],
     }
-    names = "symmoe.kernels.hopper.gluon_names"  # made of the compiler's own parts
-    sys.modules[names] = module(
-        "names", {**copies, "reinterpret": reinterpret, "thread_barrier": lambda: None}
-    )
     gluon = module("", {"jit": jit, "language": language()})
-    gluon.__path__ = []
-    triton.experimental.gluon = gluon
-    sys.modules["triton.experimental.gluon"] = gluon
-    sys.modules["triton.experimental.gluon.language"] = gluon.language
-    for name, names in {
-        "language.nvidia": {},
-        "language.nvidia.hopper": hopper,
-        "nvidia": {},
-        "nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
-    }.items():
-        sys.modules[f"triton.experimental.gluon.{name}"] = module(name, names)
+    names = {"gluon": gluon, "gl": gluon.language, "TensorDescriptor": TensorDescriptor}
+    others = {"reinterpret": reinterpret, "thread_barrier": lambda: None}
+    sys.modules["symmoe.kernels.hopper.gluon_names"] = module(
+        "names", {**names, **hopper, **copies, **others}
+    )
     run_as_they_are()
 
 
@@ -568,7 +556,7 @@ def run_as_they_are() -> None:
     """Kernels' functions in Triton that need no more of the language than this file has."""
     from symmoe.kernels.triton import tiles
 
-    tiles.tl = sys.modules["triton.experimental.gluon.language"]
+    tiles.tl = sys.modules["symmoe.kernels.hopper.gluon_names"].gl
     for name in ("locate_tile", "swizzle_tile"):
         setattr(tiles, name, Kernel(getattr(tiles, name).fn))
 

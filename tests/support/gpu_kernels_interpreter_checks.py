@@ -267,7 +267,7 @@ def checks() -> Iterator[tuple[str, object]]:
     for overflow, least_rows, error in (
         (control.OVERFLOW_DROP, 21, control.PLAN_OK),
         (control.OVERFLOW_RAISE, 0, control.PLAN_RAIL_OVERFLOW),
-        (control.OVERFLOW_REPEAT, 0, control.PLAN_NO_ROOM),
+        (control.OVERFLOW_REPEAT, 0, control.PLAN_OVER_BUDGET),
     ):
         expected = plans_of_nodes(twin, overflow)
         reports = [expected[f"report of rank {rank}"] for rank in range(4)]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from graphs import captured
+from layers import layer_config
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
@@ -20,7 +21,7 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
         "schedule": "always-overlapped",
         **options,
     }
-    return MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=8 * num_ranks, top_k=TOP_K, **options)
+    return layer_config(hidden=HIDDEN, ffn=FFN, num_experts=8 * num_ranks, top_k=TOP_K, **options)
 
 
 def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> MoELayer:

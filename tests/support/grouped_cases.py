@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from activation_formula import formula
 from torch import nn
 
 import symmoe
-from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 
 SENTINEL = -77.0
@@ -35,7 +33,7 @@ class Case:
     delayed: bool = False  # weight gradients come from backward_dw
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict:
         """Of a grouped layer."""
         flags = {"accumulate_into_main_grad": self.main_grad, "delay_wgrad": self.delayed}
         return {"bias": self.bias, "dtype": self.dtype, **flags}
@@ -295,7 +293,7 @@ def make_way(
     case: Case,
     inputs: Inputs,
     *,
-    activation: symmoe.ScaledActivation | None = None,
+    activation: symmoe.grouped.ScaledActivation | None = None,
     **options,
 ) -> tuple[Callable[..., torch.Tensor], dict[str, symmoe.GroupedLinear]]:
     """call(x, scale, splits, out=, grad_input_out=, is_first_microbatch=) and its layers: "linear" is one of w1 and b1;
@@ -304,8 +302,8 @@ def make_way(
     if way == "linear":
         return lambda x, scale, splits, **given: fc1(x, splits, **given), {"fc": fc1}
     fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
-    activation = activation or symmoe.ScaledSwiGLU()
-    model = symmoe.Sequential(fc1, activation, fc2)
+    activation = activation or symmoe.grouped.ScaledSwiGLU()
+    model = symmoe.grouped.Sequential(fc1, activation, fc2)
     experts = symmoe.GroupedMLP(
         fc1.num_groups,
         fc1.in_features,
@@ -380,7 +378,7 @@ def _oracle_of_case(
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
     """What is inside raises an ArgumentError whose text has all parts."""
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(symmoe.errors.ArgumentError) as caught:
         yield
     for part in parts:
         assert part in str(caught.value)
@@ -424,7 +422,7 @@ def check_discrete_weights(way: str, case: Case, sizes: Sizes = TINY, device: st
     assert_buffers_used(discrete, buffers, inputs.sizes)
 
 
-def check_splits(way: str, given: Any, sizes: Sizes, device: str = "cpu") -> None:
+def check_splits(way: str, given, sizes: Sizes, device: str = "cpu") -> None:
     """Splits in any form are those of `sizes`."""
     case = Case(buffers=())
     inputs = inputs_of(way, case, sizes=sizes, device=device)
@@ -552,9 +550,9 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------
-def scaled(function: str, **fields: object) -> symmoe.ScaledActivation:
+def scaled(function: str, **fields: object) -> symmoe.grouped.ScaledActivation:
     """With this function of kernels/activation.py."""
-    return symmoe.ScaledActivation(Activation(function=function, **fields))
+    return symmoe.grouped.ScaledActivation(Activation(function=function, **fields))
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -623,15 +621,15 @@ def _oracle(
 
 
 ACTIVATIONS = {
-    "swiglu": symmoe.ScaledSwiGLU(),
-    "gpt-oss": symmoe.ScaledClampedSwiGLU(),
-    "tight": symmoe.ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
-    "srelu": symmoe.ScaledSReLU(),
+    "swiglu": symmoe.grouped.ScaledSwiGLU(),
+    "gpt-oss": symmoe.grouped.ScaledClampedSwiGLU(),
+    "tight": symmoe.grouped.ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
+    "srelu": symmoe.grouped.ScaledSReLU(),
     "gelu": scaled("gelu", is_gated=False),
     "geglu": scaled("gelu"),
     "tanh gelu": scaled("gelu_tanh", is_gated=False),
     "tanh geglu": scaled("gelu_tanh"),
-    "interleaved by 1": symmoe.ScaledClampedSwiGLU(interleave=1),
-    "interleaved by 4": symmoe.ScaledSwiGLU(interleave=4),
-    "interleaved by 8": symmoe.ScaledClampedSwiGLU(interleave=8),
+    "interleaved by 1": symmoe.grouped.ScaledClampedSwiGLU(interleave=1),
+    "interleaved by 4": symmoe.grouped.ScaledSwiGLU(interleave=4),
+    "interleaved by 8": symmoe.grouped.ScaledClampedSwiGLU(interleave=8),
 }

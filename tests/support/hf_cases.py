@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import transformers
@@ -39,7 +38,7 @@ FAMILIES = sorted(CHANGES)
 TRANSPOSED = ("aria", "gpt_oss", "openai_privacy_filter")
 
 
-def random_model(family: str, **options: Any) -> transformers.PreTrainedModel:
+def random_model(family: str, **options) -> transformers.PreTrainedModel:
     """The model of a family in training mode. options: of tiny_model."""
     model = tiny_model(
         family, **{"scale": 0.3, "use_cache": False, **CHANGES[family], **options}

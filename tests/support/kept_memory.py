@@ -1,12 +1,12 @@
 """What a layer's call keeps until backward, and what a step takes at its peak."""
 
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.dispatch.plan import Plan
 from symmoe.kernels import hooked
 from symmoe.moe.ep_step import _ExpertParallelMLP
 
@@ -46,7 +46,7 @@ def bytes_at_peak(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> int:
     """Ordinary memory and leases at the worst moment of a step on CPUs, as torch's profiler sees it, beyond what was
     there before. What a kernel's twin takes while it runs is not the step's."""
 
-    def kernel_seen(name: str, kernel: Any, /, *args: Any, **options: Any) -> Any:
+    def kernel_seen(name: str, kernel, /, *args, **options):
         with record_function(f"leased {layer.heap.leased_bytes}"):
             return kernel(*args, **options)
 

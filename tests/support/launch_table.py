@@ -1,7 +1,7 @@
 """The table of launches: example arguments of every kernel of the contract, and of the kernels for Hopper. Tests
 compile them, run them without a GPU and on one, and compare them with the twins: they take their launches from here.
 
-A row says of every parameter what it gets, in the contract's letters (symmoe/kernels/contract):
+A row says of every parameter what it gets, in the contract's letters (symmoe/kernels/twin):
 
     "i32 T K"     a tensor of these sizes, of the launch's dtype if none is named
     (a, b)        a tuple of such
@@ -24,9 +24,8 @@ from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_n
 from symmoe.kernels.activation import SWIGLU, Activation, num_scale_sums
 from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.operands import Buffers, Operand, ScatteredWeight
+from symmoe.kernels.operands import Buffers, Operand, ScaleTable, ScatteredWeight, TensorTable
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.kernels.tensor_table import ScaleTable, TensorTable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64, U8 = torch.int32, torch.int64, torch.uint8
@@ -767,7 +766,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "trip": TRIP,
         "index": (SLOTS, "i32 T", "f32 T"),
     },
-    "replica_rows": {
+    "place_rows": {
         "x": "T H",
         "slot_to_rank": SLOTS,
         "slot_to_row": SLOTS,

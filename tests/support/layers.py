@@ -1,9 +1,12 @@
 """Small layers with known weights, their tokens, and the ways that give one step the same bits."""
 
+from dataclasses import fields
+
 import torch
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 
+ROUTER_FIELDS = {field.name for field in fields(RouterConfig)}
 H, I = 16, 24
 GPU_H, GPU_I = 64, 96
 
@@ -19,11 +22,19 @@ def shapes(device: str) -> tuple[int, int]:
     return (H, I) if device == "cpu" else (GPU_H, GPU_I)
 
 
+def layer_config(**options) -> MoEConfig:
+    """A configuration; options: fields of MoEConfig and of RouterConfig."""
+    of_router = {name: options.pop(name) for name in ROUTER_FIELDS & options.keys()}
+    if of_router:
+        options["router"] = RouterConfig(**of_router)
+    return MoEConfig(**options)
+
+
 def config_for(num_ranks: int, device: str, **options) -> MoEConfig:
     """Two experts per rank, two for each token."""
     hidden, ffn = shapes(device)
     sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2}
-    return MoEConfig(**sizes, **{"schedule": "always-overlapped", **options})
+    return layer_config(**sizes, **{"schedule": "always-overlapped", **options})
 
 
 def global_weights(

@@ -1,13 +1,11 @@
 """Experts with adapters, and what they must compute: dense weights W + s B A in float64."""
 
-from typing import Any
-
 import oracle
 import reference
 import torch
 
 from symmoe import GroupedMLP
-from symmoe.training.lora import add_lora
+from symmoe.lora import add_lora
 
 FFN = 24
 ALPHA = 6.0
@@ -35,7 +33,7 @@ def random_parameters(
     return parameters
 
 
-def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP:
+def make_experts(parameters: Tensors, mine: slice, **options) -> GroupedMLP:
     """A GroupedMLP with adapters that has the parameters of these experts."""
     num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
     dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]

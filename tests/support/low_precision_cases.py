@@ -10,7 +10,8 @@ import torch
 from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear
 from row_ranges import whole_groups
 
-from symmoe import GroupedMLP, MoEConfig, ScaledSwiGLU
+from symmoe import GroupedMLP, MoEConfig
+from symmoe.grouped import ScaledSwiGLU
 from symmoe.kernels import for_device, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 

@@ -7,7 +7,6 @@ both kinds get the same numbers, every parameter from a generator of its own, an
 import contextlib
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import megatron_shim
 import torch
@@ -71,7 +70,7 @@ def use_groups(
     model_parallel_cuda_manual_seed(1)
 
 
-def config_of(**fields: Any) -> Any:
+def config_of(**fields):
     """A tiny TransformerConfig, with `fields` changed."""
     unchecked = {name: fields.pop(name) for name in _UNCHECKED if name in fields}
     if "activation_func" in fields:
@@ -106,7 +105,7 @@ def config_of(**fields: Any) -> Any:
     return config
 
 
-def model_of(config: Any, spec: Any) -> Any:
+def model_of(config, spec):
     """A GPTModel with numbers that depend on the names of its parameters alone."""
     stage = {
         "pre_process": parallel_state.is_pipeline_first_stage(),
@@ -115,7 +114,7 @@ def model_of(config: Any, spec: Any) -> Any:
     return filled(GPTModel(config, spec, VOCABULARY, SEQUENCE, **stage))
 
 
-def filled(model: Any) -> Any:
+def filled(model):
     """The model with numbers that depend on the names of its parameters alone."""
     with torch.no_grad():
         for name, parameter in named_parameters(model):
@@ -128,7 +127,7 @@ def filled(model: Any) -> Any:
     return model
 
 
-def named_parameters(model: Any) -> list[tuple[str, Any]]:
+def named_parameters(model) -> list[tuple[str, object]]:
     """Parameters under names that are the same for all kinds of experts, with global expert numbers.
 
     A weight of all of a rank's experts comes as one tensor each, in the same memory, with `grad` and `main_grad`.
@@ -165,7 +164,7 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     return parts
 
 
-def steered(model: Any, bias: dict[int, float] | None) -> Any:
+def steered(model, bias: dict[int, float] | None):
     """The model with these values, by expert, in its routers' expert biases."""
     for layer in model.decoder.layers:
         for expert, value in (bias or {}).items():
@@ -173,14 +172,14 @@ def steered(model: Any, bias: dict[int, float] | None) -> Any:
     return model
 
 
-def reference_spec(config: Any) -> Any:
+def reference_spec(config):
     """Megatron's own layers."""
     return get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
 
 
-def forms_of(spec: Any, heap: Any, **options: Any) -> dict[str, Any]:
+def forms_of(spec, heap, **options) -> dict:
     """Layer specs: Megatron's own; with our dispatcher and Megatron's experts; with both of ours."""
     choice = integration.DispatchOptions(**{"order": "slot", **options})
     forms = {"megatron": spec, "experts": integration.use_symmoe(spec, heap, options=choice)}
@@ -192,11 +191,11 @@ def forms_of(spec: Any, heap: Any, **options: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def opened(
     *,
-    fields: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
+    fields: dict | None = None,
+    options: dict | None = None,
     ranks_per_node: int | None = None,
     **groups: int | None,
-) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+) -> Iterator[tuple[object, object, dict]]:
     """A configuration with these fields, a heap over this rank's EP group, and the layer specs of :func:`forms_of`.
     groups: see use_groups."""
     use_groups(**groups)
@@ -230,7 +229,7 @@ def batch_of(num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
     }
 
 
-def results_of(model: Any, num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
+def results_of(model, num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
     """Losses of every token, all gradients and the routers' counts, by name."""
     losses = model(**batch_of(num_sequences))
     losses.mean().backward()
@@ -242,7 +241,7 @@ def results_of(model: Any, num_sequences: int = BATCH) -> dict[str, torch.Tensor
     return found
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+def gradients_of(model) -> dict[str, torch.Tensor]:
     """All gradients by name; no gradient is zeros."""
     found = named_parameters(model)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found}
@@ -264,13 +263,13 @@ def compare(
     num_ranks: int,
     *,
     ep: int,
-    fields: dict[str, Any],
+    fields: dict,
     bias: dict[int, float] | None = None,
-    options: dict[str, Any] | None = None,
+    options: dict | None = None,
     num_sequences: tuple[int, ...] | None = None,
     ranks_per_node: int | None = None,
     exact: bool = True,
-) -> dict[str, Any]:
+) -> dict:
     """One GPTModel in forms of its MoE layers, on the same ranks: Megatron's; our dispatcher and experts; either alone.
     They are equal, see check_equal.
 
@@ -310,16 +309,14 @@ def compare(
     }
 
 
-def layer_of(config: Any, spec: Any) -> Any:
+def layer_of(config, spec):
     """The MoE layer of a transformer layer."""
     layer = spec.submodules.mlp(config=config)
     layer.set_layer_number(1)
     return filled(layer)
 
 
-def differentiated(
-    layer: Any, x: torch.Tensor, dy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def differentiated(layer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's output and the gradient of its input, for this gradient of the output."""
     x = x.clone().requires_grad_()
     y, _ = layer(x)
@@ -327,7 +324,7 @@ def differentiated(
     return y.detach(), x.grad
 
 
-def note_rows(model: Any, received: list[list[int]]) -> None:
+def note_rows(model, received: list[list[int]]) -> None:
     """Notes the rows of every local expert, each time a layer's experts run."""
     for layer in model.decoder.layers:
         num_local = layer.mlp.experts.num_local_experts

@@ -1,7 +1,6 @@
 """Megatron-Core on CPUs, for tests; the shim is the one that the example uses."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from example_runs import module_of
@@ -18,11 +17,11 @@ class CudaIsCpu(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
+        func: Callable,
+        types,
         args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict | None = None,
+    ):
         kwargs = dict(kwargs or {})
         if torch.cuda.is_available():
             return func(*args, **kwargs)

@@ -8,11 +8,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from layers import layer_config
 from limits import HANG_S, PROMPT_S
 from worker import Findings, open_heap
 
@@ -55,7 +55,7 @@ class Ready:
         self.ids = torch.stack(chosen).to(heap.device)
         self.x = torch.randn((NUM_TOKENS, HIDDEN), generator=generator).to(heap.device)
 
-    def plan(self, **options: Any):
+    def plan(self, **options):
         """A plan."""
         return make_plan(self.ids, num_experts=NUM_EXPERTS, heap=self.heap, **options)
 
@@ -76,7 +76,7 @@ class Overlapping(Ready):
     def __init__(self, heap: SymmetricHeap, rank: int) -> None:
         super().__init__(heap, rank)
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-        self.layer = MoELayer(MoEConfig(**sizes, router="none", schedule="always-overlapped"), heap)
+        self.layer = MoELayer(MoEConfig(**sizes, router=None, schedule="always-overlapped"), heap)
         self.probs = torch.full(self.ids.shape, 0.5, device=heap.device)
         self._wanted: list[torch.Tensor] = []
         self.is_back = False
@@ -122,11 +122,11 @@ def wrong_calls(
         its_plan = plan if on_its_node else other_plan
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
         layers = [
-            MoELayer(MoEConfig(**sizes, stash="none" if differs else "all"), heap)
+            MoELayer(layer_config(**sizes, stash="none" if differs else "all"), heap)
             for differs in (is_culprit, on_its_node)
         ]
 
-        def new_plan(ids: torch.Tensor, num_experts: int = NUM_EXPERTS, **options: Any):
+        def new_plan(ids: torch.Tensor, num_experts: int = NUM_EXPERTS, **options):
             return make_plan(ids, num_experts=num_experts, heap=heap, **options)
 
         def capacity_if(has_capacity: bool) -> dict[str, int | None]:
@@ -187,7 +187,7 @@ def wrong_calls(
     return found
 
 
-def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
+def middle(ranks_per_node: int) -> dict[str, tuple[object, str, int, bool]]:
     """In the middle of what code: a function, which of its calls in a step on two nodes, and whether in backward."""
     parts = ranks_per_node + 1  # of a dispatch: the ranks of this node, and the other node
     return {
@@ -216,9 +216,7 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
         for owner, name, number, _ in middle(ranks_per_node).values():
             left, original = number, getattr(owner, name)
 
-            def fail(
-                *arguments: Any, original: Callable[..., Any] = original, **options: Any
-            ) -> Any:
+            def fail(*arguments, original: Callable = original, **options):
                 nonlocal left
                 left -= 1
                 if left == -1:
@@ -284,7 +282,7 @@ def train(
             "num_experts": LAYER_NUM_EXPERTS,
             "top_k": LAYER_TOP_K,
         }
-        config = MoEConfig(**{**sizes, "aux_loss_coef": 0.01, **options})
+        config = layer_config(**{**sizes, "aux_loss_coef": 0.01, **options})
         layer = MoELayer(config, heap, dtype=dtype)
         for name, parameter in layer.named_parameters():
             shape = (
@@ -314,7 +312,7 @@ def train(
 
 
 EAGERLY = {"schedule": "always-overlapped"}
-EXACT: dict[str, Any] = {}
+EXACT: dict = {}
 STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
 ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 
@@ -383,7 +381,7 @@ def refuses() -> Iterator[None]:
 
 def lose(
     rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: tuple, device="cpu"
-) -> tuple[Any, ...]:
+) -> tuple:
     """What a survivor raises when ranks are lost, when, and how long closing takes.
 
     how: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
@@ -415,7 +413,7 @@ def lose(
         for _ in range(3):
             ready.step()
             heap.synchronize()
-        found: tuple[Any, ...] = ("nothing", -1, -1)
+        found: tuple = ("nothing", -1, -1)
     except Exception as error:  # noqa: BLE001
         found = type(error).__name__, getattr(error, "rank", -1), getattr(error, "node", -1)
     raised = time.monotonic()
@@ -424,7 +422,7 @@ def lose(
 
 
 def check_survivors(
-    survivors: dict[int, tuple[Any, ...]], victims: tuple[int, ...], ranks_per_node: int
+    survivors: dict[int, tuple], victims: tuple[int, ...], ranks_per_node: int
 ) -> None:
     """All of them name a victim within the bound, and close at once."""
     assert survivors
@@ -440,10 +438,10 @@ def end_at(
 ) -> None:
     """This process ends, or stops, when it comes to that of its barriers or meetings of that phase, or to the end of
     that exchange."""
-    owner: Any = heap.nodes if method == "meet" or phase is None else heap
+    owner: object = heap.nodes if method == "meet" or phase is None else heap
     original, left = getattr(owner, method), number
 
-    def end(*arguments: Any, **options: Any) -> Any:
+    def end(*arguments, **options):
         nonlocal left
         left -= phase is None or phase in arguments
         if left == 0 and how == "hang":
@@ -461,7 +459,7 @@ def stop_half_way(heap: SymmetricHeap, number: int) -> None:
     payload = heap.nodes.payload
     original, left = payload.begin, number
 
-    def begin(sends: Pairs, receives: Pairs, *options: Any) -> Started:
+    def begin(sends: Pairs, receives: Pairs, *options) -> Started:
         nonlocal left
         left -= 1
         if left:

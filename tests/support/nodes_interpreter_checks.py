@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from symmoe.kernels import control
+from symmoe.kernels import control, twin
 from symmoe.kernels.triton import nodes
-from symmoe.kernels.twin import nodes as twin
 from symmoe.nodes.topology import find_topology, make_rank_maps
 
 LOCAL = 2  # experts of a rank

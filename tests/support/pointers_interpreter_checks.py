@@ -3,9 +3,9 @@ are those of pack_weight_ptrs: matrices of different shapes in one launch."""
 
 import torch
 
-from symmoe import pack_weight_ptrs
 from symmoe.kernels import twin
-from symmoe.kernels.low_precision import scale_tiles
+from symmoe.kernels.low_precision.block_scaled import scale_tiles
+from symmoe.pointers import pack_weight_ptrs
 
 # rows and blocks of the scales, and of the matrix in memory
 CASES = [

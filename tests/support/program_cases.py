@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from layers import layer_config
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.grouped.experts import evaluated
+from symmoe import MoELayer, SymmetricHeap
+from symmoe.grouped.experts import materialized
 from symmoe.grouped.mlp import GroupedMLP
 
 H, I, E, K, T = 16, 24, 8, 3, 200
@@ -19,11 +20,11 @@ LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopp
 @contextmanager
 def without_programs(heap: SymmetricHeap) -> Iterator[None]:
     """Nothing is recorded or played."""
-    heap.run = lambda key, function, inputs, **numbers: function()
+    heap._run = lambda key, function, inputs, **numbers: function()
     try:
         yield
     finally:
-        del heap.run
+        del heap._run
 
 
 def make_layer(
@@ -40,7 +41,7 @@ def make_layer(
     """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`. delays: for both,
     whether backward_dw computes them."""
     torch.manual_seed(heap.rank)
-    config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
+    config = layer_config(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
     sizes, recipe = (E // heap.num_ranks, hidden, ffn), config.precision
     experts = GroupedMLP(*sizes, bias=bias, dtype=dtype, device=heap.device, precision=recipe)
     if bias:
@@ -148,8 +149,8 @@ def check_bits(
         for number, (x, dy) in enumerate(
             make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)
         ):
-            room = layer._routed_experts._find_room(
-                T, dtype.itemsize, evaluated(layer.experts, dtype)
+            room = layer._routed_experts._find_budget(
+                T, dtype.itemsize, materialized(layer.experts, dtype)
             )
             found = step(layer, x, dy, around)
             with without_programs(heap):

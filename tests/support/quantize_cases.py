@@ -4,8 +4,7 @@ import torch
 from launch_table import FORMATS, SIGNS, format_of_weights
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable, range_of
 
 # Without rows, with one, unaligned, exactly a tile, more than one; 10 rows of the tail belong to no group.
 SPLITS = (0, 37, 128, 1, 0, 161)

@@ -16,7 +16,8 @@ from row_ranges import random_ranges
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from symmoe.kernels.low_precision import products, scaled
+from symmoe.kernels.low_precision import products
+from symmoe.kernels.low_precision.block_scaled import scaled
 
 # Splits; O, C.
 CASES = {

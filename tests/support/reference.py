@@ -153,19 +153,19 @@ def route(config, x, weight, bias, mask) -> Routed:
     if mask is not None:
         tokens = tokens.masked_fill(~mask.view(-1, 1), 0)
     logits = tokens @ weight.T
-    scores = SCORES[config.score](logits)
+    scores = SCORES[config.router.score](logits)
     worth = scores.detach() + (0 if bias is None else bias)
-    by_group = worth.view(len(worth), config.num_groups, -1)
-    best = min(1 if config.score == "softmax" else 2, by_group.shape[-1])
-    open_groups = by_group.topk(best).values.sum(-1).topk(config.top_groups).indices
-    is_open = one_hot(open_groups, config.num_groups).sum(1).bool()
+    by_group = worth.view(len(worth), config.router.num_expert_groups, -1)
+    best = min(1 if config.router.score == "softmax" else 2, by_group.shape[-1])
+    open_groups = by_group.topk(best).values.sum(-1).topk(config.router.topk_groups).indices
+    is_open = one_hot(open_groups, config.router.num_expert_groups).sum(1).bool()
     chosen = (
         by_group.masked_fill(~is_open[..., None], -math.inf).flatten(1).topk(config.top_k).indices
     )
     probs = scores.gather(1, chosen)
-    if config.renormalize:
+    if config.router.renormalize:
         probs = probs / probs.sum(-1, keepdim=True)
-    probs = probs * config.route_scale
+    probs = probs * config.router.route_scale
     if mask is not None:
         chosen = chosen.masked_fill(~mask.view(-1, 1), -1)
     ids = chosen.clone()
@@ -189,7 +189,7 @@ def aux_loss(config, x, mask, load, routed: Routed) -> torch.Tensor:
     shares = routed.scores / routed.scores.sum(-1, keepdim=True)
     slots = load if config.capacity_factor is None else slots_of(config, routed.chosen)
     parts = [(keeps.flatten(), slots)]  # tokens, and the slots of each expert
-    if config.aux_loss == "sequence":
+    if config.router.aux_loss == "sequence":
         sequence = torch.arange(len(keeps)).repeat_interleave(keeps.shape[1])
         tokens = [keeps.flatten() & (sequence == number) for number in range(len(keeps))]
         parts = [(each, slots_of(config, routed.chosen[each])) for each in tokens]
@@ -199,4 +199,4 @@ def aux_loss(config, x, mask, load, routed: Routed) -> torch.Tensor:
         mean_shares = shares[tokens].sum(0) / tokens.sum().clamp_min(1)
         total = total + config.num_experts * (fractions * mean_shares).sum() / len(parts)
     z = routed.logits[keeps.flatten()].logsumexp(-1).square().sum() / keeps.sum().clamp_min(1)
-    return config.aux_loss_coef * total + config.z_loss_coef * z
+    return config.router.aux_loss_coef * total + config.router.z_loss_coef * z

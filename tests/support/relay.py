@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -62,7 +61,7 @@ class Relay:
         for each in (*self._listeners, *self._ends):
             each.close()
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _start(self, function: Callable[..., None], *arguments) -> None:
         self._threads.append(threading.Thread(target=function, args=arguments, daemon=True))
         self._threads[-1].start()
 
@@ -100,7 +99,7 @@ def _shut(*ends: socket.socket) -> None:
 class _Publishing(dist.Store):  # type: ignore[misc, name-defined]
     """A store that changes what is written into it."""
 
-    def __init__(self, store: Any, change: Callable[[bytes], bytes]) -> None:
+    def __init__(self, store, change: Callable[[bytes], bytes]) -> None:
         super().__init__()
         self._store, self._change = store, change
 
@@ -111,7 +110,7 @@ class _Publishing(dist.Store):  # type: ignore[misc, name-defined]
         found: bytes = self._store.get(key)
         return found
 
-    def wait(self, keys: list[str], *timeout: Any) -> None:
+    def wait(self, keys: list[str], *timeout) -> None:
         self._store.wait(keys, *timeout)
 
 
@@ -119,7 +118,7 @@ def publishing(change: Callable[[bytes], bytes]) -> Callable[..., GlooRail]:
     """GlooRail, of which others read where it listens as it is after the change."""
     stores = []  # torch does not keep them
 
-    def make(store: Any, name: str, **options: Any) -> GlooRail:
+    def make(store, name: str, **options) -> GlooRail:
         stores.append(_Publishing(store, change))
         return GlooRail(stores[-1], name, **options)
 
@@ -152,7 +151,7 @@ def relayed(node: int) -> Iterator[Relay | None]:
             endpoint, port=relay.open(endpoint.port, socket.create_server(("127.0.0.1", 0)))
         )
 
-    def connect(others: Mapping[int, reach.Endpoint], timeout_s: float) -> Any:
+    def connect(others: Mapping[int, reach.Endpoint], timeout_s: float):
         return reach.connect(
             {rank: behind(endpoint) for rank, endpoint in others.items()}, timeout_s
         )

@@ -1,15 +1,16 @@
 """Choices of experts that are hard to make, for the kernels and their twins."""
 
+from typing import get_args
+
 import torch
 from activation_formula import SCORES
 
 from symmoe.kernels.control import TOKENS_PER_LOSS_BLOCK, num_blocks
-from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels.routing_rule import RoutingRule, Score
 
 SIZES = ((7, 1, 1), (40, 6, 6), (33, 48, 8), (3, 1000, 32))  # T, E, K
 RULES = (
-    RoutingRule(),
-    RoutingRule(score="sigmoid", route_scale=2.5),
+    *(RoutingRule(score=score, route_scale=2.5) for score in get_args(Score)),
     RoutingRule(renormalize=False, num_expert_groups=2),
     RoutingRule(num_expert_groups=6, topk_groups=3),
     RoutingRule(score="sigmoid", num_expert_groups=3, topk_groups=2),
@@ -19,8 +20,8 @@ RULES = (
 
 def fits(rule: RoutingRule, num_experts: int, top_k: int) -> bool:
     """Whether MoEConfig would take them together."""
-    return num_experts % rule.num_groups == 0 and top_k <= rule.top_groups * (
-        num_experts // rule.num_groups
+    return num_experts % rule.num_expert_groups == 0 and top_k <= rule.topk_groups * (
+        num_experts // rule.num_expert_groups
     )
 
 

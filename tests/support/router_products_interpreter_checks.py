@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from symmoe.kernels import twin
 from symmoe.kernels.triton import router_products as gpu
-from symmoe.kernels.twin import route as twin
 
 SHAPES = [(70, 20, 96), (5, 8, 64), (1, 128, 200), (130, 300, 136), (64, 1, 64)]  # T, E, H
 

@@ -11,7 +11,7 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.operands import TensorTable
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
 ROWS, PACKED, SLOTS, PROBS, VALUES, RETURNED = range(6)  # buffers of a rank's arena
@@ -42,7 +42,7 @@ class Case:
     pending: int = control.STATUS_OK
     num_ctas: int | None = None
     seed: int = 0
-    num_places: int = 0  # of a rank, for replicas
+    num_replica_slots: int = 0  # of a rank, for replicas
     slack: int = 0  # per mille
     num_near: int = 0  # ranks of a node, between which rows are balanced; 0: all
 
@@ -127,13 +127,13 @@ CASES = {
     "the trip fails": Case(
         tokens=(10, 40), num_experts=6, top_k=2, trip_fails=True, dtype=torch.bfloat16
     ),
-    "replicas": Case(tokens=(70, 40), num_experts=8, top_k=3, ids="skewed", num_places=2),
+    "replicas": Case(tokens=(70, 40), num_experts=8, top_k=3, ids="skewed", num_replica_slots=2),
     "replicas on four ranks": Case(
         tokens=(64, 1, 90, 7),
         num_experts=16,
         top_k=4,
         ids="skewed",
-        num_places=3,
+        num_replica_slots=3,
         slack=50,
         epoch=7,
         dtype=torch.float32,
@@ -143,21 +143,26 @@ CASES = {
         num_experts=16,
         top_k=3,
         ids="skewed",
-        num_places=2,
+        num_replica_slots=2,
         num_near=2,
         epoch=3,
     ),
     "replicas of one expert": Case(
-        tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_places=1, num_ctas=3
+        tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_replica_slots=1, num_ctas=3
     ),
     "too few places": Case(
-        tokens=(60, 50, 31), num_experts=24, top_k=6, ids="skewed", num_places=1, capacity=5000
+        tokens=(60, 50, 31),
+        num_experts=24,
+        top_k=6,
+        ids="skewed",
+        num_replica_slots=1,
+        capacity=5000,
     ),
     "no rank has too many rows": Case(
-        tokens=(64, 64), num_experts=8, top_k=4, num_places=2, slack=500
+        tokens=(64, 64), num_experts=8, top_k=4, num_replica_slots=2, slack=500
     ),
     "replicas, sparse": Case(
-        tokens=(35, 0, 20), num_experts=6, top_k=3, ids="sparse", num_places=4
+        tokens=(35, 0, 20), num_experts=6, top_k=3, ids="sparse", num_replica_slots=4
     ),
     "replicas, drops": Case(
         tokens=(50, 60),
@@ -166,16 +171,16 @@ CASES = {
         capacity=100,
         drop=True,
         ids="skewed",
-        num_places=1,
+        num_replica_slots=1,
         slack=300,
     ),
     "replicas, ids out of range": Case(
-        tokens=(40, 40), num_experts=4, top_k=2, ids="bad", num_places=2
+        tokens=(40, 40), num_experts=4, top_k=2, ids="bad", num_replica_slots=2
     ),
     "replicas, a rank faults in the plan": Case(
-        tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500, num_places=1
+        tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500, num_replica_slots=1
     ),
-    "replicas, nothing at all": Case(tokens=(0, 0), num_experts=4, top_k=2, num_places=2),
+    "replicas, nothing at all": Case(tokens=(0, 0), num_experts=4, top_k=2, num_replica_slots=2),
     "no probs": Case(tokens=(40, 20), num_experts=6, top_k=4, with_probs=False),
 }
 
@@ -324,7 +329,7 @@ class _Call:
         self.plan()
         self.dispatch()
         self.combine()
-        if self.case.num_places:
+        if self.case.num_replica_slots:
             self.move_replicas()
         return self.out
 
@@ -334,12 +339,12 @@ class _Call:
         self.chosen_idx = self.topk_idx = [
             choose_experts(case, rank).to(self.device) for rank in range(num_ranks)
         ]
-        sizes = top_k, num_experts, num_ranks, case.num_places
+        sizes = top_k, num_experts, num_ranks, case.num_replica_slots
         layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
         plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
         epoch, block_starts = case.epoch, self.count(self.topk_idx, num_experts)
-        num_copies = num_experts + num_ranks * case.num_places
-        if case.num_places:
+        num_copies = num_experts + num_ranks * case.num_replica_slots
+        if case.num_replica_slots:
             epoch += 1
             self.set_epoch(epoch)
             for rank, plan in enumerate(plans):
@@ -347,7 +352,7 @@ class _Call:
                     self.peers[rank], plan, slack=case.slack, num_near=case.num_near or num_ranks
                 )
                 counts = self.int32(len(block_starts[rank]), num_copies + num_ranks + 2)
-                ops.choose_copies(self.topk_idx[rank], block_starts[rank], plan, counts)
+                ops.route_to_replicas(self.topk_idx[rank], block_starts[rank], plan, counts)
                 self.keep(f"rank {rank} counts of copies", counts)
             self.topk_idx = [plan.slot_to_copy for plan in plans]
             block_starts = self.count(self.topk_idx, num_copies)
@@ -395,9 +400,9 @@ class _Call:
             header = [0] * control.HEADER_WORDS
             header[control.HEAD_NUM_TOKENS] = len(ids)
             header[control.HEAD_TOP_K] = case.top_k + (case.other_top_k == rank)
-            header[control.HEAD_NUM_EXPERTS], header[control.HEAD_NUM_PLACES] = (
+            header[control.HEAD_NUM_EXPERTS], header[control.HEAD_NUM_REPLICA_SLOTS] = (
                 case.num_experts,
-                case.num_places,
+                case.num_replica_slots,
             )
             header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
             header[control.HEAD_OVERFLOW] = case.overflow
@@ -432,20 +437,20 @@ class _Call:
                 ]
                 for _ in range(2)
             )
-            its_gradients = torch.randn((case.num_places, max(widths)), generator=generator).to(
-                case.dtype
-            )
+            its_gradients = torch.randn(
+                (case.num_replica_slots, max(widths)), generator=generator
+            ).to(case.dtype)
             self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
             pair, at = (
                 (weights[0], table_of(weights[1])),
                 {"column": 2, "starts": (64, 64 + 8 * 24 * 4)},
             )
-            self.ops.push_replicas(pair, self.maps[rank]["place_to_expert"], peers, ready, **at)
+            self.ops.push_replicas(pair, self.maps[rank]["replica_to_expert"], peers, ready, **at)
             self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")
         for rank, peers in enumerate(self.peers):
             gradients = [self.out[f"gradients of rank {rank}[{n}]"].clone() for n in range(2)]
-            places = self.maps[rank]["place_to_expert"], self.maps[rank]["expert_to_place"]
+            places = self.maps[rank]["replica_to_expert"], self.maps[rank]["expert_to_place"]
             pair = None if rank == 1 else gradients[0], table_of(gradients[1])
             self.ops.add_from_replicas(pair, places, peers, ready, column=1, starts=(64, 0))
             self.keep(f"gradients and those of replicas of rank {rank}", *gradients)
@@ -480,7 +485,7 @@ class _Call:
                     *primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options
                 )
             slots = maps["slot_to_rank"], maps["slot_to_row"]
-            ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
+            ops.replica_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
             region = [
                 maps[name]
                 for name in ("token_to_packed_row", "block_tokens", "packed_start", "packed_limit")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import symmoe
-from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.training.parallel import data_parallel, parallelize
 
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
@@ -118,7 +117,7 @@ def curve_of(
     steps=20,
     group=None,
     loss_of: Callable[..., torch.Tensor] = rank_loss,
-) -> list[tuple[float, Any]]:
+) -> list[tuple[float, object]]:
     """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
     a gradient of the wrong scale. loss_of: this rank's, called as rank_loss."""
     optimizer = torch.optim.SGD(
@@ -189,12 +188,11 @@ def on_layout(
 
 def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> symmoe.SymmetricHeap:
     """A heap over the EP group of a mesh, or of this process only."""
-    group = (
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if mesh is None
-        else mesh.get_group("ep")
-    )
-    return symmoe.SymmetricHeap(group, num_bytes=4 << 20, ranks_per_node=ranks_per_node)
+    options = {"num_bytes": 4 << 20, "ranks_per_node": ranks_per_node}
+    if mesh is not None:
+        return symmoe.SymmetricHeap.from_mesh(mesh["ep"], **options)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return symmoe.SymmetricHeap(group, **options)
 
 
 def open_mesh(*layout: int) -> DeviceMesh:

@@ -2,14 +2,13 @@
 
 import random
 import time
-from typing import Any
 
 import torch
 from layers import WAYS, make_layer, tokens_of
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, SymmetricHeap
-from symmoe.combine.trip import Collection
+from symmoe.combine.trip import CombineTrip
 
 NUM_LAYERS = 2
 
@@ -96,7 +95,7 @@ RANK_TO_TOKENS = (
     1,
 )  # experts of several tiles; ranks that by themselves would cut a call differently
 MOST_TOKENS = max(RANK_TO_TOKENS)
-Kind = tuple[str, str, dict[str, Any]]  # order, stash, limits
+Kind = tuple[str, str, dict]  # order, stash, limits
 EXACT: Kind = ("rank", "all", {})
 STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": MOST_TOKENS})
 
@@ -124,15 +123,15 @@ def check_ways(
                 )
                 layer.experts.to(dtype)
                 time.sleep(0.01 * generator.random())
-                sent, send = [], Collection.send
-                Collection.send = lambda self, source=None, send=send, sent=sent, **options: (
+                sent, send = [], CombineTrip.send
+                CombineTrip.send = lambda self, source=None, send=send, sent=sent, **options: (
                     sent.append(source),
                     send(self, source, **options),
                 )
                 try:
                     y, metrics = layer(x)
                 finally:
-                    Collection.send = send
+                    CombineTrip.send = send
                 early = order == "rank" and num_ranks > 1 and way["schedule"] == "always-overlapped"
                 peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
                 if heap.nodes is None:

@@ -1,4 +1,4 @@
-"""Tables of a step's launches. `python tests/support/step_table.py` prints the short one that docs/design.md has."""
+"""Tables of a step's launches. `python tests/support/step_table.py` prints the short one of docs/design/programs.md."""
 
 import torch
 from cluster import Cluster
@@ -19,7 +19,7 @@ def recorded(rank: int, num_ranks: int, device: str = "cpu", **options) -> tuple
         layer.experts.to(torch.bfloat16)
         x = torch.randn(64, SIZES["hidden"], dtype=torch.bfloat16, device=heap.device)
         for _ in range(3):  # the first calls have no program
-            with symmoe.record_launches() as launches:
+            with symmoe.timeline.record_launches() as launches:
                 layer(x.requires_grad_())[0].sum().backward()
         return str(launches), short(launches)
 

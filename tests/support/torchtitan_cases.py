@@ -17,7 +17,6 @@ Only processes of their own import this: one that has imported torchtitan may ab
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -78,7 +77,7 @@ class Recorder(Clock):
     class Config(Clock.Config):
         pass
 
-    def __init__(self, config: Config, **kwargs: Any) -> None:
+    def __init__(self, config: Config, **kwargs) -> None:
         super().__init__(config, **kwargs)
         self.run = Run(self.losses)
 
@@ -88,12 +87,12 @@ class Recorder(Clock):
         global_avg_loss: float,
         global_max_loss: float,
         grad_norm: float,
-        **kwargs: Any,
+        **kwargs,
     ) -> None:
         super().log(step, global_avg_loss, global_max_loss, grad_norm, **kwargs)
         self.run.norms.append(grad_norm)
 
-    def log_validation(self, loss: float, *args: Any, **kwargs: Any) -> None:
+    def log_validation(self, loss: float, *args, **kwargs) -> None:
         super().log_validation(loss, *args, **kwargs)
         self.run.validations.append(loss)
 
@@ -213,6 +212,6 @@ def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
         return trainer.metrics_processor.run
 
 
-def dispatcher_of(trainer: Trainer) -> Any:
+def dispatcher_of(trainer: Trainer):
     """That of the first layer."""
     return trainer.model_parts[0].layers["0"].moe.routed_experts.token_dispatcher

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ def eval_data() -> Sequences:
     return Sequences(8, seed=2)
 
 
-def small_model(**changes: Any) -> nn.Module:
+def small_model(**changes) -> nn.Module:
     """The same on every rank."""
     return random_model("qwen3_moe", output_router_logits=False, **changes)
 
@@ -129,7 +128,7 @@ def with_torch(model: nn.Module, job: Job) -> Run:
             return nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
         if job.reduces:
             symmoe.reduce_gradients(model)
-        return symmoe.clip_grad_norm(model, job.max_norm)
+        return symmoe.training.clip_grad_norm(model, job.max_norm)
 
     if job.resumes:
         checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)
@@ -155,7 +154,7 @@ def with_torch(model: nn.Module, job: Job) -> Run:
 
 # -- transformers' Trainer --------------------------------------------------------------------------------------------
 EVERY = 5
-KEPT: dict[str, Any] = {
+KEPT: dict = {
     "save_strategy": "steps",
     "eval_strategy": "steps",
     "save_steps": EVERY,
@@ -166,7 +165,7 @@ KEPT: dict[str, Any] = {
 }
 
 
-def arguments(folder: str, num_ranks: int, **options: Any) -> TrainingArguments:
+def arguments(folder: str, num_ranks: int, **options) -> TrainingArguments:
     accumulate = options.get("gradient_accumulation_steps", 1)
     defaults = {
         "use_cpu": True,
@@ -185,8 +184,8 @@ def arguments(folder: str, num_ranks: int, **options: Any) -> TrainingArguments:
 
 
 def trained(
-    trainer_class: type, model: Any, folder: str, num_ranks: int, *, since: int = 0, **options: Any
-) -> tuple[Any, Run]:
+    trainer_class: type, model, folder: str, num_ranks: int, *, since: int = 0, **options
+) -> tuple[object, Run]:
     """A script that knows nothing of ranks, which goes on from the checkpoint of step `since`; and what it logs."""
     given = arguments(folder, num_ranks, **options)
     trainer = trainer_class(model, given, train_dataset=train_data(), eval_dataset=eval_data())
@@ -197,7 +196,7 @@ def trained(
     return trainer, Run([entry["loss"] for entry in logs], [entry["grad_norm"] for entry in logs])
 
 
-def resumed(model: Any, folder: str, num_ranks: int, **options: Any) -> list[float]:
+def resumed(model, folder: str, num_ranks: int, **options) -> list[float]:
     """Losses after the checkpoint in the middle, saving over those that are there."""
     options = {**KEPT, "load_best_model_at_end": False, **options}
     return trained(Trainer, model, folder, num_ranks, since=2 * EVERY, **options)[1].losses

@@ -11,7 +11,7 @@ from heap_calls import outcome
 from worker import Findings, is_unwritten, on_device, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.combine.trip import Collection
+from symmoe.combine.trip import CombineTrip
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
 from symmoe.program.builder import fill
@@ -371,7 +371,7 @@ def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findin
     values[: len(encoded)] = torch.tensor(encoded, device=values.device)
     with plan.heap.lease((plan.row_capacity, 8), torch.float32) as lease:
         lease.tensor.zero_()
-        with Collection(lease.tensor, plan, order="slot", row_values=values) as collection:
+        with CombineTrip(lease.tensor, plan, order="slot", row_values=values) as collection:
             collection.collect()
         got = collection.values
     to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]

@@ -9,7 +9,9 @@ import symmoe
 
 def layer_step(heap: symmoe.SymmetricHeap, x: torch.Tensor) -> torch.Tensor:
     """Forward and backward of the whole layer."""
-    config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, aux_loss_coef=0.01)
+    config = symmoe.MoEConfig(
+        hidden=16, ffn=8, num_experts=4, top_k=2, router=symmoe.RouterConfig(aux_loss_coef=0.01)
+    )
     moe = symmoe.MoELayer(config, heap, dtype=x.dtype)
     y, metrics = moe(x)
     assert_type(y, torch.Tensor)
@@ -18,7 +20,7 @@ def layer_step(heap: symmoe.SymmetricHeap, x: torch.Tensor) -> torch.Tensor:
     loss = y.square().mean() + metrics.aux_loss
     loss.backward()
     symmoe.reduce_gradients(moe)
-    assert_type(symmoe.clip_grad_norm(moe, 1.0), torch.Tensor)
+    assert_type(symmoe.training.clip_grad_norm(moe, 1.0), torch.Tensor)
     assert_type(moe.experts, symmoe.GroupedMLP)
     return y.detach()
 
@@ -28,11 +30,11 @@ def parts_step(heap: symmoe.SymmetricHeap, x: torch.Tensor) -> torch.Tensor:
     router = symmoe.Router(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2))
     routed = router(x)
     plan = symmoe.make_plan(routed.topk_idx, num_experts=4, heap=heap)
-    assert_type(plan, symmoe.Plan)
+    assert_type(plan, symmoe.dispatch.Plan)
     assert_type(plan.num_rows, int | None)
     mlp = symmoe.GroupedMLP(4 // heap.num_ranks, 16, 8, dtype=x.dtype)
     with heap.lease((plan.row_capacity, 16), x.dtype, name="rows") as lease:
-        assert_type(lease, symmoe.Lease)
+        assert_type(lease, symmoe.symm_mem.Lease)
         rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=routed.probs, out=lease.tensor)
         assert_type(row_probs, torch.Tensor)
         out = mlp(rows, plan.splits, row_probs)
@@ -54,7 +56,7 @@ def without_probs(
 
 def grouped_layers(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Without a heap."""
-    activation = symmoe.ScaledSwiGLU()
+    activation = symmoe.grouped.ScaledSwiGLU()
     h = torch.cat([rows, rows], dim=1)
     assert_type(activation(h, scale), torch.Tensor)
     return activation(h, scale)
@@ -64,7 +66,7 @@ def planned_bytes() -> int:
     """Before anything is allocated."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2)
     plan = symmoe.plan_memory(config, num_ranks=1, num_tokens=32)
-    assert_type(plan, symmoe.MemoryPlan)
+    assert_type(plan, symmoe.training.MemoryPlan)
     assert_type(plan.heap_bytes, int)
     return plan.heap_bytes
 

@@ -5,17 +5,14 @@ from typing import Any
 
 import torch
 
-from symmoe.kernels import Kernels
-from symmoe.kernels.contract.operands import in_parts
+from symmoe.kernels import twin
 from symmoe.kernels.control import Peers
 from symmoe.kernels.flops import arguments_of
+from symmoe.kernels.operands import in_parts
 
 Span = tuple[int, int]  # of addresses
 WRITTEN: dict[str, tuple[str, ...]] = {  # what each kernel writes, by name
-    name: each.writes
-    for subject in Kernels.__mro__
-    for name, each in vars(subject).items()
-    if hasattr(each, "writes")
+    name: getattr(twin, name).writes for name in twin.__all__
 }
 
 

@@ -6,18 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from heap_calls import outcome, round_trip
+from layers import layer_config
 
 import symmoe
-from symmoe import (
-    GroupedMLP,
-    MoEConfig,
-    MoELayer,
-    SymmetricHeap,
-    combine_tokens,
-    dispatch_tokens,
-    make_plan,
-)
-from symmoe.precision import MXFP8, NVFP4, Float8Block, draw_signs
+from symmoe.precision import NVFP4, Float8Block, draw_signs
 
 PACKAGE = Path(symmoe.__file__).resolve().parent
 CONSTRUCTORS = {
@@ -82,57 +74,41 @@ OPTIONS = (
 def test_a_step_under_another_default_device(options: dict):
     """Heap, layer and calls with torch.device("meta") as default: bits, errors and counts as without."""
 
-    def step(layer: MoELayer, heap: SymmetricHeap, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def step(
+        layer: symmoe.MoELayer, heap: symmoe.SymmetricHeap, x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         x = x.detach().requires_grad_()
         y, metrics = layer(x, torch.ones(len(x), dtype=torch.bool, device="cpu"))
         (y.square().sum() + metrics.aux_loss).backward()
-        plan = make_plan(metrics.topk_idx, num_experts=4, heap=heap)
-        rows, probs = dispatch_tokens(x.detach(), plan, probs=x.new_ones(metrics.topk_idx.shape))
-        combined = combine_tokens(rows * probs[:, None], plan)
+        plan = symmoe.make_plan(metrics.topk_idx, num_experts=4, heap=heap)
+        rows, probs = symmoe.dispatch_tokens(
+            x.detach(), plan, probs=x.new_ones(metrics.topk_idx.shape)
+        )
+        combined = symmoe.combine_tokens(rows * probs[:, None], plan)
         return y, x.grad, *(p.grad for p in layer.parameters()), metrics.expert_load, combined
 
     torch.manual_seed(0)
-    config = MoEConfig(
+    config = layer_config(
         **{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options}
     )
     x, ids = torch.randn(7, config.hidden), torch.zeros(8, 1, dtype=torch.int64)
-    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
-        layer = MoELayer(config, heap)
+    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
+        layer = symmoe.MoELayer(config, heap)
         want = step(layer, heap, x)
     state = layer.state_dict()
     with torch.device("meta"):
-        heap = SymmetricHeap(num_bytes=8 << 20, backend="host")
+        heap = symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host")
         with torch.device("cpu"):
-            layer = MoELayer(config, heap)
+            layer = symmoe.MoELayer(config, heap)
             layer.load_state_dict(state)
         got = step(layer, heap, x)
         assert {tensor.device.type for tensor in (heap.status, heap.peers.bases, *got)} == {"cpu"}
         assert 0 <= draw_signs() < 1 << 16
-        assert outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)[0] == "CapacityError"
+        assert (
+            outcome(symmoe.make_plan, ids, num_experts=1, heap=heap, capacity=4)[0]
+            == "CapacityError"
+        )
         heap.close()
     assert all(map(torch.equal, got, want))
-    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
+    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
         assert round_trip(heap)
-
-
-@pytest.mark.parametrize("precision", [None, MXFP8(), NVFP4(), Float8Block()], ids=str)
-@pytest.mark.parametrize(
-    "splits", [[3, 5], torch.tensor([3, 5], dtype=torch.int16)], ids=["list", "int16"]
-)
-@pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_grouped_layers_under_another_default_device(
-    weights: str, splits: object, precision: object
-):
-    """As with torch.set_default_device: what is made in a call belongs on the device of its arguments."""
-    torch.manual_seed(0)
-    model = GroupedMLP(2, 128, 128, bias=True, weights=weights, precision=precision)
-    results = []
-    for device in ("cpu", "meta"):
-        x = torch.ones(8, 128, device="cpu").cumsum(0).requires_grad_()
-        model.zero_grad()
-        with torch.device(device):
-            torch.manual_seed(0)
-            y = model(x, splits, x.detach()[:, 0])
-            y.backward(y.detach())
-        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *results))

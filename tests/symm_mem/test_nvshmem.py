@@ -6,7 +6,6 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +206,7 @@ class FakeDriver:
         self.range = (ctypes.c_uint8 * sum(size for _, size in pieces))()
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
+        def call(*arguments) -> int:
             given = [getattr(argument, "_obj", argument) for argument in arguments]
             if name == "cuMemAddressReserve":
                 given[0].value = ctypes.addressof(self.range)

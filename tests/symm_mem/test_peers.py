@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, HeapPoisoned, PeerAborted, PeerError, PeerLost, PeerTimeout
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
+from symmoe.symm_mem.bootstrap import Bootstrap
 
 NUM_BYTES = 1 << 20
 
@@ -189,7 +191,7 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
             findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
             if rank == turn % num_ranks:
                 found = outcome(
-                    heap.fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY
+                    heap._fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY
                 )
                 findings.equal("error", found, ("ArgumentError", f"turn {turn}"))
             else:
@@ -250,7 +252,7 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
         dist.barrier()
         if last:
             heap.barrier = _gives_up(heap, control.PHASE_DISPATCH_DONE)
-            heap.send_signal = partial(_aborts_in_its_first_step, heap)
+            heap._send_signal = partial(_aborts_in_its_first_step, heap)
         try:
             if way == "dispatch_tokens":
                 dispatch_tokens(x, plan, probs=probs, out=out)
@@ -288,8 +290,8 @@ def test_rows_are_sent_once_when_the_trip_fails(
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
         out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
-        send_signal = heap.send_signal
-        heap.send_signal = lambda peer: (sent.append(peer), send_signal(peer))
+        send_signal = heap._send_signal
+        heap._send_signal = lambda peer: (sent.append(peer), send_signal(peer))
 
         def fails(name: str, kernel, /, *args, **options) -> object:
             if name == "fan_out" and rank == num_ranks - 1 and options["source"] != rank:
@@ -399,6 +401,20 @@ def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks
         else:
             assert facts["error"] == PeerLost.__name__
             assert facts["took_s"] < PROMPT_S  # and not start_timeout_s
+
+
+@run_on(2)
+def test_a_timeout_that_gloo_rounds_down_is_no_lost_peer(rank: int, num_ranks: int) -> None:
+    """gloo gives a message up a moment before the bound has passed by our clock."""
+    ended = RuntimeError("Timed out waiting 4999ms for recv operation to complete")
+    bootstrap = Bootstrap(None, timeout_s=5.0)
+    with (
+        mock.patch.object(dist, "isend", return_value=None),
+        mock.patch.object(dist, "irecv", return_value=mock.Mock(**{"wait.side_effect": ended})),
+        pytest.raises(PeerTimeout, match=f"rank {1 - rank} .* within start_timeout_s=5"),
+    ):
+        bootstrap.barrier()
+    bootstrap.barrier()
 
 
 @run_on(2)

@@ -17,8 +17,6 @@ from limits import PROMPT_S
 from worker import Findings, open_heap
 
 import symmoe
-from symmoe import SymmetricHeap
-from symmoe.errors import BackendUnavailable, HeapClosed, PeerAborted, PeerTimeout
 from symmoe.symm_mem.streams import NoStreams
 from symmoe.training.captured_step import CudaGraph
 
@@ -123,7 +121,7 @@ def test_live_leases(rank: int, num_ranks: int, findings: Findings, device: str)
 @pytest.mark.parametrize("end", ["close", "leave", "abort"])
 @run_on(2, on_gpus=[2])
 def test_the_end_of_a_suspended_heap(rank: int, num_ranks: int, end: str, device: str) -> None:
-    heap = SymmetricHeap(num_bytes=8 << 20, backend="host" if device == "cpu" else "nvshmem")
+    heap = symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host" if device == "cpu" else "nvshmem")
     assert round_trip(heap)
     heap.suspend()
     if end == "leave":
@@ -136,9 +134,9 @@ def test_the_end_of_a_suspended_heap(rank: int, num_ranks: int, end: str, device
         assert outcome(heap.resume) == ("HeapPoisoned", text)
     heap.close()
     for call in (heap.check, heap.suspend, heap.resume):
-        with pytest.raises(HeapClosed):
+        with pytest.raises(symmoe.errors.HeapClosed):
             call()
-    with SymmetricHeap(num_bytes=8 << 20, backend=heap.backend) as again:
+    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend=heap.backend) as again:
         assert round_trip(again)
 
 
@@ -146,13 +144,14 @@ def test_the_end_of_a_suspended_heap(rank: int, num_ranks: int, end: str, device
 @run_on(2)
 def test_a_rank_that_does_not_come(rank: int, num_ranks: int, call: str) -> None:
     group = dist.new_group(backend="gloo")  # it breaks
-    heap = SymmetricHeap(group, num_bytes=8 << 20, backend="host", timeout_s=0.5)
+    heap = symmoe.SymmetricHeap(group, num_bytes=8 << 20, backend="host", timeout_s=0.5)
     if call == "resume":
         heap.suspend()
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(
-            PeerTimeout, match=r"rank 1 did not reach 'suspend or resume' within timeout_s=0\.5"
+            symmoe.errors.PeerTimeout,
+            match=r"rank 1 did not reach 'suspend or resume' within timeout_s=0\.5",
         ):
             getattr(heap, call)()
         assert time.monotonic() - start < PROMPT_S
@@ -160,18 +159,18 @@ def test_a_rank_that_does_not_come(rank: int, num_ranks: int, call: str) -> None
     if rank == 0 or call == "resume":
         heap.close()
     else:
-        with pytest.raises(PeerAborted):
+        with pytest.raises(symmoe.errors.PeerAborted):
             heap.close()
 
 
 @run_on(2)
 def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
     """They are those of all ranks: of one that cannot suspend, of one that cannot resume, of one that fails to."""
-    with SymmetricHeap(num_bytes=8 << 20, backend="host", ranks_per_node=1) as heap:
+    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host", ranks_per_node=1) as heap:
         assert outcome(heap.suspend)[1].startswith("suspend: a heap that spans nodes cannot")
         assert round_trip(heap)
     with (
-        SymmetricHeap(num_bytes=8 << 20, backend="host") as heap,
+        symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(heap._arenas, "suspend_problem", "no way back" if rank else "")
@@ -182,7 +181,7 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
             of_graph.setattr(NoStreams, "capture", 1)
             assert outcome(heap.suspend)[1].startswith("suspend: a CUDA graph is being captured")
         heap.suspend()
-        problem = BackendUnavailable("too small") if rank else None
+        problem = symmoe.errors.BackendUnavailable("too small") if rank else None
         patch.setattr(heap._arenas, "resume", lambda group: group.agree(problem))
         assert outcome(heap.resume) == ("BackendUnavailable", "on rank 1: too small")
         assert outcome(heap.check)[0] == "HeapSuspended"
@@ -190,7 +189,7 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
         heap.resume()
         assert round_trip(heap)
     with (
-        SymmetricHeap(num_bytes=8 << 20, backend="host") as heap,
+        symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(heap._arenas, "suspend", lambda: 1 / (1 - rank))
@@ -204,7 +203,7 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
         ]
 
 
-def test_other_threads(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads(heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch) -> None:
     """None gets a lease once suspend has looked for leases; none resumes a heap, or closes it, that one is resuming."""
     barrier, late = heap.barrier, []
     monkeypatch.setattr(

@@ -1,10 +1,8 @@
 """The benchmarks as users run them, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
 
 import inspect
-import itertools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import balance_model
@@ -112,53 +110,41 @@ def measured(
 
 
 @pytest.mark.slow
-def test_memory(tmp_path: Path):
-    """Narrow experts hold packed rows, 24 of 32 bytes in blocks of 512; ordinary memory of CPUs is not counted."""
-    *layers, stock = run(1, tmp_path, "memory")[0]
-    assert [record["variant"] for record in (*layers, stock)] == [
-        "layer",
-        "layer, packed",
-        "stock torch",
-    ]
-    assert [record["held_heap_bytes"] for record in (*layers, stock)] == [1024, 1024, 0]
-    for record in layers:
-        assert record["peak_heap_bytes"] > 1024
-        assert 0 < record["error"] < 0.03
-        assert (record["held_ordinary_bytes"], record["ms_median"], record["repetitions"]) == (
-            None,
-            None,
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments", "variants", "wanted"),
+    [
+        # Narrow experts hold packed rows, 24 of 32 bytes in blocks of 512; no ordinary memory of CPUs is counted.
+        (
             1,
-        )
-
-
-@pytest.mark.slow
-def test_rails(tmp_path: Path):
-    """Between two virtual nodes."""
-    *exchanges, meeting = run(2, tmp_path, "rail", "--ranks-per-node", "1")[0]
-    assert meeting["variant"] == "meeting"
-    assert [record["wire_bytes"] for record in exchanges] == [
-        1 << 16,
-        1 << 20,
-        1 << 24,
-        1 << 26,
-        24 * 16 * 2,
-    ]
-    for record in exchanges:
-        assert record["wire_gbs"] == pytest.approx(
-            record["wire_bytes"] / record["ms_median"] / 1e6, rel=1e-4
-        )
-        assert (record["error"], record["nodes"]) == (0, 2)
-
-
-@pytest.mark.slow
-def test_balance(tmp_path: Path):
-    """Both ways of a layer for routings of which the last gives rank 0 all rows."""
-    records, _ = run(2, tmp_path, "balance")
-    assert [record["variant"] for record in records] == ["none", "replicas"] * 3
-    assert records[-1]["load"] == records[-2]["load"] == 2
-    assert all(
-        record["command"] and record["gpu"] and record["ms_median"] > 0 for record in records
-    )
+            ["memory"],
+            ["layer", "layer, packed", "stock torch"],
+            {"held_heap_bytes": [1024, 1024, 0], "held_ordinary_bytes": [None] * 3},
+        ),
+        # Between two virtual nodes.
+        (
+            2,
+            ["rail", "--ranks-per-node", "1"],
+            None,
+            {"wire_bytes": [1 << 16, 1 << 20, 1 << 24, 1 << 26, 24 * 16 * 2], "nodes": [2] * 5},
+        ),
+        # Both ways of a layer, for routings of which the last gives rank 0 all rows.
+        (2, ["balance"], ["none", "replicas"] * 3, {"load": [2, 2]}),
+    ],
+    ids=["memory", "rail", "balance"],
+)
+def test_small_suites(tmp_path: Path, num_ranks: int, arguments: list[str], variants, wanted):
+    records, _ = run(num_ranks, tmp_path, *arguments)
+    assert variants in (None, [record["variant"] for record in records])
+    if arguments[0] == "rail":
+        assert records.pop()["variant"] == "meeting"
+    for field, values in wanted.items():
+        assert [record[field] for record in records[-len(values) :]] == values
+    for record in records:
+        assert record["command"]
+        assert record.get("error") is None or record["error"] < 0.03
+        if record.get("wire_gbs"):
+            by_time = record["wire_bytes"] / record["ms_median"] / 1e6
+            assert record["wire_gbs"] == pytest.approx(by_time, rel=1e-4)
 
 
 def test_the_model_of_balance():
@@ -214,95 +200,55 @@ def test_every_suite_measures(measured: tuple[int, list[dict], str]):
 
 
 def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
+    """TFLOP/s by the rows' products, and yardsticks by the records that they are."""
     num_ranks, records, _ = measured
-    by_name = {(r["suite"], r["variant"], r["direction"]): r for r in records}
-    flops = 6 * 24 * 2 * 16 * 16
-    for column, direction in enumerate(("forward", "backward")):
-        ours, ceiling, stock_layer = (
-            by_name["layer", v, direction] for v in ("static", "gemms alone", "stock torch")
-        )
-        for record in (ours, ceiling, stock_layer):
-            assert record["tflops"] == pytest.approx(
-                (1 + column) * flops / record["ms_median"] / 1e9, rel=1e-4
-            )
-        assert (ours["ceiling_tflops"], ours["stock_tflops"]) == (
-            ceiling["tflops"],
-            stock_layer["tflops"],
-        )
-    loaded = [r for r in records if r["variant"].startswith("pack_weight_ptrs")]
-    assert {r["preset"] for r in loaded} == {f"{experts}x128x128" for experts in (8, 64, 256)}
-    for record in loaded:
-        assert record["yardstick"] == "stock_ms"
-        assert 0 < record["in_a_row_us"] < 50 * 1e3 * record["ms_p90"]
-        against = record["variant"].replace("pack_weight_ptrs", "torch.tensor")
-        (stock,) = [
-            r for r in records if (r["variant"], r["preset"]) == (against, record["preset"])
-        ]
-        assert record["stock_ms"] == stock["ms_median"]
-        assert stock["yardstick"] is None
-    for layer, choice in itertools.product(LAYERS, GROUPED):
-        for column, direction in enumerate(("forward", "backward")):
-            record = by_name["grouped", f"{layer}, {choice}", direction]
-            stock = by_name[
-                "grouped", f"torch._grouped_mm, {layer.removeprefix('Grouped')}", direction
-            ]
-            assert stock["yardstick"] is None
-            assert record["stock_ms"] == stock["ms_median"]
-            rows_flops = (1 + column) * 2 * LAYERS[layer] * 24 * 2 * 16 * 16
-            assert record["tflops"] == pytest.approx(
-                rows_flops / record["ms_median"] / 1e9, rel=1e-4
-            )
-            precision, *how = choice.split(", ")
+    by_name = {(r["suite"], r["preset"], r["variant"], r["direction"]): r for r in records}
+    rows_flops = 24 * 2 * 2 * 16 * 16
+    num_products = {"layer": 3, "steps": 9, "GroupedLinear": 2, "GroupedMLP": 3}
+    passes = {"forward": 1, "step": 1, "backward": 2}
+    for (suite, preset, variant, direction), record in by_name.items():
+        layer, _, choice = variant.partition(", ")
+        count = num_products.get(layer if suite == "grouped" else suite)
+        if count and record["tflops"]:
+            flops = count * passes[direction] * rows_flops
+            assert record["tflops"] == pytest.approx(flops / record["ms_median"] / 1e9, rel=1e-4)
+        if suite == "grouped" and choice in GROUPED:
+            stock = f"torch._grouped_mm, {layer.removeprefix('Grouped')}"
+            assert record["stock_ms"] == by_name[suite, preset, stock, direction]["ms_median"]
+            precision, _, how = choice.partition(", ")
             assert record["precision"] == str(PRECISIONS.get(precision, precision))
-            assert record["weights"] == ("scattered" if "scattered" in how else "packed")
-            assert record["splits"] == ("host" if "host splits" in how else "device")
             assert record["host_us"] > 0
-            assert record["launches"] is None  # there are none on CPUs
             # Kernels copy nothing, but the twin of the quantiser, which is seen too, makes a packed copy.
-            copied = (
-                0
-                if "scattered" not in how or precision == "bf16"
-                else 2 * EXPERTS_BYTES[layer] // num_ranks
-            )
-            assert record["weight_copy_bytes"] == copied
-    step = by_name["steps", "layer", "step"]
-    assert step["tflops"] == pytest.approx(3 * flops / step["ms_median"] / 1e9, rel=1e-4)
-    both_ways = by_name["layer", "static", "forward"]["wire_bytes"]
-    dispatch = by_name["dispatch", "packed", "forward"]
-    rank, slot = (
-        by_name["combine", f"order={order}", "forward"]["wire_bytes"] for order in ("rank", "slot")
-    )
+            copies = how == "scattered" and precision != "bf16"
+            assert record["weight_copy_bytes"] == 2 * EXPERTS_BYTES[layer] // num_ranks * copies
+        if suite == "layer" and variant == "static":
+            for field, name in (("ceiling_tflops", "gemms alone"), ("stock_tflops", "stock torch")):
+                assert record[field] == by_name[suite, preset, name, direction]["tflops"]
+        if variant.startswith("pack_weight_ptrs"):
+            stock = variant.replace("pack_weight_ptrs", "torch.tensor")
+            assert record["stock_ms"] == by_name[suite, preset, stock, direction]["ms_median"]
+
+
+def test_bytes_on_the_wire(measured: tuple[int, list[dict], str]):
+    """Every token of rank 1 goes to the hot expert on rank 0, once: no rank can send more."""
+    num_ranks, records, _ = measured
+    forward = {(r["suite"], r["variant"]): r for r in records if r["direction"] == "forward"}
+    sent = {name: record.get("wire_bytes") for name, record in forward.items()}
+    one_way = 24 * 16 * 2 * (num_ranks == 2)
+    assert sent["dispatch", "packed"] == sent["combine", "order=rank"] == one_way
+    assert one_way <= sent["combine", "order=slot"] <= 2 * one_way
+    assert sent["layer", "static"] == sent["precision", "float8-auto"] == 2 * one_way
+    assert sent["variants", "order=slot"] == one_way + sent["combine", "order=slot"]
+    # E4M3, and the scale of one block: 20 bytes, in whole 16.
+    assert sent["precision", "float8-block, wire"] == one_way // 32 * (32 + 32)
+    assert forward["precision", "float8-auto"]["precision"] == "bf16"  # on a CPU
+    dispatch = forward["dispatch", "packed"]
     if num_ranks == 1:
-        assert both_ways == dispatch["wire_bytes"] == rank == slot == 0
         assert dispatch["wire_gbs"] is dispatch["copy_gbs"] is None
         return
-    copy = by_name["dispatch", "copy", "forward"]
-    row_bytes = 16 * 2
-    # Every token of rank 1 goes to the hot expert on rank 0, once: no rank can send more.
-    assert dispatch["wire_bytes"] == copy["wire_bytes"] == 24 * row_bytes
-    assert dispatch["wire_gbs"] == pytest.approx(
-        dispatch["wire_bytes"] / dispatch["ms_median"] / 1e6, rel=1e-4
-    )
-    assert dispatch["copy_gbs"] == pytest.approx(
-        copy["wire_bytes"] / copy["ms_median"] / 1e6, rel=1e-4
-    )
-    assert 24 * row_bytes == rank <= slot <= 2 * 24 * row_bytes
-    assert both_ways == dispatch["wire_bytes"] + rank
-    assert (
-        by_name["variants", "order=slot", "forward"]["wire_bytes"] == dispatch["wire_bytes"] + slot
-    )
-    # E4M3, and the scale of one block: 20 bytes, in whole 16.
-    quantized = [
-        by_name["precision", "float8-block, wire", d]["wire_bytes"] for d in ("forward", "backward")
-    ]
-    assert quantized == [24 * 32 + rank] * 2
-    # No FP8 is expected to be faster on a CPU.
-    taken = {
-        v: by_name["precision", v, "forward"]["precision"]
-        for v in ("float8-auto", "float8-block, wire")
-    }
-    assert taken == {"float8-auto": "bf16", "float8-block, wire": "Float8Block(power_of_two=False)"}
-    assert by_name["precision", "float8-auto", "forward"]["wire_bytes"] == both_ways
+    for field, record in (("wire_gbs", dispatch), ("copy_gbs", forward["dispatch", "copy"])):
+        by_time = one_way / record["ms_median"] / 1e6
+        assert dispatch[field] == pytest.approx(by_time, rel=1e-4)
 
 
 def test_every_product_of_fp8_is_compared(tmp_path: Path):
@@ -313,45 +259,30 @@ def test_every_product_of_fp8_is_compared(tmp_path: Path):
     assert all(0 < error < 0.01 for error in errors.values())
 
 
-def _add_to_a_column(tensor: torch.Tensor) -> None:
-    tensor[..., 0] += 1
-
-
-def _spoil(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    argument: str,
-    change: Callable[[torch.Tensor], object] = _add_to_a_column,
-) -> None:
-    """The twin of that name leaves its result in `argument`, or in a part of it, changed."""
+def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
+    """The twin of that name leaves zeros, or another integer, in `argument`, or in a part of it."""
     kernel = getattr(twin, name)
 
     def spoiled(*args, **kwargs):
         result = kernel(*args, **kwargs)
         first, *rest = argument.split(".")
         changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[first]
-        for name in rest:
-            changed = changed[int(name)] if name.isdigit() else getattr(changed, name)
-        change(changed)
+        for part in rest:
+            changed = changed[int(part)] if part.isdigit() else getattr(changed, part)
+        if changed.is_floating_point():
+            changed.zero_()
+        else:
+            changed[..., 0] += 1  # zeros would be null pointers
         return result
 
     monkeypatch.setattr(twin, name, spoiled)
-
-
-def test_steps_are_measured_unless_a_suite_is_named(tmp_path: Path):
-    path = tmp_path / "out.json"
-    bench.main([*SIZES, "--json", str(path)])
-    records = json.loads(path.read_text())
-    assert {record["suite"] for record in records} == {"steps"}
-    assert {record["variant"] for record in records} == VARIANTS["steps"] | {"stock torch"}
-    assert all(record["ms_median"] > 0 and set(KEYS) <= set(record) for record in records)
 
 
 SPOILED = {  # of each suite kernels, and the argument, or the part of one, that they spoil
     "layer": dict.fromkeys(("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"), "out")
     | {"push_rows": "x", "grouped_gemm_act": "results.1"},
     "gemm": {"grouped_gemm": "out", "grouped_gemm_dact": "gradients.2"},
-    "dispatch": {"push_rows": "x", "place_rows": "rows"},
+    "dispatch": {"push_rows": "x", "replica_rows": "rows"},
     "combine": {"pull_rows": "out", "sum_home": "out", "pull_values": "out"},
     "plan": {"assign_rows": "plan.slot_to_row"},
     "router": {"router_gemm": "logits"},
@@ -364,35 +295,36 @@ SPOILED = {  # of each suite kernels, and the argument, or the part of one, that
 }
 
 
-@pytest.mark.parametrize(
-    ("suite", "kernel"), [(suite, kernel) for suite in SPOILED for kernel in SPOILED[suite]]
-)
-def test_a_wrong_kernel_is_not_timed(suite: str, kernel: str, monkeypatch: pytest.MonkeyPatch):
-    _spoil(monkeypatch, kernel, SPOILED[suite][kernel])
-    with pytest.raises(WrongResult, match="relative error"):
-        bench.main([suite, *SIZES])
+SPOILED_MODULES = {
+    "bf16": "grouped_gemm",
+    "bf16, host splits": "grouped_gemm_dgrad",
+    "bf16, scattered": "grouped_gemm_wgrad",
+    "float8-block": "grouped_gemm_quantized",
+    "float8-block, scattered": "grouped_gemm_wgrad_quantized",
+    "mxfp8": "grouped_gemm_quantized",
+    "nvfp4": "grouped_gemm_quantized",
+    "nvfp4, scattered": "grouped_gemm_wgrad_quantized",
+}
 
 
 @pytest.mark.parametrize(
-    ("choice", "kernel"),
+    ("suite", "choice", "kernel", "argument"),
     [
-        ("bf16", "grouped_gemm"),
-        ("bf16, host splits", "grouped_gemm_dgrad"),
-        ("bf16, scattered", "grouped_gemm_wgrad"),
-        ("float8-block", "grouped_gemm_quantized"),
-        ("float8-block, scattered", "grouped_gemm_wgrad_quantized"),
-        ("mxfp8", "grouped_gemm_quantized"),
-        ("nvfp4", "grouped_gemm_quantized"),
-        ("nvfp4, scattered", "grouped_gemm_wgrad_quantized"),
+        *((suite, "", *spoilt) for suite, its in SPOILED.items() for spoilt in its.items()),
+        *(("grouped", choice, kernel, "out") for choice, kernel in SPOILED_MODULES.items()),
     ],
 )
-def test_a_wrong_kernel_of_a_module_is_not_timed(
-    choice: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_kernel_is_not_timed(
+    suite: str, choice: str, kernel: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
-    _spoil(monkeypatch, kernel, "out", torch.zero_)
-    with pytest.raises(WrongResult, match=f"GroupedLinear, {choice} is wrong"):
-        bench.main(["grouped", *SIZES, "--hidden", "32", "--ffn", "64", "--skew", "zipf"])
+    more, text = [], "relative error"
+    if choice:
+        monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
+        more = ["--hidden=32", "--ffn=64", "--skew=zipf"]
+        text = f"{choice} is wrong"
+    _spoil(monkeypatch, kernel, argument)
+    with pytest.raises(WrongResult, match=text):
+        bench.main([suite, *SIZES, *more])
 
 
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):

@@ -115,7 +115,6 @@ PLANTED = [
         "scale",
         "their mean is the one-rank value: nothing averages",
     ),
-    ("router_not_averaged", GRADIENT, "moe.1.router.weight", "nothing averages them"),
     (
         "own_loss_twice",
         GRADIENT,
@@ -129,7 +128,6 @@ PLANTED = [
         "has shapes [[16]] on 1 of the ranks, and has shape [16] on one rank: often it is frozen",
     ),
     ("without_a_bias", UPDATE, "norms.1.bias", "0 times the one-rank value on all ranks: nothing"),
-    ("frozen_too", UPDATE, "frozen.weight", "the same on all ranks, and another on one rank"),
     (
         "decays_on_rank_1",
         UPDATE,
@@ -144,7 +142,6 @@ PLANTED = [
         "on rank 1: often a count or a statistic",
     ),
     ("rate_falls_twice", SAVED, "lr of scale", "0.998 times the one-rank value on all ranks"),
-    ("momentum_in_bf16", SAVED, "exp_avg of scale", "has torch.bfloat16 on rank 0"),
     ("masters_in_bf16", UPDATE, "moe.1.experts.fc2.weight", "master weights of another dtype"),
     ("counts_ranks", SAVED, "num_steps", "2 times the one-rank value on all ranks"),
     ("experts_in_turns", LOADED, FC1, "has experts in another order: [0, 2] on rank 0"),

@@ -131,7 +131,7 @@ def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixtu
         main(["plan", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "before anything is allocated" in shown
+    assert "before any allocation" in shown
     assert "symmoe plan --preset qwen3-30b --layout packed" in shown
     assert "--preset PRESET       one: qwen3-30b, " in shown
 

@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,13 +15,11 @@ from symmoe.tools.doctor.flight import MAX_BYTES, Diagnosis, read_record
 START = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
 
 
-def call(epoch: int, phase: str, at_s: float) -> dict[str, Any]:
+def call(epoch: int, phase: str, at_s: float) -> dict:
     return {"launch": epoch, "epoch": epoch, "phase": phase, "launched_unix_s": START + at_s}
 
 
-def record(
-    rank: int, num_ranks: int, error: dict[str, Any], calls: list[dict], **more: Any
-) -> dict[str, Any]:
+def record(rank: int, num_ranks: int, error: dict, calls: list[dict], **more) -> dict:
     status = {
         "kind": "timeout",
         "phase": "start-up",
@@ -66,7 +63,7 @@ LATE = [call(7, "plan: counts", 1.0), call(8, "close", 40.0)]
 TOLD = {"type": "PeerAborted", "text": "rank 0 gave up: rank 1 did not reach", "rank": 0}
 OLDER = record(0, 2, {"type": "ExpertIdError", "text": "an id"}, CALLS, written_unix_s=START)
 FOR_EPOCH_900 = timeout(1, expected=900)
-DIAGNOSES: dict[str, tuple[list[dict], dict[str, Any], str]] = {  # of records, fields and words of what is found
+DIAGNOSES: dict[str, tuple[list[dict], dict, str]] = {  # of records, fields and words of what is found
     "one missing rank": (
         [record(r, 4, timeout(3, reported_by=None if r else 1), CALLS) for r in (0, 1, 2)],
         {"kind": "timeout", "culprits": [3], "witnesses": [0, 1, 2], "without_record": [3]},
@@ -119,7 +116,7 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
     without = {
         name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")
     }
-    cases: dict[str, Any] = {  # text of a file, or what it holds
+    cases: dict = {  # text of a file, or what it holds
         "no JSON": "{",
         "is no JSON: 'utf-8' codec": b"\x00\xff\xfe",
         "no flight record": {**good, "format": "another"},
@@ -155,7 +152,7 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
         main(["doctor", "--read"])
 
 
-def parts_of(value: Any) -> list[tuple[Any, Any]]:
+def parts_of(value) -> list[tuple]:
     """Every place of a JSON value, as what holds it and the key there."""
     places = []
     for key in (
@@ -240,7 +237,7 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
 def test_one_process_of_a_node_does_it(
     variables: dict, does_it: bool, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    examined: list[Any] = []
+    examined: list = []
     monkeypatch.setattr(
         command, "examine", lambda environment, self_test: examined.append(environment) or []
     )

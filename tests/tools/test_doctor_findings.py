@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +22,6 @@ from programs import printed_by
 
 import symmoe
 from symmoe.cli import main
-from symmoe.errors import PeerError, WrongResult
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
 from symmoe.tools.doctor.findings import Finding, render, worst_level
@@ -92,7 +90,7 @@ def device(index: int, **other: str) -> Device:
     return known | {names.get(name, name): value for name, value in other.items()}
 
 
-def gpu(index: int, **other: Any) -> SimpleNamespace:
+def gpu(index: int, **other) -> SimpleNamespace:
     """As torch has it."""
     known = {
         "name": "NVIDIA H200",
@@ -170,11 +168,11 @@ def test_levels_and_what_is_shown():
 # -- what is wrong ------------------------------------------------------------------------------------------------
 
 
-def of_system(has_gpu: bool, **change: Any) -> list[Finding]:
+def of_system(has_gpu: bool, **change) -> list[Finding]:
     return check_system(HOST._replace(**change), has_gpu=has_gpu)
 
 
-def of_limits(has_gpu: bool, **change: Any) -> list[Finding]:
+def of_limits(has_gpu: bool, **change) -> list[Finding]:
     return check_limits(HOST._replace(**change), has_gpu=has_gpu)
 
 
@@ -477,6 +475,9 @@ def test_what_is_wrong_is_one_finding_with_what_helps(number: int):
     assert bool(fix) == bool(finding.fix)
 
 
+UNUSUAL = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
+
+
 def test_what_is_fine(tmp_path: Path):
     newer = {"triton": "3.7.1", "nvidia-nvshmem-cu13": "3.7.2"}
     cpu = Versions({"symmoe": "0.1.0", "torch": "2.13.0+cpu"}, None)
@@ -499,6 +500,7 @@ def test_what_is_fine(tmp_path: Path):
          "Triton not installed, NVSHMEM not installed, nvshmem4py not installed; torch is built for"),
         (of_gpus(smi=smi(device(0), device(1), others)), ""),
         (of_gpus(smi=smi()), "nvidia-smi does not answer"),
+        (of_gpus(gpus(gpu(3)), Report(parse_devices(UNUSUAL))), ""),
         (of_links(pair(0, 1, None)), ""),
         (of_environment(num_cores=2, **variables), "NCCL_NVLS_ENABLE=0"),
         (of_environment(num_cores=2, **variables), "xxx..."),
@@ -546,17 +548,6 @@ def test_what_torch_asks_for_is_read(monkeypatch):
     assert read_versions().torch_pins == {"triton": "3.9.*", "nvidia-nvshmem-cu13": "3.7.2"}
 
 
-def test_devices_that_nvidia_smi_prints():
-    found = parse_devices(QUERY)
-    assert {index: each["uuid"] for index, each in found.items()} == {
-        0: "GPU-11111111-aaaa",
-        1: "GPU-22222222-bbbb",
-    }
-    assert (found[1]["compute_mode"], found[1]["memory.used"]) == ("Exclusive_Process", "60000")
-    unusual = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
-    assert wrong(of_gpus(gpus(gpu(3)), Report(parse_devices(unusual)))) == []
-
-
 LINKS = {
     0: Links(gbs=2 * 26.562, num_up=2, num_down=0),
     1: Links(gbs=26.562, num_up=1, num_down=1),
@@ -570,6 +561,11 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\n"
     [
         (parse_devices, "No devices were found\n", {}),
         (parse_devices, MISMATCH, {}),
+        (
+            parse_devices,
+            UNUSUAL,
+            {3: device(3, name="NVIDIA GB10", driver="590.1", used="[N/A]", mig="[N/A]")},
+        ),
         (parse_topology, TOPOLOGY, {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}),
         (parse_topology, "", {}),
         (parse_links, NVLINK, LINKS),
@@ -690,7 +686,8 @@ def test_ranks_that_fail(
 
 
 @pytest.mark.parametrize(
-    ("error", "lingers"), [(PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)]
+    ("error", "lingers"),
+    [(symmoe.errors.PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)],
 )
 def test_a_rank_that_was_told_ends_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, lingers: bool
@@ -784,13 +781,13 @@ def test_the_heap_of_the_self_test_has_room_for_what_it_moves(rank: int, num_ran
 def test_the_self_test_sees_wrong_rows(
     heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch, wrong_part: str
 ):
-    def dispatch(*args: Any, **kwargs: Any):
+    def dispatch(*args, **kwargs):
         rows, probs = symmoe.dispatch_tokens(*args, **kwargs)
         if wrong_part == "rows":
             rows[3], rows[4] = rows[4].clone(), rows[3].clone()  # two rows have changed places
         return rows, probs
 
-    def combine(rows: torch.Tensor, plan: Any) -> torch.Tensor:
+    def combine(rows: torch.Tensor, plan) -> torch.Tensor:
         if wrong_part == "sums":
             rows[-1, 0] += 1
         return symmoe.combine_tokens(rows, plan)
@@ -800,7 +797,7 @@ def test_the_self_test_sees_wrong_rows(
     right = (
         nullcontext()
         if wrong_part == "none"
-        else pytest.raises(WrongResult, match="moved wrong rows")
+        else pytest.raises(symmoe.errors.WrongResult, match="moved wrong rows")
     )
     with right:
         self_test.check(heap, Ranks(torch.device("cpu")), torch.bfloat16)

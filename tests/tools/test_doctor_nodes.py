@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -46,12 +45,12 @@ from symmoe.tools.doctor.nodes import (
 TWO_BY_TWO = Topology(0, ((0, 1), (2, 3)))
 
 
-def ranks(on: Any = range(4), **other: Any) -> list[Facts]:
+def ranks(on=range(4), **other) -> list[Facts]:
     """Four ranks of two machines with two GPUs and two NICs each, with something else on some."""
     found = []
     for rank in range(4):
         node = rank // 2
-        known: dict[str, Any] = {
+        known: dict = {
             "host": f"host-{node}",
             "machine": f"machine-{node}",
             "domain": f"machine-{node}",
@@ -190,16 +189,16 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # -- virtual nodes ----------------------------------------------------------------------------------------------------
 
 
-def leaves_the_test() -> contextlib.AbstractContextManager[Any]:
+def leaves_the_test() -> contextlib.AbstractContextManager:
     class Leaving(GlooRail):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
+        def __init__(self, *arguments, **options) -> None:
             super().__init__(*arguments, **options)
             raise BackendUnavailable("a GPU that is out of order")
 
     return patch.object(doctor_nodes, "GlooRail", Leaving)
 
 
-def a_wrong_device() -> contextlib.AbstractContextManager[Any]:
+def a_wrong_device() -> contextlib.AbstractContextManager:
     return patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth-none"})
 
 
@@ -317,7 +316,7 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Rail:
     class FakeNccl(GlooRail):
         bytes_per_s = 48e9
 
-        def __init__(self, library: str, *arguments: Any, **options: Any) -> None:
+        def __init__(self, library: str, *arguments, **options) -> None:
             super().__init__(*arguments, **options)
             if (
                 not connects

@@ -18,7 +18,7 @@ from suites.cases import Case
 from suites.layer import Choice
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, kernels, timeline
+from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap, kernels, timeline
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
 from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, lanes_of, table
@@ -360,7 +360,7 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: Symmet
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
-# A layer's phases forward and backward, by hand from docs/design.md.
+# A layer's phases forward and backward, by hand from docs/design/programs.md.
 START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wait sum_at_home"
 DGRADS = "FC2_dgrad wgrad FC1_dgrad"
 SUMS = "send_sums wait sum_at_home send_sums wait sum_at_home  route"
@@ -567,7 +567,7 @@ SIZES = "--hidden 32 --ffn 16 --experts 4 --top-k 2 --tokens 16".split()
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
     case = Case(Shape("small", 32, 16, 4, 2), 16, "uniform")
-    choice = Choice(options={"overflow": "drop", "aux_loss_coef": 0.01})
+    choice = Choice(options={"overflow": "drop", "router": RouterConfig(aux_loss_coef=0.01)})
     return trace_layer.trace_layer(case, choice, path=path)
 
 
@@ -585,21 +585,3 @@ def test_the_program_traces_on_several_ranks_and_on_one(
     }
     steps = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["traceEvents"]
     assert sum(item["name"] == "FC2" for item in steps) == 2  # ranks
-
-
-def test_the_program_traces_low_precision(tmp_path: Path):
-    numbers = ["--precision", "float8-block", "--quantized-wire", "both"]
-    trace_layer.main([*SIZES, *numbers, "--out", str(tmp_path / "step.json")])
-    operators = {
-        item["args"]["operator or kernel"]
-        for item in json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
-        if item["ph"] == "X" and item["args"]
-    }
-    # Both ways as bytes, and all six products.
-    assert {
-        "encode_rows",
-        "unpack_rows",
-        "grouped_gemm_quantized",
-        "grouped_gemm_wgrad_quantized",
-    } <= operators
-    assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
-from worker import Watching
+from worker import Watching, assert_refused
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError
+from symmoe.grouped import ScaledClampedSwiGLU
 from symmoe.grouped.parameters import named_parameters
+from symmoe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
-from symmoe.training.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
 SPLITS = (4, 0, 5)
@@ -141,10 +142,13 @@ def test_what_add_lora_refuses():
     ):
         with pytest.raises(ArgumentError, match=text):
             add_lora(GroupedMLP(GROUPS, H, I), **({"rank": RANK, "alpha": ALPHA} | arguments))
-    with pytest.raises(ArgumentError, match="has no GroupedMLP"):
-        add_lora(nn.Linear(2, 2), rank=RANK, alpha=ALPHA)
-    with pytest.raises(ArgumentError, match=r"fc1 \(LoRAGroupedLinear\) must be a GroupedLinear"):
-        add_lora(make_mlp(), rank=RANK, alpha=ALPHA)
+    assert_refused(
+        (lambda: add_lora(nn.Linear(2, 2), rank=RANK, alpha=ALPHA), "has no GroupedMLP"),
+        (
+            lambda: add_lora(make_mlp(), rank=RANK, alpha=ALPHA),
+            r"fc1 \(LoRAGroupedLinear\) must be a GroupedLinear",
+        ),
+    )
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
         mlp = GroupedMLP(GROUPS, H, I, **{option: True})
         with pytest.raises(ArgumentError, match=rf"fc1.{option} \(True\) must be False"):
@@ -181,7 +185,7 @@ def dense(
 def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
     """Whether calls measure, have room, or have to be repeated."""
     generator = torch.Generator().manual_seed(3)
-    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router="none")
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=None)
     layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
     add_lora(layer, rank=RANK, alpha=ALPHA, rank_dropout=0.5)
     fill_b(layer)

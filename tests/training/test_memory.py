@@ -55,7 +55,7 @@ def test_steps_on_a_heap_of_the_planned_size_are_played(monkeypatch, stash: str)
 def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> None:
     sizes = {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
     x, dy = torch.randn(2, 256, 256).bfloat16()
-    replicas = {"balance": "replicas", "replica_places": 3}
+    replicas = {"balance": "replicas", "replicas_per_rank": 3}
     for options in (
         {},
         {"layout": "expert-major"},

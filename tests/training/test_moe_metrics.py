@@ -9,16 +9,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from worker import Findings
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
+from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
-from symmoe.training.metrics import MetricsLogger
+from symmoe.metrics import MetricsLogger
 
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 
 
 def make_model(heap: SymmetricHeap, **options) -> Stack:
     config = MoEConfig(
-        hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.1, **options
+        hidden=H,
+        ffn=I,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        router=RouterConfig(aux_loss_coef=0.1),
+        **options,
     )
     return Stack(heap, config)
 

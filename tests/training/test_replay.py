@@ -8,7 +8,15 @@ import pytest
 import torch
 from activation_formula import SCORES
 from cluster import run_on
+from layers import layer_config
 from stacks import Stack
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from worker import assert_refused
+
+from symmoe import MoEConfig, MoELayer, Router, RouterConfig, SymmetricHeap
+from symmoe import routing as replay
+from symmoe.errors import ArgumentError, ExpertIdError
 from symmoe.routing import (
     balanced_choice,
     balanced_routing,
@@ -17,18 +25,12 @@ from symmoe.routing import (
     routing_from_array,
     routing_to_array,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
-from symmoe import routing as replay
-from symmoe.errors import ArgumentError, ExpertIdError
 
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
 
 def make_model(heap: SymmetricHeap, **options) -> Stack:
-    return Stack(heap, MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options))
+    return Stack(heap, layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options))
 
 
 def tokens(requires_grad: bool = False) -> torch.Tensor:
@@ -42,7 +44,7 @@ def tokens(requires_grad: bool = False) -> torch.Tensor:
 def test_probs_of_a_given_choice(score: str, renormalize: bool):
     """Values and gradients in float64, of a choice that the router would not make, with a repeated expert and none."""
     fields = {"score": score, "renormalize": renormalize, "route_scale": 1.5, "expert_bias": True}
-    router = Router(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields))
+    router = Router(layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields))
     x = tokens()
     ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(1))
     ids[0] = torch.tensor([4, 4, 2])
@@ -65,9 +67,9 @@ def test_probs_of_a_given_choice(score: str, renormalize: bool):
     torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("router", ["linear", "none"])
+@pytest.mark.parametrize("router", [RouterConfig(), None])
 def test_an_id_that_int32_cannot_hold_is_an_error(
-    heap: SymmetricHeap, router: str, monkeypatch: pytest.MonkeyPatch
+    heap: SymmetricHeap, router: RouterConfig | None, monkeypatch: pytest.MonkeyPatch
 ):
     layer = MoELayer(
         MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router), heap
@@ -75,10 +77,8 @@ def test_an_id_that_int32_cannot_hold_is_an_error(
     ids = torch.arange(TOP_K).repeat(TOKENS, 1)
     ids[3, 1] = 2**32 + 1  # its lower half is an expert
     with pytest.raises(ExpertIdError, match="flat position 10"):
-        layer(
-            tokens(), topk_idx=ids, probs=None if router == "linear" else torch.rand(TOKENS, TOP_K)
-        )
-    if router == "linear":
+        layer(tokens(), topk_idx=ids, probs=torch.rand(TOKENS, TOP_K) if router is None else None)
+    if router is not None:
         monkeypatch.setattr(
             replay, "_problem", lambda layers, routing: None
         )  # as if they were on a GPU
@@ -282,18 +282,20 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
             context,
         ):
             compiled(tokens())
-    with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
-        pass
     with replay_routing(model, routing):
         y = model(tokens(True), lambda layer, x: checkpoint(layer, x, use_reentrant=False)[0])
-        with pytest.raises(ArgumentError, match="is given its experts by another context already"):
-            replay_routing(model, routing).__enter__()
+        assert_refused(
+            (record_routing(nn.Linear(2, 2)).__enter__, "has no MoELayer"),
+            (replay_routing(model, routing).__enter__, "is given its experts by another context"),
+            (
+                replay_routing(model, routing_to_array(routing)).__enter__,
+                r"routing \(Tensor\) must be of dicts",
+            ),
+        )
     with replay_routing(model, routing):
         model(tokens())
         with pytest.raises(ArgumentError, match=r"layer 'layers.1' runs in call None"):
             y.sum().backward()
-    with pytest.raises(ArgumentError, match=r"routing \(Tensor\) must be of dicts"):
-        replay_routing(model, routing_to_array(routing)).__enter__()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """Whole optimizer steps on EP x EDP processes against one process, and fp32 masters under half-precision compute."""
 
 import pytest
+import small_model as small
 import torch
 import torch.distributed as dist
+from layers import layer_config
 from torch import nn
 from worker import Findings
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
+from symmoe import GroupedMLP, MoELayer, SymmetricHeap, reduce_gradients
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.balance import balance_step
+from symmoe.training import clip_grad_norm
 
 EXPERTS, TOP_K, H, I, TOKENS = 4, 2, 16, 8, 6
 STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
@@ -27,7 +30,7 @@ class Model(nn.Module):
             "aux_loss_coef": 0.1,
             "aux_loss": "global",
         }
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
+        config = layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
         self.moe = MoELayer(
@@ -79,14 +82,10 @@ def check_steps(
 ) -> None:
     """Trains both ways; `wrong` leaves something out, and must be found. Of Muon every expert has its own matrices."""
     weights, for_experts = "discrete" if kind == "Muon" else "packed", getattr(torch.optim, kind)
-    ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
-    replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
-    own_groups = [dist.new_group([r]) for r in range(num_ranks)]
-    replicas = replica_groups[rank % ep_size]
-    with (
-        SymmetricHeap(ep_groups[rank // ep_size], num_bytes=4 << 20, backend="host") as heap,
-        SymmetricHeap(own_groups[rank], num_bytes=4 << 20, backend="host") as single,
-    ):
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    layout = num_ranks // ep_size, ep_size
+    with small.on_layout(*layout) as (mesh, heap), small.open_heap(None) as single:
+        replicas = mesh["efsdp"].get_group()
         whole, model = Model(single, None, weights), Model(heap, replicas, weights)
         optimizers = optimizers_of(whole, for_experts) + optimizers_of(model, for_experts)
         for step in range(STEPS):
@@ -94,7 +93,7 @@ def check_steps(
                 everybody = torch.cat([batch(r, step, number) for r in range(num_ranks)])
                 (whole.loss(everybody) / MICRO_BATCHES).backward()
                 (model.loss(batch(rank, step, number)) / MICRO_BATCHES).backward()
-            want_norm = clip_grad_norm(whole, MAX_NORM, group=own_groups[rank])
+            want_norm = clip_grad_norm(whole, MAX_NORM, group=alone)
             reduce_gradients(model, expert_group=None if wrong == "reduce" else replicas)
             norm = clip_grad_norm(model, MAX_NORM)
             findings.close(f"norm of step {step}", norm, want_norm, rtol=1e-5, atol=0)
@@ -117,9 +116,6 @@ def check_steps(
         for name, want in wanted.items():
             findings.close(name, found[name], want, rtol=1e-4, atol=2e-5)
         findings.check(bool(whole.moe.router.expert_bias.any()), "the bias has not moved")
-    for group in [*ep_groups, *replica_groups, *own_groups]:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])

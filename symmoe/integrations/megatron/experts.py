@@ -276,6 +276,6 @@ def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
         top_k=slots_per_token(config),
         activation=activation_of(config).activation,
         precision=precision_of(config),
-        router="none",
+        router=None,
         **how,
     )

@@ -162,7 +162,7 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         experts: SymmExperts,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """That of RoutedExperts.run, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
-        routed.heap.fail_for(experts_call_problem(experts), control.PHASE_PLAN)
+        routed.heap._fail_for(experts_call_problem(experts), control.PHASE_PLAN)
         shared = self.shared_experts
         before_trips = (
             None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)

@@ -1,4 +1,4 @@
-"""A choice of experts that is given to Megatron's router, by its own RouterReplay: see symmoe.training.replay."""
+"""A choice of experts that is given to Megatron's router, by its own RouterReplay: see symmoe.routing."""
 
 from __future__ import annotations
 

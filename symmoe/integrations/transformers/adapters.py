@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from symmoe.lora import LoRAGroupedLinear
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.training.lora import LoRAGroupedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from symmoe.checks.arguments import (
     Overflow,
     Problem,
     Stash,
+    choices_problem,
     tensor_problem,
-    words_problem,
     working_dtype,
 )
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
@@ -27,7 +27,7 @@ from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
+from symmoe.moe.ddp_and_fsdp import ExpertDataParallel, ExpertParallelModule
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -50,7 +50,7 @@ class StepConfig:
     stash: Stash = "all"
 
     def __post_init__(self) -> None:
-        raise_for(words_problem(overflow=self.overflow, order=self.order, stash=self.stash))
+        raise_for(choices_problem(overflow=self.overflow, order=self.order, stash=self.stash))
 
 
 class ExpertParallelExperts(ExpertParallelModule):
@@ -72,7 +72,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig, form: ExpertsForm
     ) -> None:
         super().__init__()
-        self.heap, self.replicas, self.form = heap, Replicas(None), form
+        self.heap, self.expert_data_parallel, self.form = heap, ExpertDataParallel(None), form
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
         # Every call brings its own K, and none of what this is for asks the configuration for it.
         self.config = MoEConfig(
@@ -123,7 +123,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             problem = self.wrapper_problem() or self._problem(
                 hidden_states, top_k_index, top_k_weights
             )
-            self.heap.fail_for(problem, control.PHASE_PLAN)
+            self.heap._fail_for(problem, control.PHASE_PLAN)
             return self._run(hidden_states, top_k_index, top_k_weights)
         except (ConfigMismatch, PeerTimeout) as error:
             if not torch.is_grad_enabled():

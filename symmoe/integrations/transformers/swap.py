@@ -18,9 +18,9 @@ from symmoe.integrations.transformers.experts import (
 )
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts, experts_modules
 from symmoe.kernels import control
+from symmoe.lora import LoRAGroupedLinear
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.training.lora import LoRAGroupedLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 _UNSEEN_BY_PEFT = (
@@ -44,7 +44,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     Args:
         model: has experts that transformers dispatches through its experts interface; on any device: move it to the
             heap's before the first call. On the meta device the experts stay there too. A PeftModel may be around it:
-            adapters of experts become those of grouped layers (symmoe.training.lora), and are saved and loaded by
+            adapters of experts become those of grouped layers (symmoe.lora), and are saved and loaded by
             symmoe.integrations.peft.
         heap: the EP group's symmetric heap.
         step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
@@ -178,7 +178,7 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
         "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
         "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
     )
-    experts.heap.fail_for(problem, control.PHASE_PLAN)
+    experts.heap._fail_for(problem, control.PHASE_PLAN)
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:

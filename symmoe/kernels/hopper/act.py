@@ -7,13 +7,8 @@ The formulas are those of triton/activation.py, on the same rounded numbers. Two
 import functools
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import (
     NUM_WARPS,
     describe,
@@ -22,7 +17,15 @@ from symmoe.kernels.hopper.gemm import (
     describe_weight,
     grid,
 )
-from symmoe.kernels.hopper.gluon_names import reinterpret
+from symmoe.kernels.hopper.gluon_names import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma,
+)
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     CHUNK,
@@ -33,6 +36,7 @@ from symmoe.kernels.hopper.pipeline import (
     write_dump,
 )
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.operands import as_pair
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,

@@ -3,11 +3,8 @@
 import functools
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from symmoe.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl, gluon, tma
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,

@@ -1,4 +1,4 @@
-"""Names of Gluon that differ between the versions of Triton that are known.
+"""Names of Gluon that kernels use, also those that differ between the versions of Triton that are known.
 
 tma_add adds a block of shared memory to global memory, as tma_store stores it. Each sum is rounded once, to the dtype
 there; tma.store_wait waits for it. fp32 terms and sums below 2^-126 in magnitude count as zeros of their sign (PTX ISA,
@@ -7,8 +7,35 @@ cp.reduce.async.bulk).
 
 from typing import Any
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "async_copy",
+    "copy_async",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "reinterpret",
+    "thread_barrier",
+    "tma",
+    "tma_add",
+    "tma_load",
+    "tma_store",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
 
 thread_barrier = (
     gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier

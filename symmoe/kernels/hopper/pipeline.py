@@ -24,19 +24,21 @@ tests/support/hopper_emulator_checks.py runs these roles without a GPU, in any o
 
 from dataclasses import dataclass
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.hopper.gluon_names import (
     async_copy,
+    copy_async,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
+    thread_barrier,
     tma,
+    tma_load,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from symmoe.kernels.activation import Activation
-from symmoe.kernels.hopper.gluon_names import copy_async, thread_barrier, tma_load, tma_store
 from symmoe.kernels.triton import tiles
 
 BLOCK_M = gl.constexpr(128)

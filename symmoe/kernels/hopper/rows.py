@@ -14,15 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels import control
 from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.gluon_names import thread_barrier, tma_load, tma_store
+from symmoe.kernels.hopper.gluon_names import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    tma,
+    tma_load,
+    tma_store,
+)
 from symmoe.kernels.hopper.pipeline import make_barriers
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 
@@ -267,12 +273,12 @@ def _of_movers(row_bytes: int, unit_bytes: int = 0, **sizes: int) -> Constants:
     return Constants({"CUT": cut, "num_warps": 4}, {0: describe_rows(cut), **arena})
 
 
-def cut_rows(row_bytes: int, most_bytes: int, **sizes: Any) -> Pieces:
-    """Rows in pieces of at most `most_bytes`."""
+def cut_rows(row_bytes: int, max_lease_bytes: int, **sizes: Any) -> Pieces:
+    """Rows in pieces of at most `max_lease_bytes`."""
     words = row_bytes // 4
     segment = min(MAX_SEGMENT, words & -words)
     num_segments = words // segment
-    piece = min(1 << (num_segments - 1).bit_length(), most_bytes // (4 * segment))
+    piece = min(1 << (num_segments - 1).bit_length(), max_lease_bytes // (4 * segment))
     sizes = {"batch": max(1, STAGE_BYTES // (4 * segment * piece)), **sizes}
     return Pieces(
         row_bytes=row_bytes, segment=segment, num_segments=num_segments, piece=piece, **sizes

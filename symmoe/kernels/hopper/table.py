@@ -7,11 +7,9 @@ other two dimensions are the matrix's, so that what lies outside of it is still 
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.gluon_names import TensorDescriptor, gl, gluon
 from symmoe.kernels.launch.launch import Describe
 
 STEP_BITS = gl.constexpr(4)  # strides of descriptors are multiples of 16 bytes,

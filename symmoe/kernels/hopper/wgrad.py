@@ -9,18 +9,18 @@ stages. It may be 0: then no role touches the ring, and the tile is zeros.
 import functools
 from dataclasses import dataclass
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged
+from symmoe.kernels.hopper.gluon_names import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
     tma,
+    tma_load,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged
-from symmoe.kernels.hopper.gluon_names import tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,

@@ -49,10 +49,10 @@ from symmoe.program.program import (
     Launch,
     LeaseOffset,
     Mark,
-    Memory,
     ObjectSlot,
     Program,
     ResultField,
+    TensorRef,
     extent_bytes,
 )
 
@@ -612,10 +612,10 @@ class Section(Entry):
         values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
             arg = arg.of if isinstance(arg, Address) else arg
-            if isinstance(arg, (Memory, ObjectSlot)) and arg.slot is not None:
+            if isinstance(arg, (TensorRef, ObjectSlot)) and arg.slot is not None:
                 slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
                 values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
-            elif isinstance(arg, Memory):
+            elif isinstance(arg, TensorRef):
                 values[place] = constant(arg.offset_bytes), 0
             elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
                 values[place] = self._index(arg, self._numbers), 0

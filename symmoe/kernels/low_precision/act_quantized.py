@@ -1,4 +1,4 @@
-"""The activation of an expert and its gradient with quantised results (Triton). Letters: contract/quantize.py.
+"""The activation of an expert and its gradient with quantised results (Triton). Letters: twin/quantize.py.
 
 Rows of the activation do not depend on groups: a program has a few of them by FEATURES of the result. A gradient's
 program has TILE tokens of a group, and goes through them twice: in strips of features, which have
@@ -18,12 +18,9 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
-from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
     TILE,
-    as_stored,
     block_scales_or_nan,
     column_scale,
     e4m3_code,
@@ -217,7 +214,15 @@ def act_quantize(h, row_scale, row_range, out, activation, block_format):
         row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features),
     )
     constants = _constants(ffn, num_groups, activation, block_format, of_gradient=False)
-    launch(act_quantize_rows_kernel, grid, constants, h, row_scale, row_range, *map(as_stored, out))
+    launch(
+        act_quantize_rows_kernel,
+        grid,
+        constants,
+        h,
+        row_scale,
+        row_range,
+        *map(formats.as_bytes, out),
+    )
 
 
 def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block_format):
@@ -233,7 +238,7 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
         (da, h, activation, block_format),
         *(arguments, activation, block_format),
     ):
-        grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
+        grid = formats.max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
         constants = _constants(ffn, num_groups, activation, block_format, of_gradient=True)
         launch(dact_quantize_kernel, grid, constants, *arguments)
     sum_dact_partials(workspace, row_range, out.dscale, num_scale_sums(ffn))
@@ -254,7 +259,8 @@ def dact_arguments(
     """The arguments of dact_quantize's kernels."""
     num_rows, ffn = da.shape
     columns = [
-        (as_stored(data), column_scale(scale)) for data, scale in (out.columns, out.a_columns)
+        (formats.as_bytes(data), column_scale(scale))
+        for data, scale in (out.columns, out.a_columns)
     ]
     bias_sums = None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :]
     return (
@@ -263,7 +269,7 @@ def dact_arguments(
         row_scale,
         row_range,
         workspace,
-        *map(as_stored, out.rows),
+        *map(formats.as_bytes, out.rows),
         *columns[0],
         *columns[1],
         bias_sums,
@@ -276,7 +282,7 @@ def _constants(
     ffn: int,
     num_groups: int,
     activation: Activation,
-    block_format: BlockFormat,
+    block_format: formats.BlockFormat,
     *,
     of_gradient: bool,
 ) -> Constants:

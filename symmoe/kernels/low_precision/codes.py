@@ -181,11 +181,6 @@ def hadamard(x, signs):
     return y.reshape(lines, width) * 0.25
 
 
-def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Formats of one byte as uint8, which the kernels store."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def column_scale(scale: torch.Tensor) -> torch.Tensor:
     """Scales of columns in the order in which they lie, as kernels store them."""
     return scale.t() if scale.dtype == torch.float32 else scale.view(torch.uint8)

@@ -1,6 +1,6 @@
 """Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Tiles as in triton/gemm.py.
 
-Letters: contract/gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
+Letters: twin/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
 in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
 of forward products, and for narrow results.

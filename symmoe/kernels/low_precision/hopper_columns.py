@@ -21,15 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.gluon_names import copy_async
+from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.pipeline import Groups, add
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
@@ -324,7 +320,7 @@ def hopper_quantize_columns_kernel(
     async_copy.wait_group(0)
 
 
-def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> bool:
+def takes_columns(block_format: formats.BlockFormat, rows: torch.Tensor, width: int) -> bool:
     """Whether these kernels make the format of rows, or of rows of the wire: E4M3 in blocks of TILE tokens."""
     in_tiles = block_format.element == "e4m3" and block_format.block == formats.TILE
     return in_tiles and width % 8 == 0 and rows.data_ptr() % control.ACCESS_BYTES == 0

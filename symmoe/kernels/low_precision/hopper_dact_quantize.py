@@ -23,14 +23,10 @@ from dataclasses import dataclass
 
 import torch
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import control, formats
 from symmoe.kernels.activation import Activation, num_scale_sums
-from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.hopper.gluon_names import copy_async
+from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.pipeline import Groups, locate_tile, row_tile_prefix
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
@@ -268,7 +264,7 @@ def hopper_dact_quantize_kernel(
 
 
 def takes_dact_quantize(
-    da: torch.Tensor, h: torch.Tensor, activation: Activation, block_format: BlockFormat
+    da: torch.Tensor, h: torch.Tensor, activation: Activation, block_format: formats.BlockFormat
 ) -> bool:
     """Whether launch_dact_quantize has a kernel for these: whole tiles of features, gates and ups in halves."""
     is_in_halves = activation.is_gated and activation.interleave is None
@@ -283,7 +279,7 @@ def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, *
     """
     da, _, _, row_range, *_ = arguments
     (num_rows, ffn), num_groups = da.shape, row_range.shape[1]
-    num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
+    num_tiles = formats.max_tiles(num_rows, num_groups) * (ffn // TILE.value)
     launch(
         hopper_dact_quantize_kernel,
         launch_grid(num_tiles, num_sms, da.device, PROGRAMS_PER_SM),

@@ -8,7 +8,7 @@ adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) i
 A warpgroup has 64 rows of a tile, and a sum for either half of its columns: one scale of the weight is for 128 of them,
 and the sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies again,
 and the tensor core does the other warpgroup's products meanwhile. Both may come to do the same at the same time: making
-them take turns was slower for most products (notes/2026-11-21-fp8-gemms.md).
+them take turns was slower for most products (docs/decisions/0004-low-precision.md).
 
 The warps that need scales read them a stage ahead: those of rows are four bytes each, too narrow for TMA, and lie in L1
 for the next seven stages.
@@ -19,19 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
+from symmoe.kernels.hopper.gluon_names import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from symmoe.kernels.contract.operands import as_pair
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
-from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_M,
     CHUNK,
@@ -45,8 +44,8 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.operands import as_pair, packed_and_table
 from symmoe.kernels.quantized_gemm import BLOCK
-from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.tiles import matrix_pointer
 
 E4M3 = torch.float8_e4m3fn

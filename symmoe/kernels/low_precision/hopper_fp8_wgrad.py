@@ -27,24 +27,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
-from symmoe.kernels.hopper.gluon_names import tma_add, tma_load, tma_store
+from symmoe.kernels.hopper.gluon_names import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    tma_add,
+    tma_load,
+    tma_store,
+    warpgroup_mma_wait,
+)
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
 from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_place
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile, num_steps
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS, partial_sum
-from symmoe.kernels.tensor_table import packed_and_table
+from symmoe.kernels.operands import packed_and_table
 from symmoe.kernels.triton.tiles import launch_grid
 
 PART = gl.constexpr(32)  # columns of sums stored at a time
@@ -220,7 +222,7 @@ def store_tile(
     else:
         if out_table is not None:
             matrix = matrix_place(out_table, out, group)
-        elif PIPE.accumulate:  # 8 to 10 % less time: notes/2026-11-23-fp8-scattered-weights.md
+        elif PIPE.accumulate:  # 8 to 10 % less time: docs/decisions/0004-low-precision.md
             matrix = distant_place(group.to(gl.int64) * (PIPE.out_rows * PIPE.columns * 4))
         else:
             matrix = (group,)

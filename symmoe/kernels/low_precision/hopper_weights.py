@@ -6,15 +6,11 @@ no code is transposed; multiplying and rounding again costs less. Formulas and b
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.act import first_number, second_number
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.gluon_names import copy_async
+from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
@@ -29,7 +25,7 @@ from symmoe.kernels.low_precision.hopper_columns import (
     largest,
     scales_of,
 )
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.operands import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import launch_grid, matrix_pointer
 
 COPIED = gl.constexpr(copied_layout(4))
@@ -133,7 +129,9 @@ def hopper_quantize_weight_pairs_kernel(
     async_copy.wait_group(0)
 
 
-def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorTable) -> bool:
+def takes_weight_pairs(
+    block_format: formats.BlockFormat, weight: torch.Tensor | TensorTable
+) -> bool:
     """Whether the kernel makes the format of weights [G, M, K]: E4M3 in square blocks of TILE, all of them whole."""
     in_tiles = (
         block_format.element == "e4m3"

@@ -1,17 +1,16 @@
-"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/gemm.py).
+"""Grouped GEMMs of quantised numbers: which kernel multiplies them (twin/quantized_gemm.py).
 
 Numbers with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py; those with scales in tiles
-go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.
+go to block_scaled/scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.
 """
 
 import torch
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.launch import launch
-from symmoe.kernels.low_precision import fp8, scaled
+from symmoe.kernels.low_precision import fp8
+from symmoe.kernels.operands import as_pair, packed_and_table
 from symmoe.kernels.quantized_gemm import FLOAT8_BLOCK, check_gemm, check_wgrad
-from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.gemm import zero_matrices
 from symmoe.kernels.triton.tiles import launch_grid
 
@@ -51,6 +50,8 @@ def grouped_gemm_quantized(
         kernel, arguments = fp8.grouped_gemm_fp8_kernel, (row_range,)
         gemm, constants = fp8.plan_gemm(*sizes, **tile)
     else:
+        from symmoe.kernels.low_precision.block_scaled import scaled
+
         kernel, unit = scaled.grouped_gemm_scaled_kernel, scaled.scaled_products(out.device)
         gemm, constants = scaled.plan_gemm(block_format, unit, *sizes, **tile)
         arguments = rows.global_scale, weight.global_scale, row_range, group_range
@@ -94,6 +95,8 @@ def grouped_gemm_wgrad_quantized(
             fp8.plan_wgrad(*sizes, **tile),
         )
     else:
+        from symmoe.kernels.low_precision.block_scaled import scaled
+
         kernel, unit = scaled.grouped_gemm_wgrad_scaled_kernel, scaled.scaled_products(out.device)
         wgrad, constants = scaled.plan_wgrad(block_format, unit, *sizes, **tile)
         arguments = *arguments, dout.global_scale, rows.global_scale

@@ -1,4 +1,4 @@
-"""Quantising rows, their columns per group, and weights (Triton). Letters: contract/quantize.py.
+"""Quantising rows, their columns per group, and weights (Triton). Letters: twin/quantize.py.
 
 All kernels are bound by memory: one read of the numbers, one write of the data. A program has a tile of lines by
 elements; where lines are columns of the rows, the compiler reads along the features and writes along the tokens.
@@ -13,12 +13,10 @@ import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
-    as_stored,
     block_scales,
     column_scale,
     element_codes,
@@ -29,8 +27,7 @@ from symmoe.kernels.low_precision.codes import (
     random_words,
     spread,
 )
-from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.operands import TensorTable, check_column_scale, packed_and_table
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.bias import spread_rows, sum_spread_tile
 from symmoe.kernels.triton.tiles import (
@@ -357,8 +354,8 @@ def quantize_rows(
         rows,
         row_index,
         row_range,
-        as_stored(data),
-        as_stored(scale),
+        formats.as_bytes(data),
+        formats.as_bytes(scale),
         amax,
         seeds,
         *(sums or (None, None)),
@@ -386,7 +383,7 @@ def quantize_columns(
         rows,
         row_index,
         row_range,
-        as_stored(data),
+        formats.as_bytes(data),
         column_scale(scale),
         amax,
         seeds,
@@ -403,7 +400,7 @@ def quantize_weights(weight, out, block_format, *, amax=None):
         (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
         _of_weights(weight, strides, format=block_format, **_WEIGHTS),
         *packed_and_table(weight),
-        *map(as_stored, out),
+        *map(formats.as_bytes, out),
         amax,
     )
 
@@ -424,7 +421,7 @@ def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=Non
         (ceil_div(width, tile["columns"]), ceil_div(num_lines, tile["lines"]), num_groups),
         _of_weights(weight, format=block_format, **tile),
         *packed_and_table(weight),
-        *map(as_stored, (*out, *transposed_out)),
+        *map(formats.as_bytes, (*out, *transposed_out)),
         amax,
     )
 

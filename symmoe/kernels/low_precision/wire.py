@@ -1,4 +1,4 @@
-"""Encoding and decoding of rows that travel as bytes (Triton). Letters: contract/quantize.py.
+"""Encoding and decoding of rows that travel as bytes (Triton). Letters: twin/wire.py.
 
 They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
@@ -10,9 +10,14 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
-from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
@@ -243,12 +248,14 @@ def _grid(rows: torch.Tensor) -> tuple[int, int]:
     return ceil_div(rows.shape[0], ROW_TILE[0]), ceil_div(rows.shape[1], ROW_TILE[1])
 
 
-def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+def _scales_of(wire: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
     """The wire as items of scales."""
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
-def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Any) -> Constants:
+def _constants(
+    block_format: formats.BlockFormat, row_bytes: int, width: int, **tile: Any
+) -> Constants:
     """scale_items: scales that would fill a row of the wire."""
     item_bytes = block_format.scale_dtype.itemsize
     return kept_sizes(

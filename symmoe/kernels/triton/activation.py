@@ -1,4 +1,4 @@
-"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: contract/gemm.py.
+"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: twin/activation.py.
 
 Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
 lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
@@ -14,8 +14,7 @@ import triton.language as tl
 from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.tiles import store_rounded, tile_mask
 
 SILU = tl.constexpr(definition.SILU)

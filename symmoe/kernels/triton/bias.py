@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import ceil_div, fast_jit, kept_sizes, launch, next_power_of_2
+from symmoe.kernels.operands import as_pair
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import (
     load_k_rows,

@@ -1,4 +1,4 @@
-"""Grouped GEMMs over expert-sorted rows (Triton, persistent; TMA and WGMMA on Hopper). Letters: contract/gemm.py.
+"""Grouped GEMMs over expert-sorted rows (Triton, persistent; TMA and WGMMA on Hopper). Letters: twin/gemm.py.
 
 Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an output
 belongs to depends on the static dimensions and on the row's place in its group.
@@ -24,17 +24,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.contract.operands import as_pair
-from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import (
     Constants,
     Describe,
     Named,
+    ceil_div,
     fast_jit,
     kept_constants,
     launch,
 )
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.operands import TensorTable, as_pair, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
     TRITON_DTYPES,

@@ -1,6 +1,6 @@
 """Grouped GEMMs fused with the activation between them and the rows' scales (Triton). See gemm.py.
 
-Letters and formulas: contract/gemm.py. The functions of activation.py work on the rounded h and da in both
+Letters and formulas: twin/activation.py. The functions of activation.py work on the rounded h and da in both
 directions and in the kernels that are not fused, so their results have the same bits. (The products are the same sums,
 too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
@@ -20,10 +20,8 @@ import triton.language as tl
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
-from symmoe.kernels.contract.operands import as_pair
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Named, fast_jit, kept_sizes, launch
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.launch.launch import Named, ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.operands import TensorTable, as_pair
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
@@ -57,7 +55,7 @@ from symmoe.kernels.triton.tiles import (
     store_rounded,
 )
 
-# Column parts keep few registers busy in the epilogue: 650 against 630 TFLOP/s (notes/2026-11-21-gemm-tiles.md).
+# Column parts keep few registers busy in the epilogue: 649, not 631 TFLOP/s (docs/decisions/0003-kernels-on-hopper.md).
 ACT_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, parts=4)
 ACT_FP32_CONFIG = TileConfig(block_m=64, block_n=32, block_k=16, num_stages=3, num_warps=8)
 # Without a gate the accumulator is as wide as the tile.

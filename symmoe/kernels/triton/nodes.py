@@ -1,10 +1,9 @@
-"""Kernels of contract/plan.py."""
+"""Kernels of twin/nodes.py."""
 
 import torch
 import triton.language as tl
 
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import ceil_div, fast_jit, kept_sizes, launch, next_power_of_2
 from symmoe.kernels.triton.plan import count_row, load_experts
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 

@@ -1,4 +1,4 @@
-"""Plan kernels: maps from every slot of a rank's `topk_idx` to its place. Letters: contract/plan.py.
+"""Plan kernels: maps from every slot of a rank's `topk_idx` to its place. Letters: twin/plan.py.
 
 There are no atomics: sums over blocks read every earlier block's counts.
 """
@@ -10,8 +10,15 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_constants,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -101,7 +108,7 @@ def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.c
 
 @triton.jit
 def count_block(topk_idx, block_counts, block, num_tokens, SIZES: tl.constexpr):
-    """count_slots of contract/plan.py, for one block."""
+    """count_slots of twin/plan.py, for one block."""
     WIDTH: tl.constexpr = SIZES.num_experts + SIZES.num_ranks + 2
     row = block_counts + block * WIDTH
     first_slot = block * (CONTROL.TOKENS_PER_BLOCK * SIZES.top_k)
@@ -386,7 +393,7 @@ def clip_to_capacity(load, capacity):
 
 @triton.jit
 def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.constexpr):
-    """source_to_rows and replica_ranges of contract/plan.py."""
+    """source_to_rows and replica_ranges of twin/plan.py."""
     expert = tl.arange(0, SIZES.expert_lanes)
     mask, is_local = expert < SIZES.num_own, expert < SIZES.experts_per_rank
     starts = source_to_row_start + expert
@@ -492,7 +499,7 @@ def lay_out_kernel(
     )
     if SIZES.repeats:
         is_overflow = (error == CONTROL.PLAN_OVERFLOW) | (error == CONTROL.PLAN_RAIL_OVERFLOW)
-        error = tl.where(is_overflow, CONTROL.PLAN_NO_ROOM, error)
+        error = tl.where(is_overflow, CONTROL.PLAN_OVER_BUDGET, error)
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
     kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
 
@@ -548,7 +555,7 @@ def lay_out_kernel(
     tl.store(report + word, summary)
     if SIZES.record_errors:
         is_raised = (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT)
-        if is_raised & (error != CONTROL.PLAN_NO_ROOM):
+        if is_raised & (error != CONTROL.PLAN_OVER_BUDGET):
             counters = (tl.load(bases + SIZES.rank) + SIZES.layout.counters).to(
                 tl.pointer_type(tl.int64)
             )

@@ -14,8 +14,7 @@ import torch
 
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import build_module
-from symmoe.kernels.twin import pointers as twin
-from symmoe.kernels.twin.pointers import host_bytes
+from symmoe.kernels.twin.pointers import PointerKernels, host_bytes
 from symmoe.program.builder import BuildError, builder
 from symmoe.torch_internals import address_in_python, current_device, current_stream
 
@@ -208,7 +207,7 @@ def read_addresses(tensors, device, *, alignment, contiguous):
             contiguous,
         )
     # Subclasses of Tensor are left to Python.
-    return payload or twin.read_addresses(
+    return payload or PointerKernels.read_addresses(
         tensors, device, alignment=alignment, contiguous=contiguous
     )
 

@@ -1,4 +1,4 @@
-"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: contract/plan.py."""
+"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: twin/replicas.py."""
 
 import functools
 import math
@@ -7,9 +7,16 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
-from symmoe.kernels.tensor_table import packed_and_table
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_constants,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
+from symmoe.kernels.operands import packed_and_table
 from symmoe.kernels.triton.plan import (
     INT32_MAX,
     OTHER_SLOTS,
@@ -30,8 +37,8 @@ BLOCK, NUM_WARPS = 8192, 8  # numbers that a program moves at a time
 @fast_jit([])
 def place_replicas_kernel(
     bases,
-    place_to_expert,
-    place_rows,
+    replica_to_expert,
+    replica_rows,
     expert_to_place,
     copy_slots,
     expert_load,
@@ -58,23 +65,25 @@ def place_replicas_kernel(
             tl.full(expert.shape, -1, tl.int32),
             mask=is_expert,
         )
-    for place in range(SIZES.num_places):
+    for place in range(SIZES.num_replica_slots):
         tl.store(
-            place_to_expert + rank * SIZES.num_places + place,
+            replica_to_expert + rank * SIZES.num_replica_slots + place,
             tl.full(rank.shape, -1, tl.int32),
             mask=is_rank,
         )
-        tl.store(place_rows + rank * SIZES.num_places + place, tl.zeros_like(rank), mask=is_rank)
+        tl.store(
+            replica_rows + rank * SIZES.num_replica_slots + place, tl.zeros_like(rank), mask=is_rank
+        )
     tl.debug_barrier()  # what comes now is written to the same places
 
     rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
     total = tl.sum(rows.to(tl.int64), axis=0)
     mean = tl.cdiv(total, SIZES.num_near).to(tl.int32)
     limit = tl.cdiv(total * (1000 + slack), 1000 * SIZES.num_near).to(tl.int32)
-    for _ in range(SIZES.num_near * SIZES.num_places):
+    for _ in range(SIZES.num_near * SIZES.num_replica_slots):
         most = tl.max(rows, axis=0)
         giver = tl.min(tl.where((rows == most) & is_rank, rank, SIZES.num_ranks), axis=0)
-        room = tl.where(is_rank & (used < SIZES.num_places), mean - rows, 0)
+        room = tl.where(is_rank & (used < SIZES.num_replica_slots), mean - rows, 0)
         most_room = tl.max(room, axis=0)
         taker = tl.min(tl.where(room == most_room, rank, SIZES.num_ranks), axis=0)
         its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
@@ -83,23 +92,23 @@ def place_replicas_kernel(
         number = tl.minimum(tl.minimum(most - mean, most_room), largest)
         if (most > limit) & (number > 0):
             place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
-            tl.store(place_to_expert + taker * SIZES.num_places + place, given)
-            tl.store(place_rows + taker * SIZES.num_places + place, number)
+            tl.store(replica_to_expert + taker * SIZES.num_replica_slots + place, given)
+            tl.store(replica_rows + taker * SIZES.num_replica_slots + place, number)
             tl.store(expert_to_place + given * SIZES.num_ranks + taker, place)
             used += (rank == taker).to(tl.int32)
             rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
             left -= tl.where(expert == given, number, 0)
     tl.debug_barrier()  # what other threads have stored is read back
 
-    for n in range(SIZES.num_near * SIZES.num_places):
-        given = tl.load(place_to_expert + first * SIZES.num_places + n)
+    for n in range(SIZES.num_near * SIZES.num_replica_slots):
+        given = tl.load(replica_to_expert + first * SIZES.num_replica_slots + n)
         if given >= 0:
             count = tl.load(counts + rank * SIZES.layout.row_words + given, mask=is_source, other=0)
             places = tl.load(
                 expert_to_place + given * SIZES.num_ranks + rank, mask=is_rank, other=-1
             )
             wanted = tl.load(
-                place_rows + rank * SIZES.num_places + places, mask=places >= 0, other=0
+                replica_rows + rank * SIZES.num_replica_slots + places, mask=places >= 0, other=0
             )
             wanted = tl.where(
                 rank == given // SIZES.experts_per_rank, tl.sum(count - wanted, axis=0), wanted
@@ -121,15 +130,15 @@ def place_replicas(peers, plan, *, slack, num_near):
         layout=peers.layout,
         num_near=num_near,
         num_experts=plan.expert_load.numel(),
-        num_places=plan.place_to_expert.shape[1],
+        num_replica_slots=plan.replica_to_expert.shape[1],
     )
     launch(
         place_replicas_kernel,
         (peers.num_ranks // num_near,),
         constants,
         peers.bases,
-        plan.place_to_expert,
-        plan.place_rows,
+        plan.replica_to_expert,
+        plan.replica_rows,
         plan.expert_to_place,
         plan.copy_slots,
         plan.expert_load,
@@ -149,7 +158,7 @@ def choose_copies_kernel(
     SIZES: tl.constexpr,
     COPIES: tl.constexpr,
 ):
-    COPIES_PER_RANK: tl.constexpr = SIZES.experts_per_rank + SIZES.num_places
+    COPIES_PER_RANK: tl.constexpr = SIZES.experts_per_rank + SIZES.num_replica_slots
     block = tl.program_id(0)
     starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
     for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
@@ -180,7 +189,7 @@ def choose_copies_kernel(
     count_block(slot_to_copy, block_counts, block, num_tokens, COPIES)
 
 
-def choose_copies(topk_idx, block_starts, plan, block_counts):
+def route_to_replicas(topk_idx, block_starts, plan, block_counts):
     (num_tokens, top_k), num_blocks, num_ranks = (
         topk_idx.shape,
         plan.block_tokens.shape[0],
@@ -192,7 +201,7 @@ def choose_copies(topk_idx, block_starts, plan, block_counts):
         num_ranks=num_ranks,
         num_experts=plan.expert_load.numel(),
         top_k=top_k,
-        num_places=plan.place_to_expert.shape[1],
+        num_replica_slots=plan.replica_to_expert.shape[1],
         block_slots=slots,
         other_slots=min(OTHER_SLOTS, slots),
     )
@@ -232,7 +241,7 @@ def _constants(
     )
     return kept_sizes(
         num_group=places[0],
-        num_places=places[1],
+        num_replica_slots=places[1],
         column=at[0],
         **ranks,
         rank_lanes=next_power_of_2(ranks["num_ranks"]),
@@ -244,7 +253,8 @@ def _constants(
 
 
 def _move(kernel, pair, places, peers, received, *, column, starts):
-    """Launches a kernel that moves matrices of experts; places: place_to_expert, and what else says where they are."""
+    """Launches a kernel that moves matrices of experts; places: replica_to_expert, and what else says where they
+    are."""
     num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
     kinds = tuple(
         (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair
@@ -273,15 +283,16 @@ def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.co
 
 @triton.jit
 def push_matrices(
-    weight, table, place_to_expert, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr
+    weight, table, replica_to_expert, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr
 ):
     """push_replicas of one weight."""
-    for n in range(SIZES.num_ranks * SIZES.num_places):
+    for n in range(SIZES.num_ranks * SIZES.num_replica_slots):
         own = (
-            tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n) - SIZES.first_expert
+            tl.load(replica_to_expert + SIZES.first_rank * SIZES.num_replica_slots + n)
+            - SIZES.first_expert
         )
         if (own >= 0) & (own < SIZES.num_own):
-            rank, place = n // SIZES.num_places, n % SIZES.num_places
+            rank, place = n // SIZES.num_replica_slots, n % SIZES.num_replica_slots
             target, goes_on = place_of_peer(bases, received, rank, place, KIND, SIZES)
             if goes_on:
                 source = matrix_of(weight, table, own, KIND.width, KIND.dtype)
@@ -298,19 +309,19 @@ def push_matrices(
 
 @fast_jit(["w0", "w1"])
 def push_replicas_kernel(
-    w0, table0, w1, table1, place_to_expert, bases, received, SIZES: tl.constexpr
+    w0, table0, w1, table1, replica_to_expert, bases, received, SIZES: tl.constexpr
 ):
     if SIZES.first.width > 0:
-        push_matrices(w0, table0, place_to_expert, bases, received, SIZES.first, SIZES)
+        push_matrices(w0, table0, replica_to_expert, bases, received, SIZES.first, SIZES)
     if SIZES.second.width > 0:
-        push_matrices(w1, table1, place_to_expert, bases, received, SIZES.second, SIZES)
+        push_matrices(w1, table1, replica_to_expert, bases, received, SIZES.second, SIZES)
 
 
-def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
+def push_replicas(weights, replica_to_expert, peers, received, *, column, starts):
     _move(
         push_replicas_kernel,
         weights,
-        (place_to_expert,),
+        (replica_to_expert,),
         peers,
         received,
         column=column,
@@ -320,12 +331,12 @@ def push_replicas(weights, place_to_expert, peers, received, *, column, starts):
 
 @triton.jit
 def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr):
-    """add_from_replicas of one gradient. tables: place_to_expert and expert_to_place."""
-    place_to_expert, expert_to_place = tables
+    """add_from_replicas of one gradient. tables: replica_to_expert and expert_to_place."""
+    replica_to_expert, expert_to_place = tables
     lane = tl.arange(0, SIZES.rank_lanes)
-    for n in range(SIZES.num_ranks * SIZES.num_places):
-        expert = tl.load(place_to_expert + SIZES.first_rank * SIZES.num_places + n)
-        own, rank = expert - SIZES.first_expert, n // SIZES.num_places
+    for n in range(SIZES.num_ranks * SIZES.num_replica_slots):
+        expert = tl.load(replica_to_expert + SIZES.first_rank * SIZES.num_replica_slots + n)
+        own, rank = expert - SIZES.first_expert, n // SIZES.num_replica_slots
         is_own = (own >= 0) & (own < SIZES.num_own)
         places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_group + SIZES.first_rank
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
@@ -350,9 +361,17 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
 
 @fast_jit(["dw0", "dw1"])
 def add_from_replicas_kernel(
-    dw0, table0, dw1, table1, place_to_expert, expert_to_place, bases, received, SIZES: tl.constexpr
+    dw0,
+    table0,
+    dw1,
+    table1,
+    replica_to_expert,
+    expert_to_place,
+    bases,
+    received,
+    SIZES: tl.constexpr,
 ):
-    tables = (place_to_expert, expert_to_place)
+    tables = (replica_to_expert, expert_to_place)
     if SIZES.first.width > 0:
         add_matrices(dw0, table0, tables, bases, received, SIZES.first, SIZES)
     if SIZES.second.width > 0:

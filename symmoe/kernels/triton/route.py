@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.routing_rule import SMALLEST, TINY, RoutingRule
 from symmoe.kernels.triton import plan
 from symmoe.kernels.triton.plan import NO_SLOT
@@ -51,7 +57,7 @@ def _choice(
         top_k=top_k,
         choice_lanes=next_power_of_2(top_k),
         rule=rule,
-        group_lanes=next_power_of_2(rule.num_groups),
+        group_lanes=next_power_of_2(rule.num_expert_groups),
         best_of_group=rule.best_of_group(num_experts),
         tokens=tokens,
         num_warps=max(1, tokens * expert_lanes * NUM_WARPS // SCORES_PER_PROGRAM),
@@ -76,11 +82,11 @@ def index_of(key, LANES: tl.constexpr):
 @triton.jit
 def keep_top_groups(value, expert, SIZES: tl.constexpr):
     """[tokens, lanes] values, -inf outside of a token's best groups."""
-    SIZE: tl.constexpr = SIZES.num_experts // SIZES.rule.num_groups
+    SIZE: tl.constexpr = SIZES.num_experts // SIZES.rule.num_expert_groups
     key = keys_of(value, expert, SIZES.expert_lanes)
     group = tl.arange(0, SIZES.group_lanes)
     worth = tl.full((value.shape[0], SIZES.group_lanes), 0.0, tl.float32)
-    for g in range(SIZES.rule.num_groups):
+    for g in range(SIZES.rule.num_expert_groups):
         own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
         for _ in range(SIZES.best_of_group):
             best = tl.max(own, axis=1)
@@ -88,16 +94,35 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
     group_key = tl.where(
-        (group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, SIZES.group_lanes), LEAST
+        (group < SIZES.rule.num_expert_groups)[None, :],
+        keys_of(worth, group, SIZES.group_lanes),
+        LEAST,
     )
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
-    for _ in range(SIZES.rule.top_groups):
+    for _ in range(SIZES.rule.topk_groups):
         best = tl.max(group_key, axis=1)
         is_kept = is_kept | (
             (expert // SIZE)[None, :] == index_of(best, SIZES.group_lanes)[:, None]
         )
         group_key = tl.where(group_key == best[:, None], LEAST, group_key)
     return tl.where(is_kept, value, -float("inf"))
+
+
+@triton.jit
+def score_or_gradient(x, d_score, SCORE: tl.constexpr):
+    """Scores [tokens, lanes] of logits x; with d_score, the gradient of the logits of scores x."""
+    if SCORE == "softmax":
+        if d_score is None:
+            power = tl.exp(x - tl.max(x, axis=1)[:, None])
+            result = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
+        else:
+            result = x * (d_score - tl.sum(d_score * x, axis=1)[:, None])
+    else:  # "sigmoid"
+        if d_score is None:
+            result = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+        else:
+            result = d_score * x * (1.0 - x)
+    return result
 
 
 @fast_jit()
@@ -118,11 +143,7 @@ def choose_experts_kernel(
     is_token, is_expert = token < num_tokens, (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
-    if SIZES.rule.score == "softmax":
-        power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-        score = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
-    else:
-        score = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
+    score = score_or_gradient(logit, None, SIZES.rule.score)
     tl.store(scores + at, score, mask=is_token[:, None] & is_expert)
 
     key = tl.full((SIZES.tokens, SIZES.expert_lanes), 0, tl.int64)
@@ -130,7 +151,7 @@ def choose_experts_kernel(
         value = score
         if bias is not None:
             value += tl.load(bias + expert, mask=expert < SIZES.num_experts, other=0.0)[None, :]
-        if SIZES.rule.num_groups > 1:
+        if SIZES.rule.num_expert_groups > 1:
             value = keep_top_groups(value, expert, SIZES)
         key = tl.where(is_expert, keys_of(value, expert, SIZES.expert_lanes), LEAST)
     prob = tl.full((SIZES.tokens, SIZES.choice_lanes), 0.0, tl.float32)
@@ -211,11 +232,7 @@ def choose_experts_grad_kernel(
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
-    d_logit = (
-        score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
-        if SIZES.rule.score == "softmax"
-        else d_score * score * (1.0 - score)
-    )
+    d_logit = score_or_gradient(score, d_score, SIZES.rule.score)
     tl.store(d_logits + at, d_logit, mask=mask)
 
 

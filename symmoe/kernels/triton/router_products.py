@@ -15,8 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_jit, kept_constants, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    ceil_div,
+    fast_jit,
+    kept_constants,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs

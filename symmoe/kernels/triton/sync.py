@@ -11,8 +11,6 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
-from symmoe.kernels.launch.integers import next_power_of_2
 from symmoe.kernels.launch.launch import (
     Constants,
     Named,
@@ -20,6 +18,7 @@ from symmoe.kernels.launch.launch import (
     kept_constants,
     kept_sizes,
     launch,
+    next_power_of_2,
 )
 
 _NAMED = {
@@ -231,7 +230,7 @@ def barrier_kernel(
             )
 
 
-def _constants(peers: Peers) -> Constants:
+def _constants(peers: control.Peers) -> Constants:
     return kept_sizes(
         rank=peers.rank,
         num_ranks=peers.num_ranks,
@@ -356,7 +355,7 @@ def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr
     tl.store(fault, most)
 
 
-def hear_of_faults(heard, fault):
+def receive_fault_flags(heard, fault):
     launch(
         hear_of_faults_kernel,
         (1,),

@@ -1,6 +1,6 @@
 """Tiles of grouped rows (Triton): how programs find, read and write them, and how a launch is cut into tiles.
 
-Letters: contract/gemm.py. row_range[g] is where the rows of group g begin, row_range[NUM_GROUPS + g] where they end.
+Letters: twin/gemm.py. row_range[g] is where the rows of group g begin, row_range[NUM_GROUPS + g] where they end.
 """
 
 import functools
@@ -16,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, Describe
+from symmoe.kernels.launch.launch import Constants, Describe, ceil_div
 
 ZERO_BLOCK = tl.constexpr(
     2048
@@ -30,7 +29,7 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
-    """How one GEMM is cut into tiles and run. Numbers may change speed and rounding, never the contract.
+    """How one GEMM is cut into tiles and run. Numbers may change speed and rounding, never what twins define.
 
     block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.

@@ -1,4 +1,4 @@
-"""Kernels that move rows: push and pull over the wire, fan-out and sums on one rank. Letters: contract/rows.py.
+"""Kernels that move rows: push and pull over the wire, fan-out and sums on one rank. Letters: twin/tokens.py.
 
 Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs loop over tiles,
 so a caller may limit their number and leave SMs to a GEMM.
@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import (
+    Constants,
+    ceil_div,
+    fast_jit,
+    kept_sizes,
+    launch,
+    next_power_of_2,
+)
 from symmoe.kernels.triton.sync import CONTROL
 
 ACCESS_BYTES = tl.constexpr(16)
@@ -368,7 +374,7 @@ def place_rows_kernel(
             tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
 
 
-def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
+def replica_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     if rows.numel():
         args = x, slot_to_rank, slot_to_row, rows, received, x.shape[0], rank
         _move(place_rows_kernel, args, x, x.shape[0], COPY_ACCESSES, top_k=slot_to_row.shape[1])

@@ -1,4 +1,19 @@
-"""Twins of the activation of contract/gemm.py. The order of the sum is that of kernels/activation.py."""
+"""The activation of an expert times the row's scale, separate and fused with the grouped GEMMs before and after it.
+
+    C, I, O  input features of the first GEMM, FFN width, output features of the second GEMM
+    W        columns of h: 2I for gated activations, else I (Activation.hidden_width)
+
+    forward   h = round(rows @ weight^T + bias);  a = round(act(h) * scale)
+    backward  da = round(dout @ weight);  dscale = sum_I(da * act(h));  dh = round(da * scale * act'(h));
+              dbias = sum_rows(dh);  a again
+
+Between the roundings everything is fp32, so the fused functions give the bits of the separate ones in h, a, da, dh and
+dscale, whose order of sums is that of kernels/activation.py; only dbias is summed in another order. NaN goes through
+clamps and relu; derivatives at a limit are those of torch.clamp (1 at equality).
+
+The fused functions are compositions of what they fuse: kernels must give these bits or, where they sum in another
+order, these numbers.
+"""
 
 import math
 from functools import partial
@@ -16,18 +31,129 @@ from symmoe.kernels.activation import (
     SUM_COLUMNS,
     Activation,
 )
+from symmoe.kernels.operands import Matrices, MaybeTensor, Rows, writes
+from symmoe.kernels.twin.gemm import (
+    GemmKernels,
+    filled_groups,
+    matrix,
+    multiply_rows,
+    sum_in_blocks,
+    take_rows,
+)
 
 
-def scaled_activation(h, scale, out, activation):
-    value, _ = value_and_slopes(h, activation)
-    torch.mul(value, scale[:, None], out=out)
+class ActivationKernels:
+    @staticmethod
+    @writes("out")
+    def scaled_activation(
+        h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation
+    ) -> None:
+        """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
+        value, _ = value_and_slopes(h, activation)
+        torch.mul(value, scale[:, None], out=out)
+
+    @staticmethod
+    @writes("dh", "dscale")
+    def scaled_activation_grad(
+        dout: torch.Tensor,
+        h: torch.Tensor,
+        scale: torch.Tensor,
+        dh: torch.Tensor,
+        dscale: torch.Tensor,
+        activation: Activation,
+    ) -> None:
+        """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W], may be one; scale, dscale fp32[N]."""
+        activation_gradients(dout, h, scale, dh, dscale, activation)
+
+    @staticmethod
+    @writes("results")
+    def grouped_gemm_act(
+        rows: Rows,
+        weight: Matrices,
+        row_range: torch.Tensor,
+        row_scale: torch.Tensor,
+        results: tuple[torch.Tensor, torch.Tensor],
+        activation: Activation,
+        *,
+        bias: MaybeTensor = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """results h, a: h[r] = rows[r] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
+
+        rows of C features; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I]; bias [G, W].
+        """
+        h, a = results
+        GemmKernels.grouped_gemm(rows, weight, row_range, h, bias=bias)
+        for _, span in filled_groups(row_range):
+            ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
+
+    @staticmethod
+    @writes("gradients", "workspace")
+    def grouped_gemm_dact(
+        dout: Rows,
+        weight: Matrices,
+        row_range: torch.Tensor,
+        hidden: tuple[torch.Tensor, torch.Tensor],
+        gradients: tuple[torch.Tensor, torch.Tensor, MaybeTensor, MaybeTensor],
+        workspace: torch.Tensor,
+        activation: Activation,
+        *,
+        num_sms: int | None = None,
+    ) -> int:
+        """Gradient through the second GEMM and the activation of hidden (h, row_scale): gradients dh, a of forward
+        again, dscale, and the first GEMM's dbias.
+
+        dout of O features; weight [G, O, I]; h, dh [N, W], which may be one; a [N, I]; row_scale, dscale fp32[N]; dbias
+        [G, W] or None; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups;
+        dscale is 0 in the tail. dscale None: its partial sums stay in the workspace. When calls that differ only in
+        row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh). Returns how many
+        partial sums of dscale the workspace has for a row.
+        """
+        (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
+        da = torch.empty_like(a)
+        for g, span in filled_groups(row_range):
+            multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
+            scale = row_scale[span]
+            value = activation_gradients(
+                da[span], h[span], scale, dh[span], workspace[span], activation
+            )
+            torch.mul(value, scale[:, None], out=a[span])
+        if dscale is not None:
+            ActivationKernels.sum_dact_partials(workspace, row_range, dscale, 1)
+        if dbias is not None:
+            GemmKernels.grouped_bias_grad(dh, row_range, dbias)
+        return 1
+
+    @staticmethod
+    @writes()
+    def dact_workspace_numel(
+        num_rows: int, num_groups: int, ffn: int, activation: Activation
+    ) -> int:
+        """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
+        return num_rows
+
+    @staticmethod
+    @writes("dscale")
+    def sum_dact_partials(
+        workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
+    ) -> None:
+        """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact have filled.
+
+        row_range: whole groups, which the calls have covered. num_partials: the result of those calls.
+        """
+        num_rows = int(row_range[1, -1])
+        dscale[:num_rows] = workspace[:num_rows]
+        dscale[num_rows:] = 0
 
 
-def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
-    activation_gradients(dout, h, scale, dh, dscale, activation)
-
-
-def activation_gradients(dout, h, scale, dh, dscale, activation) -> torch.Tensor:
+def activation_gradients(
+    dout: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    dh: torch.Tensor,
+    dscale: torch.Tensor,
+    activation: Activation,
+) -> torch.Tensor:
     """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = value_and_slopes(h, activation)
     grad = dout.float()
@@ -37,25 +163,6 @@ def activation_gradients(dout, h, scale, dh, dscale, activation) -> torch.Tensor
     for part, slope in zip(parts, slopes, strict=True):
         torch.mul(grad.view(part.shape), slope.view(part.shape), out=part)
     return value
-
-
-def sum_in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Sums fp32 [N] of fp32 [N, I]: in blocks of columns neighbours, then neighbouring sums, and so on; then blocks."""
-    total = x.new_zeros(x.shape[0])
-    for sums in block_sums(x, block).unbind(1):
-        total += sums
-    return total
-
-
-def block_sums(x: torch.Tensor, block: int) -> torch.Tensor:
-    """The sums of the blocks, fp32 [N, blocks]; zeros fill the last one."""
-    num_blocks = -(-x.shape[1] // block)
-    x = torch.nn.functional.pad(x, (0, num_blocks * block - x.shape[1])).view(
-        x.shape[0], num_blocks, block
-    )
-    while x.shape[2] > 1:
-        x = x[..., ::2] + x[..., 1::2]
-    return x.squeeze(2)
 
 
 def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,38 +1,43 @@
-"""Twins of the grouped GEMMs and gradients of biases of contract/gemm.py, and of GEMMs with an activation.
+"""Grouped GEMMs over rows that are sorted by expert, and the gradients of their biases.
 
-The latter (contract/gemm.py) are compositions of the functions that they fuse: the kernels must give these bits
-or, where they sum in another order, these numbers. The sums of biases are in the order of kernels/bias_sums.py.
+    C, O  features that the forward GEMM contracts, and features of its result
+
+Tensors are of one dtype (bf16, fp16 or fp32), 16-byte aligned, their features multiples of 16 bytes; callers check it.
+Products and sums are fp32 (IEEE, not TF32, for fp32 numbers); a result is rounded once. No sum uses atomics. A row's
+bits in grouped_gemm and grouped_gemm_dgrad do not depend on where the row lies or on how rows are cut into
+parts; tiles and the order of sums depend only on the features, never on N or R.
+
+Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie anywhere, with the same bits.
+
+* accumulate: the result is added to out in fp32, and rounded with it; groups without rows leave out as it is.
+* zero_tail: the tail of out becomes 0; needs whole groups.
 
 MKL does not promise that a row's bits are independent of its place and of parts of rows. It gets operands aligned to
-ALIGNMENT, and never fewer than MIN_ROWS rows.
+ALIGNMENT, and never fewer than MIN_ROWS rows. The sums of biases are in the order of kernels/bias_sums.py.
 """
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.contract.operands import Bias, Rows
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.twin.activation import activation_gradients, scaled_activation, sum_in_blocks
+from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, writes
 
 MIN_ROWS = 16  # MKL sums in another order for fewer: than 4, or 16, as the CPU is, or if two threads share them
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 
 
-def groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
     """Every group and its rows, in order; also groups without rows."""
-    return (
+    return [
         (g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist())
-    )
+    ]
 
 
-def filled_groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def filled_groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
     """Every group that has rows, and these rows."""
-    return ((g, span) for g, span in groups(row_range) if span.start < span.stop)
+    return [(g, span) for g, span in groups(row_range) if span.start < span.stop]
 
 
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
@@ -105,91 +110,122 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def grouped_gemm(
-    rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None
-):
-    for g, span in filled_groups(row_range):
-        addend = bias_rows(bias, g, span)
-        if accumulate:
-            addend = out[span].float() if addend is None else out[span].float() + addend
-        multiply_rows(out[span], take_rows(rows, span), matrix(weight, g).t(), addend)
-    if zero_tail:
-        zero_rows(out, row_range)
+class GemmKernels:
+    @staticmethod
+    @writes("out")
+    def grouped_gemm(
+        rows: Rows,
+        weight: Matrices,
+        row_range: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: Bias = None,
+        accumulate: bool = False,
+        zero_tail: bool = False,
+        num_sms: int | None = None,
+    ) -> None:
+        """out[r] = rows[r] @ weight[g]^T + bias for every row r of every group g.
 
+        rows of C features; weight [G, O, C]; out [N, O]; bias of O features.
+        """
+        for g, span in filled_groups(row_range):
+            addend = bias_rows(bias, g, span)
+            if accumulate:
+                addend = out[span].float() if addend is None else out[span].float() + addend
+            multiply_rows(out[span], take_rows(rows, span), matrix(weight, g).t(), addend)
+        if zero_tail:
+            zero_rows(out, row_range)
 
-def grouped_gemm_dgrad(
-    dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None
-):
-    for g, span in filled_groups(row_range):
-        addend = out[span].float() if accumulate else None
-        multiply_rows(out[span], take_rows(dout, span), matrix(weight, g), addend)
-    if zero_tail:
-        zero_rows(out, row_range)
-
-
-def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=None):
-    for g, span in groups(row_range):
-        if span.start < span.stop:
-            total = multiply(take_rows(dout, span).t(), take_rows(rows, span))
-            store_sum(out, g, total, accumulate=accumulate)
-        elif not accumulate:
-            matrix(out, g).zero_()
-
-
-def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
-    for g, span in groups(row_range):
-        addends = take_rows(dout, span).float()
-        if scale is not None:
-            addends = addends * scale[span, None]
-        dbias[g] = sum_in_blocks(addends.t(), TILE)
-
-
-def sum_dbias(bias_sums, row_range, dbias):
-    for g, span in groups(row_range):
-        first = span.start // SLOT_ROWS + g
-        num_slots = -(-(span.stop - span.start) // SLOT_ROWS)
-        dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
-
-
-def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
-    for g, span in groups(row_range):
-        dots = (take_rows(dout, span).float() * bias[g].float()).sum(dim=1)
-        dscale[span] = dscale[span] + dots if accumulate else dots
-
-
-def dact_workspace_numel(num_rows, num_groups, ffn, activation):
-    return num_rows
-
-
-def grouped_gemm_act(
-    rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None
-):
-    h, a = results
-    grouped_gemm(rows, weight, row_range, h, bias=bias)
-    for _, span in filled_groups(row_range):
-        scaled_activation(h[span], row_scale[span], a[span], activation)
-
-
-def grouped_gemm_dact(
-    dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None
-):
-    (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
-    da = torch.empty_like(a)
-    for g, span in filled_groups(row_range):
-        multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
-        scale = row_scale[span]
-        value = activation_gradients(
-            da[span], h[span], scale, dh[span], workspace[span], activation
+    @staticmethod
+    @writes("out")
+    def grouped_gemm_dgrad(
+        dout: Rows,
+        weight: Matrices,
+        row_range: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        accumulate: bool = False,
+        zero_tail: bool = False,
+        num_sms: int | None = None,
+    ) -> None:
+        """out[r] = dout[r] @ weight[g] for every row r of every group g: dout of O features; weight [G, O, C];
+        out [N, C]."""
+        turned = packed(weight).mT
+        GemmKernels.grouped_gemm(
+            dout, turned, row_range, out, accumulate=accumulate, zero_tail=zero_tail
         )
-        torch.mul(value, scale[:, None], out=a[span])
-    if dscale is not None:
-        sum_dact_partials(workspace, row_range, dscale, 1)
-    if dbias is not None:
-        grouped_bias_grad(dh, row_range, dbias)
-    return 1
+
+    @staticmethod
+    @writes("out")
+    def grouped_gemm_wgrad(
+        dout: Rows,
+        rows: Rows,
+        row_range: torch.Tensor,
+        out: Matrices,
+        *,
+        accumulate: bool = False,
+        num_sms: int | None = None,
+    ) -> None:
+        """out[g] = sum over the rows r of group g of dout[r]^T rows[r]; no rows give zeros.
+
+        dout of O features, rows of C; out [G, O, C] in the dtype of dout or fp32.
+        """
+        for g, span in groups(row_range):
+            if span.start < span.stop:
+                total = multiply(take_rows(dout, span).t(), take_rows(rows, span))
+                store_sum(out, g, total, accumulate=accumulate)
+            elif not accumulate:
+                matrix(out, g).zero_()
+
+    @staticmethod
+    @writes("dbias")
+    def grouped_bias_grad(
+        dout: Rows, row_range: torch.Tensor, dbias: torch.Tensor, *, scale: MaybeTensor = None
+    ) -> None:
+        """dbias[g] = sum over the rows r of group g of dout[r] * scale[r]; no rows give zeros.
+
+        dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the sum is that of
+        kernels/bias_sums.py.
+        """
+        for g, span in groups(row_range):
+            addends = take_rows(dout, span).float()
+            if scale is not None:
+                addends = addends * scale[span, None]
+            dbias[g] = sum_in_blocks(addends.t(), TILE)
+
+    @staticmethod
+    @writes("dscale")
+    def grouped_bias_dot(
+        dout: Rows,
+        bias: torch.Tensor,
+        row_range: torch.Tensor,
+        dscale: torch.Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """dscale[r] = dout[r] . bias[g] for every row r of every group g: the gradient of bias_scale.
+
+        dout of O features; bias [G, O]; dscale fp32[N].
+        """
+        for g, span in groups(row_range):
+            dots = (take_rows(dout, span).float() * bias[g].float()).sum(dim=1)
+            dscale[span] = dscale[span] + dots if accumulate else dots
 
 
-def sum_dact_partials(workspace, row_range, dscale, num_partials):
-    num_rows = int(row_range[1, -1])
-    dscale[:num_rows] = workspace[:num_rows]
-    dscale[num_rows:] = 0
+def sum_in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Sums fp32 [N] of fp32 [N, I]: in blocks of columns neighbours, then neighbouring sums, and so on; then blocks."""
+    total = x.new_zeros(x.shape[0])
+    for sums in block_sums(x, block).unbind(1):
+        total += sums
+    return total
+
+
+def block_sums(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The sums of the blocks, fp32 [N, blocks]; zeros fill the last one."""
+    num_blocks = -(-x.shape[1] // block)
+    x = torch.nn.functional.pad(x, (0, num_blocks * block - x.shape[1])).view(
+        x.shape[0], num_blocks, block
+    )
+    while x.shape[2] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x.squeeze(2)

@@ -1,83 +1,139 @@
-"""Twins of contract/plan.py."""
+"""A plan between nodes: which tokens go to which node, and where they are there. Words: dispatch/nodes.py.
+
+There are N nodes with G ranks each, T tokens of this rank, and A lines that it sends, as many to each other node.
+"""
 
 import torch
 
 from symmoe.kernels import control
+from symmoe.kernels.operands import writes
 
 
-def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
-    nodes, valid = (
-        torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
-        (topk_idx >= 0) & (topk_idx < num_experts),
-    )
-    node = maps.to_node[
-        torch.where(valid, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))
-    ]
-    goes = ((node[..., None] == nodes) & valid[..., None]).any(1) & (nodes != maps.here)
-    row = goes.cumsum(0, dtype=torch.int32) - 1
-    token_to_rail_row.copy_(torch.where(goes & (row < most), row, -1))
-    numbers[:-2] = goes.sum(0)
-    numbers[-2] = largest = int(numbers[:-2].max())
-    numbers[-1] = largest if largest > most else 0
+class NodeKernels:
+    @staticmethod
+    @writes("numbers", "token_to_rail_row")
+    def rail_rows(
+        topk_idx: torch.Tensor,
+        maps: control.RankMaps,
+        numbers: torch.Tensor,
+        token_to_rail_row: torch.Tensor,
+        *,
+        num_experts: int,
+        most: int,
+    ) -> None:
+        """Numbers the tokens that go to each other node, in their order.
 
+        Args:
+            topk_idx: int32 or int64 [T, K]; ids out of range count as none.
+            maps: of the topology.
+            numbers: int32 [N + 2], gets how many tokens go to each node, the largest of these numbers, and 0 if no more
+                than `most` go to any node, else the largest number again.
+            token_to_rail_row: int32 [T, N], gets the row of each token; -1 if it does not go there, or if the row is
+                not below `most`.
+        """
+        nodes, valid = (
+            torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
+            (topk_idx >= 0) & (topk_idx < num_experts),
+        )
+        node = maps.to_node[
+            torch.where(valid, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))
+        ]
+        goes = ((node[..., None] == nodes) & valid[..., None]).any(1) & (nodes != maps.here)
+        row = goes.cumsum(0, dtype=torch.int32) - 1
+        token_to_rail_row.copy_(torch.where(goes & (row < most), row, -1))
+        numbers[:-2] = goes.sum(0)
+        numbers[-2] = largest = int(numbers[:-2].max())
+        numbers[-1] = largest if largest > most else 0
 
-def tell_header(number, peers, source, *, word):
-    for rank in range(peers.num_ranks):
-        peers.count_table(rank, peers.epoch + 1)[source, word] = number[0]
+    @staticmethod
+    @writes("peers")
+    def tell_header(number: torch.Tensor, peers: control.Peers, source: int, *, word: int) -> None:
+        """Writes number, int32 [1], into a word of the header of a rank (`source`, in the group) in every count table
+        of the node; into the half of the next barrier."""
+        for rank in range(peers.num_ranks):
+            peers.count_table(rank, peers.epoch + 1)[source, word] = number[0]
 
+    @staticmethod
+    @writes("rows", "cleared")
+    def own_counts(
+        ranks: torch.Tensor, peers: control.Peers, rows: torch.Tensor, cleared: torch.Tensor
+    ) -> None:
+        """Reads the rows of ranks, int64 [G], from this rank's count table, the half of the last barrier: int32
+        [G, row_words]. cleared: int32 [., row_words], gets zeros."""
+        rows.copy_(peers.count_table(peers.rank, peers.epoch)[ranks])
+        cleared.zero_()
 
-def own_counts(ranks, peers, rows, cleared):
-    rows.copy_(peers.count_table(peers.rank, peers.epoch)[ranks])
-    cleared.zero_()
+    @staticmethod
+    @writes("peers", "received")
+    def other_counts(
+        rows: torch.Tensor, ranks: torch.Tensor, peers: control.Peers, received: torch.Tensor
+    ) -> None:
+        """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.
+        received: int64 [R, NUM_PUBLISHED], gets 0, or negative numbers if the call has failed."""
+        peers.count_table(peers.rank, peers.epoch)[ranks] = rows
+        failed = peers.counters(peers.rank)[control.ABORTED : control.RAIL_FAULT + 1].amax()
+        received.copy_(-failed.expand_as(received))
 
+    @staticmethod
+    @writes("out")
+    def take_rows(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies rows [T, .] of whole 4-byte words to out [A, .]: row a is row index[a], int32 [A]; 0 if T is 0."""
+        out.copy_(rows[index] if len(rows) else torch.zeros_like(out))
 
-def other_counts(rows, ranks, peers, received):
-    peers.count_table(peers.rank, peers.epoch)[ranks] = rows
-    failed = peers.counters(peers.rank)[control.ABORTED : control.RAIL_FAULT + 1].amax()
-    received.copy_(-failed.expand_as(received))
+    @staticmethod
+    @writes("found")
+    def plan_in_node(
+        plan: control.PlanIntegers,
+        token_to_rail_row: torch.Tensor,
+        numbers: torch.Tensor,
+        maps: control.RankMaps,
+        found: control.InNodeIntegers,
+    ) -> None:
+        """Finds where the tokens of a plan are inside each node.
 
-
-def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
-    (num_tokens, num_nodes), top_k = token_to_rail_row.shape, plan.slot_to_row.shape[1]
-    num_ranks, most = (
-        maps.to_node.numel() - 1,
-        (len(found.home_row_to_token) - num_tokens) // (num_nodes - 1),
-    )
-    node = torch.arange(num_nodes, device=token_to_rail_row.device)
-    home = token_to_rail_row + (node - (node > maps.here).int()) * most + num_tokens
-    home.masked_fill_(token_to_rail_row < 0, -1)
-    home[:, maps.here] = torch.arange(num_tokens, device=home.device)
-    found.token_to_home_row.copy_(home)
-    for name in ("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"):
-        getattr(found, name).fill_(-1)
-    found.home_row_to_token.zero_()
-    for its in range(num_nodes):
-        token = (home[:, its] >= 0).nonzero().flatten()
-        row = home[token, its]
-        rank = maps.to_local[plan.slot_to_rank[token] % (num_ranks + 1) + its * (num_ranks + 1)]
-        found.home_row_to_token[row] = token.int()
-        found.slot_to_rank[row] = rank
-        found.slot_to_row[row] = torch.where(rank < 0, -1, plan.slot_to_row[token])
-        found.token_to_packed_row[row] = plan.token_to_packed_row[token][:, maps.by_node[its]]
-        found.token_to_primary_row[row] = plan.token_to_primary_row[token][:, maps.by_node[its]]
-    row = home.gather(1, maps.to_node[plan.slot_to_rank])
-    none = (plan.slot_to_rank < 0) | (row < 0)
-    found.slot_to_home_row.copy_(
-        torch.where(none, -1, row * top_k + torch.arange(top_k, device=home.device))
-    )
-    found.zeros.zero_()
-    found.ends.copy_(torch.tensor([0, num_tokens], device=home.device))
-    regions = torch.stack(
-        [plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit]
-    )
-    found.regions[0] = regions[:, maps.by_node].transpose(0, 1)
-    found.regions[1] = 0
-    found.source_to_packed_start.copy_(plan.source_to_packed_start[maps.first_with])
-    end = maps.first + maps.by_node.shape[1] - 1
-    found.own_rows.copy_(
-        torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]])
-    )
-
-
-def take_rows(rows, index, out):
-    out.copy_(rows[index] if len(rows) else torch.zeros_like(out))
+        Args:
+            plan: of all ranks, complete.
+            token_to_rail_row, numbers: those of rail_rows.
+            maps: of the topology.
+            found: gets everything. Lines of sent rows that are not used are of token 0, and say that it goes nowhere;
+                so do all lines of foreign tokens, which are to come, and their regions are empty.
+        """
+        (num_tokens, num_nodes), top_k = token_to_rail_row.shape, plan.slot_to_row.shape[1]
+        num_ranks, most = (
+            maps.to_node.numel() - 1,
+            (len(found.home_row_to_token) - num_tokens) // (num_nodes - 1),
+        )
+        node = torch.arange(num_nodes, device=token_to_rail_row.device)
+        home = token_to_rail_row + (node - (node > maps.here).int()) * most + num_tokens
+        home.masked_fill_(token_to_rail_row < 0, -1)
+        home[:, maps.here] = torch.arange(num_tokens, device=home.device)
+        found.token_to_home_row.copy_(home)
+        for name in ("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"):
+            getattr(found, name).fill_(-1)
+        found.home_row_to_token.zero_()
+        for its in range(num_nodes):
+            token = (home[:, its] >= 0).nonzero().flatten()
+            row = home[token, its]
+            rank = maps.to_local[plan.slot_to_rank[token] % (num_ranks + 1) + its * (num_ranks + 1)]
+            found.home_row_to_token[row] = token.int()
+            found.slot_to_rank[row] = rank
+            found.slot_to_row[row] = torch.where(rank < 0, -1, plan.slot_to_row[token])
+            found.token_to_packed_row[row] = plan.token_to_packed_row[token][:, maps.by_node[its]]
+            found.token_to_primary_row[row] = plan.token_to_primary_row[token][:, maps.by_node[its]]
+        row = home.gather(1, maps.to_node[plan.slot_to_rank])
+        none = (plan.slot_to_rank < 0) | (row < 0)
+        found.slot_to_home_row.copy_(
+            torch.where(none, -1, row * top_k + torch.arange(top_k, device=home.device))
+        )
+        found.zeros.zero_()
+        found.ends.copy_(torch.tensor([0, num_tokens], device=home.device))
+        regions = torch.stack(
+            [plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit]
+        )
+        found.regions[0] = regions[:, maps.by_node].transpose(0, 1)
+        found.regions[1] = 0
+        found.source_to_packed_start.copy_(plan.source_to_packed_start[maps.first_with])
+        end = maps.first + maps.by_node.shape[1] - 1
+        found.own_rows.copy_(
+            torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]])
+        )

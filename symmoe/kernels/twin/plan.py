@@ -1,154 +1,257 @@
-"""Twins of contract/plan.py."""
+"""The plan: maps from every slot of a rank's `topk_idx` to its place.
+
+There are B blocks of TOKENS_PER_BLOCK tokens. A rank receives packed rows, one for each token that it needs. The
+primary row of a token on a rank is that of its smallest k there; its other rows are secondary rows.
+"""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import PART_ROWS
+from symmoe.kernels.operands import writes
 from symmoe.kernels.twin.sync import record
 
 _NO_SLOT = 2**31 - 1
 _OVERFLOWS = control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW
 
 
-def splits_to_row_range(splits, row_range, num_rows):
-    sizes = splits.long().clamp(0, num_rows)
-    ends = sizes.cumsum(0)
-    row_range[0] = (ends - sizes).clamp(max=num_rows)
-    row_range[1] = ends.clamp(max=num_rows)
+class PlanKernels:
+    @staticmethod
+    @writes("row_range")
+    def splits_to_row_range(splits: torch.Tensor, row_range: torch.Tensor, num_rows: int) -> None:
+        """row_range of whole groups, int32[2, G], from their numbers of rows: splits int32 or int64 [G].
 
+        Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
+        """
+        sizes = splits.long().clamp(0, num_rows)
+        ends = sizes.cumsum(0)
+        row_range[0] = (ends - sizes).clamp(max=num_rows)
+        row_range[1] = ends.clamp(max=num_rows)
 
-def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
-    ids = topk_idx.long()
-    valid = (ids >= 0) & (ids < num_experts)
-    bad = (ids < -1) | (ids >= num_experts)
-    slots = torch.zeros((ids.shape[0], num_experts), dtype=torch.int32, device=ids.device)
-    slots.scatter_add_(1, ids.where(valid, 0), valid.int())
-    ranks = torch.where(valid, ids // (num_experts // num_ranks), -1)
-    block_counts[:, :num_experts] = _sum_by_block(slots)
-    block_counts[:, num_experts:-2] = _sum_by_block(_tokens_to_ranks(ranks, num_ranks))
-    block_counts[:, -2] = _sum_by_block(bad).sum(1)
-    slot = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    first_bad = _by_block(torch.where(bad, slot, _NO_SLOT), fill=_NO_SLOT)
-    block_counts[:, -1] = first_bad.flatten(1).min(1).values
+    @staticmethod
+    @writes("block_counts")
+    def count_slots(
+        topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int
+    ) -> None:
+        """Counts slots per expert and tokens per destination rank in each block of tokens.
 
+        Args:
+            topk_idx: int32 or int64 [T, K], expert ids; -1 is "no expert".
+            block_counts: int32 [B, E + R + 2]; columns: slots of each expert, tokens that go to each rank, number of
+                ids out of range, and the first slot t * K + k with such an id (2**31 - 1 if none). Ids out of range
+                are not counted as slots.
+        """
+        ids = topk_idx.long()
+        valid = (ids >= 0) & (ids < num_experts)
+        bad = (ids < -1) | (ids >= num_experts)
+        slots = torch.zeros((ids.shape[0], num_experts), dtype=torch.int32, device=ids.device)
+        slots.scatter_add_(1, ids.where(valid, 0), valid.int())
+        ranks = torch.where(valid, ids // (num_experts // num_ranks), -1)
+        block_counts[:, :num_experts] = _sum_by_block(slots)
+        block_counts[:, num_experts:-2] = _sum_by_block(_tokens_to_ranks(ranks, num_ranks))
+        block_counts[:, -2] = _sum_by_block(bad).sum(1)
+        slot = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        first_bad = _by_block(torch.where(bad, slot, _NO_SLOT), fill=_NO_SLOT)
+        block_counts[:, -1] = first_bad.flatten(1).min(1).values
 
-def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
-    num_ranks = peers.num_ranks
-    counts = block_counts[:, :-2]
-    totals = counts.sum(0, dtype=torch.int32)
-    counts.copy_(counts.cumsum(0) - counts)
-    head = list(header)
-    if block_counts.shape[0]:
-        head[control.HEAD_BAD_SLOTS] = int(block_counts[:, -2].sum())
-        head[control.HEAD_BAD_SLOT] = int(block_counts[:, -1].min())
-        if head[control.HEAD_BAD_SLOTS]:
-            id_32_bits = int(topk_idx.flatten()[head[control.HEAD_BAD_SLOT]])
-            head[control.HEAD_BAD_ID] = max(-(2**31), min(2**31 - 1, id_32_bits))
-    row = torch.cat([torch.tensor(head, dtype=torch.int32, device=totals.device), totals])
-    epoch = peers.epoch + 1
-    for rank in range(num_ranks):
-        peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
+    @staticmethod
+    @writes("block_counts", "peers")
+    def send_counts(
+        block_counts: torch.Tensor,
+        topk_idx: torch.Tensor,
+        header: tuple[int, ...],
+        peers: control.Peers,
+        *,
+        num_experts: int,
+    ) -> None:
+        """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
 
+        It uses the half of the table that belongs to the next barrier.
 
-def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
-    num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
-    table = peers.count_table(rank, peers.epoch)
-    headers = table[:, : control.HEADER_WORDS]
-    first = control.HEADER_WORDS
-    counts = table[:, first : first + num_experts].long()  # [R, E]
-    tokens = table[
-        :, first + num_experts : first + num_experts + num_ranks
-    ].long()  # [source, destination]
-
-    load = counts.sum(0).view(num_ranks, -1)  # [R, e]
-    limits = _limit(headers, control.HEAD_CAPACITY), _limit(headers, control.HEAD_PACKED_CAPACITY)
-    sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
-    drop = overflow == control.OVERFLOW_DROP
-    error = _find_error(headers, sizes, received, drop)
-    if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
-        error = control.PLAN_NO_ROOM, *error[1:]
-    kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
-    failed = error[0] != control.PLAN_OK
-    if failed:
-        kept = torch.zeros_like(kept)
-    before = counts.cumsum(0) - counts  # slots of the expert on earlier sources
-    kept_by_source = (kept.flatten() - before).clamp(min=0).minimum(counts)  # [R, E]
-    regions = (
-        kept_by_source.view(num_ranks, num_ranks, -1).sum(2).minimum(tokens)
-    )  # [source, destination]
-    region_starts = regions.cumsum(0) - regions
-
-    starts = kept.cumsum(1) - kept
-    plan.splits.copy_(kept[rank])
-    num_own = plan.row_range.shape[1]
-    ranges = torch.stack([starts[rank], starts[rank] + kept[rank]])
-    plan.row_range.copy_(ranges[:, :num_own])
-    plan.slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
-    plan.slot_limit.copy_(kept_by_source[rank])
-    plan.packed_start.copy_(region_starts[rank])
-    plan.packed_limit.copy_(regions[rank])
-    plan.source_to_packed_start[:-1] = region_starts[:, rank]
-    plan.source_to_packed_start[-1] = regions[:, rank].sum()
-    plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[
-        :, rank
-    ].minimum(kept[rank])
-    plan.source_to_row_start[-1] = starts[rank] + kept[rank]
-    parts = torch.empty((num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device)
-    split_rows(plan.source_to_row_start, parts, rank, ranks)
-    known = sorted({0, *ranks, num_ranks - 1})  # of the node, and all before it and after it
-    plan.source_to_rows[known] = parts[known, :, :num_own]
-    (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
-    plan.replica_ranges.copy_(
-        torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
-    )
-    if not plan.place_to_expert.numel():
-        plan.expert_load.copy_(load.flatten())
-
-    report = plan.report.zero_()
-    report[control.SUM_ERROR : control.SUM_WHERE + 1] = report.new_tensor(error)
-    report[control.SUM_NUM_ROWS] = kept[rank].sum()
-    report[control.SUM_MAX_ROWS] = kept.sum(1).max()
-    report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
-    report[control.SUM_MAX_PACKED] = regions.sum(0).max()
-    report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-    if capacity >= 0 and failed and error[0] not in (control.PLAN_FAULT, control.PLAN_NO_ROOM):
-        peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
-        record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
-
-
-def post_report(report, posted, *, plan):
-    tag = plan % 2**control.GENERATION_BITS << 32
-    posted[plan % control.REPORT_SLOTS] = (report.long() & 0xFFFFFFFF) | tag
-
-
-def assign_rows(topk_idx, block_starts, plan, *, drop):
-    num_experts, num_ranks, primary = (
-        plan.slot_start.numel(),
-        plan.packed_start.numel(),
-        plan.token_to_primary_row,
-    )
-    ids = topk_idx.flatten().long()
-    valid = (ids >= 0) & (ids < num_experts)
-    safe = ids.where(valid, 0)
-    index = places_of_slots(safe, valid, num_experts)
-    kept = valid & (index < plan.slot_limit.index_select(0, safe))
-    rows = plan.slot_start.index_select(0, safe) + index
-    plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
-    plan.slot_to_rank.copy_(
-        (safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank)
-    )
-    present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
-    plan.block_tokens.copy_(_sum_by_block(present))
-    index = present.int().cumsum(0) - present.int()
-    plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
-    primary.fill_(-1)
-    for k in reversed(range(plan.slot_to_row.shape[1])):
+        Args:
+            block_counts: that of count_slots; its columns of experts and ranks get the sums over earlier blocks.
+            topk_idx: that of count_slots.
+            header: HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
+        """
+        num_ranks = peers.num_ranks
+        counts = block_counts[:, :-2]
+        totals = counts.sum(0, dtype=torch.int32)
+        counts.copy_(counts.cumsum(0) - counts)
+        head = list(header)
+        if block_counts.shape[0]:
+            head[control.HEAD_BAD_SLOTS] = int(block_counts[:, -2].sum())
+            head[control.HEAD_BAD_SLOT] = int(block_counts[:, -1].min())
+            if head[control.HEAD_BAD_SLOTS]:
+                id_32_bits = int(topk_idx.flatten()[head[control.HEAD_BAD_SLOT]])
+                head[control.HEAD_BAD_ID] = max(-(2**31), min(2**31 - 1, id_32_bits))
+        row = torch.cat([torch.tensor(head, dtype=torch.int32, device=totals.device), totals])
+        epoch = peers.epoch + 1
         for rank in range(num_ranks):
-            here = plan.slot_to_rank[:, k] == rank
-            primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
+            peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
+
+    @staticmethod
+    @writes("status", "plan")
+    def lay_out(
+        peers: control.Peers,
+        received: torch.Tensor,
+        status: torch.Tensor,
+        plan: control.PlanIntegers,
+        *,
+        capacity: int,
+        overflow: int,
+        ranks: Sequence[int],
+    ) -> None:
+        """Lays out every rank's rows from the count table, the same way on every rank.
+
+        After an error, which the report has, nothing is laid out: all counts are zero.
+
+        Each local expert's rows are cut into the parts that can be computed as rows arrive: from this rank first, then
+        from the one before it and so on, the last of `ranks` following the first. After those, rows arrive from all
+        earlier ranks at once, as the part of rank 0, and from all later ones, as that of the last rank. A part needs
+        only rows that have arrived by then. Parts begin at multiples of PART_ROWS, counted from the expert's first row,
+        or at its end; together they are all rows.
+
+        Args:
+            received: result of the plan's barrier; negative words mean that a rank faulted.
+            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if no host waits: what
+                is launched before it looks must move nothing.
+            plan: gets what says where rows are, the report and, where there are no places, expert_load.
+            capacity: rows that this rank can take; -1: its host waits for the report before it launches more.
+            overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to the capacity, that of all ranks, instead of
+                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_OVER_BUDGET, and not recorded.
+            ranks: consecutive ones, of this node, or all of the group.
+        """
+        num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
+        table = peers.count_table(rank, peers.epoch)
+        headers = table[:, : control.HEADER_WORDS]
+        first = control.HEADER_WORDS
+        counts = table[:, first : first + num_experts].long()  # [R, E]
+        tokens = table[
+            :, first + num_experts : first + num_experts + num_ranks
+        ].long()  # [source, destination]
+
+        load = counts.sum(0).view(num_ranks, -1)  # [R, e]
+        limits = (
+            _limit(headers, control.HEAD_CAPACITY),
+            _limit(headers, control.HEAD_PACKED_CAPACITY),
+        )
+        sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
+        drop = overflow == control.OVERFLOW_DROP
+        error = _find_error(headers, sizes, received, drop)
+        if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
+            error = control.PLAN_OVER_BUDGET, *error[1:]
+        kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
+        failed = error[0] != control.PLAN_OK
+        if failed:
+            kept = torch.zeros_like(kept)
+        before = counts.cumsum(0) - counts  # slots of the expert on earlier sources
+        kept_by_source = (kept.flatten() - before).clamp(min=0).minimum(counts)  # [R, E]
+        regions = (
+            kept_by_source.view(num_ranks, num_ranks, -1).sum(2).minimum(tokens)
+        )  # [source, destination]
+        region_starts = regions.cumsum(0) - regions
+
+        starts = kept.cumsum(1) - kept
+        plan.splits.copy_(kept[rank])
+        num_own = plan.row_range.shape[1]
+        ranges = torch.stack([starts[rank], starts[rank] + kept[rank]])
+        plan.row_range.copy_(ranges[:, :num_own])
+        plan.slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
+        plan.slot_limit.copy_(kept_by_source[rank])
+        plan.packed_start.copy_(region_starts[rank])
+        plan.packed_limit.copy_(regions[rank])
+        plan.source_to_packed_start[:-1] = region_starts[:, rank]
+        plan.source_to_packed_start[-1] = regions[:, rank].sum()
+        plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[
+            :, rank
+        ].minimum(kept[rank])
+        plan.source_to_row_start[-1] = starts[rank] + kept[rank]
+        parts = torch.empty(
+            (num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device
+        )
+        split_rows(plan.source_to_row_start, parts, rank, ranks)
+        known = sorted({0, *ranks, num_ranks - 1})  # of the node, and all before it and after it
+        plan.source_to_rows[known] = parts[known, :, :num_own]
+        (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
+        plan.replica_ranges.copy_(
+            torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
+        )
+        if not plan.replica_to_expert.numel():
+            plan.expert_load.copy_(load.flatten())
+
+        report = plan.report.zero_()
+        report[control.SUM_ERROR : control.SUM_WHERE + 1] = report.new_tensor(error)
+        report[control.SUM_NUM_ROWS] = kept[rank].sum()
+        report[control.SUM_MAX_ROWS] = kept.sum(1).max()
+        report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
+        report[control.SUM_MAX_PACKED] = regions.sum(0).max()
+        report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
+        if (
+            capacity >= 0
+            and failed
+            and error[0] not in (control.PLAN_FAULT, control.PLAN_OVER_BUDGET)
+        ):
+            peers.counters(rank)[control.FAULTED] = (
+                1  # on every rank: no trip of this plan moves rows
+            )
+            record(status, control.STATUS_PLAN, control.PHASE_PLAN, *error[1:4], error[0], error[4])
+
+    @staticmethod
+    @writes("posted")
+    def post_report(report: torch.Tensor, posted: torch.Tensor, *, plan: int) -> None:
+        """Writes the report of the plan with this generation to its row of `posted`, which the host reads: as
+        control.REPORT_SLOTS says, pinned host memory on GPUs.
+
+        Args:
+            report: int32[SUMMARY_WORDS].
+        """
+        tag = plan % 2**control.GENERATION_BITS << 32
+        posted[plan % control.REPORT_SLOTS] = (report.long() & 0xFFFFFFFF) | tag
+
+    @staticmethod
+    @writes("plan")
+    def assign_rows(
+        topk_idx: torch.Tensor,
+        block_starts: torch.Tensor,
+        plan: control.PlanIntegers,
+        *,
+        drop: bool,
+    ) -> None:
+        """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
+        order of token, then k.
+
+        Args:
+            topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
+            plan: that of lay_out; gets the maps from slots and tokens, and block_tokens.
+            drop: whether lay_out has clipped.
+        """
+        num_experts, num_ranks, primary = (
+            plan.slot_start.numel(),
+            plan.packed_start.numel(),
+            plan.token_to_primary_row,
+        )
+        ids = topk_idx.flatten().long()
+        valid = (ids >= 0) & (ids < num_experts)
+        safe = ids.where(valid, 0)
+        index = places_of_slots(safe, valid, num_experts)
+        kept = valid & (index < plan.slot_limit.index_select(0, safe))
+        rows = plan.slot_start.index_select(0, safe) + index
+        plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
+        plan.slot_to_rank.copy_(
+            (safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank)
+        )
+        present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
+        plan.block_tokens.copy_(_sum_by_block(present))
+        index = present.int().cumsum(0) - present.int()
+        plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
+        primary.fill_(-1)
+        for k in reversed(range(plan.slot_to_row.shape[1])):
+            for rank in range(num_ranks):
+                here = plan.slot_to_rank[:, k] == rank
+                primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
 
 
 def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -158,8 +261,10 @@ def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int
     return (one_hot.cumsum(0) - one_hot).gather(1, experts[:, None])[:, 0]
 
 
-def split_rows(source_to_row_start, source_to_rows, rank, ranks):
-    """source_to_rows of contract/plan.py."""
+def split_rows(
+    source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, rank: int, ranks: Sequence[int]
+) -> None:
+    """source_to_rows of lay_out."""
     starts, first_rank, last_rank = source_to_row_start.long(), ranks[0], ranks[-1]
     first, end = starts[0], starts[-1]
     # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.

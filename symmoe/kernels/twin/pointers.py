@@ -1,4 +1,4 @@
-"""Twins of contract/rows.py."""
+"""Addresses of tensors, and small data of the host on its way to the device."""
 
 import ctypes
 import functools
@@ -7,7 +7,9 @@ import struct
 
 import torch
 
-from symmoe.kernels.contract.rows import HostBytes
+from symmoe.kernels.operands import writes
+
+HostBytes = torch.Tensor | bytes | bytearray | memoryview
 
 
 def host_bytes(source: HostBytes) -> memoryview:
@@ -22,20 +24,36 @@ def host_bytes(source: HostBytes) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(source.data_ptr() or 1)).cast("B")
 
 
-def copy_host_to_device(source, destination):
-    data = host_bytes(source)
-    host_bytes(destination)[: len(data)] = data
+class PointerKernels:
+    @staticmethod
+    @writes("destination")
+    def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
+        """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
+        source: contiguous memory of the host, of any size up to that of destination. The caller may change it when the
+        call returns."""
+        data = host_bytes(source)
+        host_bytes(destination)[: len(data)] = data
 
+    @staticmethod
+    @writes()
+    def read_addresses(
+        tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
+    ) -> bytes | None:
+        """The addresses of tensors as native int64; None if one of them is not what it must be.
 
-def read_addresses(tensors, device, *, alignment, contiguous):
-    try:
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except (TypeError, RuntimeError):  # not a tensor, or a sparse one
-        return None
-    if 0 in addresses or functools.reduce(operator.or_, addresses, 0) % alignment:
-        return None
-    if contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
-        return None
-    if any(found != device for found in set(map(operator.attrgetter("device"), tensors))):
-        return None
-    return struct.pack(f"={len(addresses)}q", *addresses)
+        Args:
+            tensors: any number of tensors, each on `device` and with memory.
+            alignment: alignment of their addresses in bytes, a power of two.
+            contiguous: whether they must be contiguous.
+        """
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+        except (TypeError, RuntimeError):  # not a tensor, or a sparse one
+            return None
+        if 0 in addresses or functools.reduce(operator.or_, addresses, 0) % alignment:
+            return None
+        if contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
+            return None
+        if any(found != device for found in set(map(operator.attrgetter("device"), tensors))):
+            return None
+        return struct.pack(f"={len(addresses)}q", *addresses)

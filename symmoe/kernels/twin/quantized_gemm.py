@@ -1,4 +1,14 @@
-"""Twins of contract/gemm.py.
+"""Grouped GEMMs of quantised numbers (kernels/quantized_gemm.py has the formats): E4M3 with fp32 scales, MXFP8, NVFP4.
+
+C, O, accumulate and zero_tail are those of twin/gemm.py, P is that of twin/quantize.py; BLOCK is 128
+and B(n) = ceil(n / BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights; an
+NVFP4 operand also has a global scale, fp32[G], by which sums are multiplied, others have none. out is bf16, fp16 or
+fp32, its rows multiples of 16 bytes. The input gradient is the forward product, with gradients for rows and the
+transposed weight [G, C, O], quantised along O, with its scales. ArgumentError if an operand does not fit.
+
+A product of two E4M3 or E2M1 numbers is exact, sums are fp32, the bias is added in fp32, the result is rounded once,
+and a row's bits do not depend on parts. (Tensor cores add in another order, and keep fewer bits than fp32 of terms that
+are much smaller than the largest one: about 14 bits in sums of E4M3 products.)
 
 With fp32 scales a block's sum, the multiplication by its scales from left to right, and the addition to the blocks
 before it are fp32. (On GPUs a multiplication and an addition may be one operation.)
@@ -7,7 +17,15 @@ before it are fp32. (On GPUs a multiplication and an addition may be one operati
 import torch
 
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gemm_parts import equal_groups
+from symmoe.kernels.operands import (
+    Bias,
+    Matrices,
+    Operand,
+    ScatteredWeight,
+    TensorTable,
+    equal_groups,
+    writes,
+)
 from symmoe.kernels.quantized_gemm import (
     BLOCK,
     FLOAT8_BLOCK,
@@ -16,42 +34,120 @@ from symmoe.kernels.quantized_gemm import (
     check_wgrad,
     num_blocks,
 )
-from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin import gemm
-from symmoe.kernels.twin.quantize import numbers_of, unswizzle_scales
+from symmoe.kernels.twin.quantize import QuantizeKernels, numbers_of
 
 
-def grouped_gemm_quantized(
-    rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None
-):
-    block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
-    num_groups, out_width, _ = weight.data.shape
-    if block_format is not FLOAT8_BLOCK:
-        left = _numbers(rows, row_range if group_range is None else group_range, block_format)
-        tiles = gemm.packed(weight.scale)
-        if isinstance(weight.scale, TensorTable):
-            tiles = tiles.view(-1, tiles.shape[2] // TILE_BYTES, TILE_BYTES)
-        lines = equal_groups(num_groups, out_width, row_range.device)
-        right = _numbers((gemm.packed(weight.data).flatten(0, 1), tiles), lines, block_format)
-        right = right.view(num_groups, out_width, -1)
-    for g, span in gemm.filled_groups(row_range):
-        total = torch.zeros(
-            (span.stop - span.start, out_width), dtype=torch.float32, device=out.device
-        )
-        if block_format is FLOAT8_BLOCK:
-            _add_blocks(total, rows, weight, g, span)
-        else:
-            gemm.multiply_rows(total, left[span], right[g].t())
-        if rows.global_scale is not None and weight.global_scale is not None:
-            total = total * rows.global_scale[g] * weight.global_scale[g]
-        addend = gemm.bias_rows(bias, g, span)
-        total = total if addend is None else total + addend
-        out[span] = total.to(out.dtype)
-    if zero_tail:
-        gemm.zero_rows(out, row_range)
+class QuantizedGemmKernels:
+    @staticmethod
+    @writes("out")
+    def grouped_gemm_quantized(
+        rows: Operand,
+        weight: Operand | ScatteredWeight,
+        row_range: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        group_range: torch.Tensor | None = None,
+        bias: Bias = None,
+        zero_tail: bool = False,
+        num_sms: int | None = None,
+    ) -> None:
+        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T + bias for every row r of every group g.
+
+        out [N, O]; bias [G, O] in bf16, fp16 or fp32.
+
+        fp32 scales: rows E4M3 [N, C], C a multiple of 16, row_scale [N, B(C)]: a scale for BLOCK features of a row;
+        weight E4M3 [G, O, C], weight_scale [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. A block's sum is
+        multiplied by its scales and added to the blocks before it.
+
+        Scales in tiles: rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: every
+        group from a new tile on (swizzle_scales), of whole groups. group_range: theirs, if row_range has only some of
+        their rows; else None. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of one matrix after the
+        other, or a table of matrices [tiles down, tiles across * 512]. The rows' global scale is multiplied by first.
+        """
+        block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
+        num_groups, out_width, _ = weight.data.shape
+        if block_format is not FLOAT8_BLOCK:
+            lines = row_range if group_range is None else group_range
+            left = _numbers(rows.data, rows.scale, lines, block_format)
+            tiles = gemm.packed(weight.scale)
+            if isinstance(weight.scale, TensorTable):
+                tiles = tiles.view(-1, tiles.shape[2] // TILE_BYTES, TILE_BYTES)
+            lines = equal_groups(num_groups, out_width, row_range.device)
+            right = _numbers(gemm.packed(weight.data).flatten(0, 1), tiles, lines, block_format)
+            right = right.view(num_groups, out_width, -1)
+        for g, span in gemm.filled_groups(row_range):
+            total = torch.zeros(
+                (span.stop - span.start, out_width), dtype=torch.float32, device=out.device
+            )
+            if block_format is FLOAT8_BLOCK:
+                _add_blocks(total, rows, weight, g, span)
+            else:
+                gemm.multiply_rows(total, left[span], right[g].t())
+            if rows.global_scale is not None and weight.global_scale is not None:
+                total = total * rows.global_scale[g] * weight.global_scale[g]
+            addend = gemm.bias_rows(bias, g, span)
+            total = total if addend is None else total + addend
+            out[span] = total.to(out.dtype)
+        if zero_tail:
+            gemm.zero_rows(out, row_range)
+
+    @staticmethod
+    @writes("out")
+    def grouped_gemm_wgrad_quantized(
+        dout: Operand,
+        rows: Operand,
+        row_range: torch.Tensor,
+        out: Matrices,
+        *,
+        accumulate: bool = False,
+        num_sms: int | None = None,
+    ) -> None:
+        """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
+
+        out [G, O, C]. Whole groups. Numbers after the last group may be anything.
+
+        fp32 scales: dout E4M3 [O, P], O a multiple of 4, rows E4M3 [C, P]; the tokens that fill a group's last BLOCK
+        are zeros; dout_scale [O, P / BLOCK], rows_scale [C, P / BLOCK]: a scale for BLOCK tokens of a feature,
+        block-major. On Hopper TMA adds to an fp32 out, and subnormal terms and sums count as zeros of their sign.
+
+        Scales in tiles, as one matrix: dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in
+        uint8 (NVFP4): the padding of a group's last tile is summed, too (zeros, or a Hadamard transform of tokens and
+        zeros).
+        """
+        block_format = check_wgrad(dout, rows, out)
+        if block_format is not FLOAT8_BLOCK:
+            one_group = (equal_groups(1, each.data.shape[0], out.device) for each in (dout, rows))
+            left, right = (
+                _numbers(each.data, each.scale, lines, block_format)
+                for each, lines in zip((dout, rows), one_group, strict=True)
+            )
+        first = 0
+        for g, span in gemm.groups(row_range):
+            end = first + num_blocks(span.stop - span.start)
+            if block_format is FLOAT8_BLOCK:
+                total = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
+                for b in range(first, end):
+                    tokens = slice(b * BLOCK, (b + 1) * BLOCK)
+                    partial = gemm.multiply(
+                        dout.data[:, tokens].float(), rows.data[:, tokens].float().t()
+                    )
+                    total += partial * rows.scale[:, b] * dout.scale[:, b, None]
+            elif first < end:
+                tokens = slice(first * BLOCK, end * BLOCK)
+                total = gemm.multiply(left[:, tokens], right[:, tokens].t())
+                if dout.global_scale is not None and rows.global_scale is not None:
+                    total = total * dout.global_scale[g] * rows.global_scale[g]
+            if first < end:
+                gemm.store_sum(out, g, total, accumulate=accumulate)
+            elif not accumulate:
+                gemm.matrix(out, g).zero_()
+            first = end
 
 
-def _add_blocks(total, rows, weight, g, span):
+def _add_blocks(
+    total: torch.Tensor, rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
+) -> None:
     """Adds the scaled sums of the blocks of a group's rows to zeros, one after the other."""
     partial = torch.empty_like(total)
     for b in range(num_blocks(rows.data.shape[1])):
@@ -65,43 +161,13 @@ def _add_blocks(total, rows, weight, g, span):
         total += partial * (rows.scale[span, b, None] * features)
 
 
-def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False, num_sms=None):
-    block_format = check_wgrad(dout, rows, out)
-    if block_format is not FLOAT8_BLOCK:
-        one_group = (equal_groups(1, each.data.shape[0], out.device) for each in (dout, rows))
-        left, right = (
-            _numbers(each, lines, block_format)
-            for each, lines in zip((dout, rows), one_group, strict=True)
-        )
-    first = 0
-    for g, span in gemm.groups(row_range):
-        end = first + num_blocks(span.stop - span.start)
-        if block_format is FLOAT8_BLOCK:
-            total = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
-            for b in range(first, end):
-                tokens = slice(b * BLOCK, (b + 1) * BLOCK)
-                partial = gemm.multiply(
-                    dout.data[:, tokens].float(), rows.data[:, tokens].float().t()
-                )
-                total += partial * rows.scale[:, b] * dout.scale[:, b, None]
-        elif first < end:
-            tokens = slice(first * BLOCK, end * BLOCK)
-            total = gemm.multiply(left[:, tokens], right[:, tokens].t())
-            if dout.global_scale is not None and rows.global_scale is not None:
-                total = total * dout.global_scale[g] * rows.global_scale[g]
-        if first < end:
-            gemm.store_sum(out, g, total, accumulate=accumulate)
-        elif not accumulate:
-            gemm.matrix(out, g).zero_()
-        first = end
-
-
-def _numbers(operand, line_range: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+def _numbers(
+    data: torch.Tensor, scale: torch.Tensor, line_range: torch.Tensor, block_format: BlockFormat
+) -> torch.Tensor:
     """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
-    data, scale = operand[:2]
     values = numbers_of(data, block_format)
     shape = data.shape[0], block_format.num_blocks(values.shape[1])
     compact = torch.zeros(shape, dtype=torch.uint8, device=data.device)
-    unswizzle_scales(scale, line_range, compact)
+    QuantizeKernels.unswizzle_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
     return values * scales.repeat_interleave(block_format.block, dim=1)

@@ -1,63 +1,200 @@
-"""Twins of the router's GEMMs and of the choice of experts of contract/router.py."""
+"""The router: its GEMMs, and the choice of experts."""
 
 import math
 
 import torch
 
 from symmoe.kernels import control
+from symmoe.kernels.operands import writes
 from symmoe.kernels.routing_rule import SMALLEST, TINY, RoutingRule
-from symmoe.kernels.twin import plan
 from symmoe.kernels.twin.gemm import multiply_rows
+from symmoe.kernels.twin.plan import PlanKernels
 
 
-def router_gemm(x, weight, logits):
-    multiply_rows(logits, x, weight.t())
+class RouterKernels:
+    @staticmethod
+    @writes("logits")
+    def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+        """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E].
 
+        Products and sums are as good as those of fp32, but their bits are not those of fp32 sums in any order.
+        """
+        multiply_rows(logits, x, weight.t())
 
-def router_gemm_grads(d_logits, x, weight, dx, d_weight):
-    if dx is not None:
-        multiply_rows(dx, d_logits, weight)
-    if d_weight is not None:
-        torch.mm(d_logits.t(), x.float(), out=d_weight)
+    @staticmethod
+    @writes("dx", "d_weight")
+    def router_gemm_grads(
+        d_logits: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        dx: torch.Tensor | None,
+        d_weight: torch.Tensor | None,
+    ) -> None:
+        """dx = d_logits @ weight and d_weight = d_logits^T @ x; what is None is not computed.
 
+        d_logits fp32 [T, E]; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]. dx is rounded to bf16 once; the sum
+        before that is good to 2^-15 of its terms' magnitudes.
+        """
+        if dx is not None:
+            multiply_rows(dx, d_logits, weight)
+        if d_weight is not None:
+            torch.mm(d_logits.t(), x.float(), out=d_weight)
 
-def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, block_counts=None):
-    # Not torch.sigmoid, see twin/activation.py.
-    scores.copy_(logits.softmax(1) if rule.score == "softmax" else 1 / (1 + (-logits).exp()))
-    if given_idx is None:
-        values = scores if bias is None else scores + bias
-        if rule.num_groups > 1:
-            values = _keep_top_groups(values, rule)
-        given_idx = _largest(values, topk_idx.shape[1])
-    topk_idx.copy_(given_idx)
-    chosen, _ = _chosen_scores(topk_idx, scores)
-    if rule.renormalize:
-        chosen = chosen / (chosen.sum(1, keepdim=True) + TINY)
-    probs.copy_(chosen * rule.route_scale)
-    if block_counts is not None:
-        num_experts = scores.shape[1]
-        num_ranks = block_counts.shape[1] - num_experts - 2
-        plan.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
+    @staticmethod
+    @writes("topk_idx", "probs", "scores", "block_counts")
+    def choose_experts(
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        given_idx: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        *,
+        rule: RoutingRule,
+        block_counts: torch.Tensor | None = None,
+    ) -> None:
+        """scores = the rule's function of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
+        of those in its best groups, best first, ties to the lower index; probs[t, k] = the score of expert
+        topk_idx[t, k], divided by the sum of the K (renormalize), times route_scale.
 
+        NaN is larger than any number. With given_idx, these experts are taken: an id outside [0, E) has the prob 0.
 
-def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
-    total = (
-        torch.zeros_like(scores)
-        if d_scores is None
-        else d_scores.clone(memory_format=torch.contiguous_format)
-    )
-    if d_probs is not None:
-        chosen, places = _chosen_scores(topk_idx, scores)
-        d_chosen = d_probs * rule.route_scale
+        logits and scores fp32 [T, E]; bias fp32 [E]; given_idx and topk_idx int32 [T, K]; probs fp32
+        [T, K]; block_counts int32 [B, E + R + 2], which gets what count_slots of twin/plan.py finds in topk_idx.
+        """
+        scores.copy_(_SCORES[rule.score](logits, None))
+        if given_idx is None:
+            values = scores if bias is None else scores + bias
+            if rule.num_expert_groups > 1:
+                values = _keep_top_groups(values, rule)
+            given_idx = _largest(values, topk_idx.shape[1])
+        topk_idx.copy_(given_idx)
+        chosen, _ = _chosen_scores(topk_idx, scores)
         if rule.renormalize:
-            divisor = chosen.sum(1, keepdim=True) + TINY
-            d_chosen = (d_chosen - (d_chosen * (chosen / divisor)).sum(1, keepdim=True)) / divisor
-        is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
-        total.scatter_add_(1, places, d_chosen.masked_fill(~is_expert, 0.0))
-    if rule.score == "softmax":
-        d_logits.copy_(scores * (total - (total * scores).sum(1, keepdim=True)))
-    else:
-        d_logits.copy_(total * scores * (1 - scores))
+            chosen = chosen / (chosen.sum(1, keepdim=True) + TINY)
+        probs.copy_(chosen * rule.route_scale)
+        if block_counts is not None:
+            num_experts = scores.shape[1]
+            num_ranks = block_counts.shape[1] - num_experts - 2
+            PlanKernels.count_slots(
+                topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks
+            )
+
+    @staticmethod
+    @writes("d_logits")
+    def choose_experts_grad(
+        d_probs: torch.Tensor | None,
+        d_scores: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        scores: torch.Tensor,
+        d_logits: torch.Tensor,
+        *,
+        rule: RoutingRule,
+    ) -> None:
+        """d_logits fp32 [T, E] of choose_experts, for the gradients of its probs [T, K] and scores [T, E]; None is 0.
+
+        The choice itself has no gradient.
+        """
+        total = (
+            torch.zeros_like(scores)
+            if d_scores is None
+            else d_scores.clone(memory_format=torch.contiguous_format)
+        )
+        if d_probs is not None:
+            chosen, places = _chosen_scores(topk_idx, scores)
+            d_chosen = d_probs * rule.route_scale
+            if rule.renormalize:
+                divisor = chosen.sum(1, keepdim=True) + TINY
+                d_chosen = (
+                    d_chosen - (d_chosen * (chosen / divisor)).sum(1, keepdim=True)
+                ) / divisor
+            is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+            total.scatter_add_(1, places, d_chosen.masked_fill(~is_expert, 0.0))
+        d_logits.copy_(_SCORES[rule.score](scores, total))
+
+    @staticmethod
+    @writes("sums", "slopes", "loss")
+    def router_losses(
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        expert_load: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        sums: torch.Tensor,
+        slopes: torch.Tensor,
+        loss: torch.Tensor,
+        *,
+        balance_coef: float,
+        z_coef: float,
+        normalises: bool,
+    ) -> None:
+        """loss = balance_coef * E * sum_e f_e P_e + z_coef * Z of moe/balance.py: the fraction f_e of expert_load, the
+        mean P_e over the tokens of their shares (scores, divided by their sum over the experts if `normalises`), and
+        the mean Z of logsumexp(logits)^2; without tokens 0.
+
+        Args:
+            logits, scores: fp32 [T, E]. expert_load: int32 or int64 [E]. token_mask: bool [T]; tokens of False do not
+                count.
+            sums: workspace, fp32 [B, E + 2], a line for each control.TOKENS_PER_LOSS_BLOCK tokens.
+            slopes: fp32 [E + 1], what router_losses_grad needs: of the loss in each mean share of a token, and twice
+                the factor of its squared logsumexp.
+            loss: fp32 [].
+        """
+        num_experts = scores.shape[1]
+        is_counted = _counted(token_mask, scores)
+        shares = scores / _sum_of(scores) if normalises else scores
+        squares = logits.logsumexp(1, keepdim=True).square()
+        lines = torch.cat([shares, squares, torch.ones_like(squares)], 1).where(is_counted, 0.0)
+        for block, part in enumerate(lines.split(control.TOKENS_PER_LOSS_BLOCK)[: len(sums)]):
+            sums[block] = part.sum(0)
+        total = sums.sum(0)
+        num_counted, load = total[-1].clamp_min(1), expert_load.float()
+        slopes[:-1] = balance_coef * num_experts / num_counted * (load / load.sum().clamp_min(1))
+        slopes[-1] = 2 * z_coef / num_counted
+        loss.copy_((slopes[:-1] * total[:-2]).sum() + slopes[-1] / 2 * total[-2])
+
+    @staticmethod
+    @writes("d_logits", "d_scores")
+    def router_losses_grad(
+        d_loss: torch.Tensor,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        slopes: torch.Tensor,
+        d_logits: torch.Tensor | None,
+        d_scores: torch.Tensor | None,
+        *,
+        normalises: bool,
+    ) -> None:
+        """d_logits and d_scores, fp32 [T, E], of router_losses, for the gradient d_loss, fp32 []. None: not wanted."""
+        is_counted = _counted(token_mask, logits)
+        if d_logits is not None:
+            lse = logits.logsumexp(1, keepdim=True)
+            slope = slopes[-1] * lse * (logits - lse).exp()
+            d_logits.copy_((d_loss * slope).where(is_counted, 0.0))
+        if d_scores is not None:
+            slope = slopes[:-1].expand_as(scores)
+            if normalises:
+                total = _sum_of(scores)
+                mean = (slope * scores).sum(1, keepdim=True) / total
+                slope = (slope - mean.where(scores.sum(1, keepdim=True) >= SMALLEST, 0.0)) / total
+            d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
+
+
+def _softmax(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
+    """Scores [T, E] of logits x; with d_scores, the gradient of the logits of scores x."""
+    if d_scores is None:
+        return x.softmax(1)
+    return x * (d_scores - (d_scores * x).sum(1, keepdim=True))
+
+
+def _sigmoid(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
+    """As _softmax."""
+    if d_scores is None:
+        return 1 / (1 + (-x).exp())  # not torch.sigmoid, see twin/activation.py
+    return d_scores * x * (1 - x)
+
+
+_SCORES = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def _chosen_scores(
@@ -79,46 +216,12 @@ def _largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     """[T, E] values, -inf outside of a token's best groups."""
-    grouped_TGe = values.unflatten(1, (rule.num_groups, -1))
+    grouped_TGe = values.unflatten(1, (rule.num_expert_groups, -1))
     worth_TG = grouped_TGe.topk(rule.best_of_group(values.shape[1]), dim=2).values.sum(2)
     is_kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
-    is_kept_TG.scatter_(1, _largest(worth_TG, rule.top_groups), True)
+    is_kept_TG.scatter_(1, _largest(worth_TG, rule.topk_groups), True)
     kept: torch.Tensor = grouped_TGe.masked_fill(~is_kept_TG.unsqueeze(2), -math.inf)
     return kept.flatten(1)
-
-
-def router_losses(
-    logits, scores, expert_load, token_mask, sums, slopes, loss, *, balance_coef, z_coef, normalises
-):
-    num_experts = scores.shape[1]
-    is_counted = _counted(token_mask, scores)
-    shares = scores / _sum_of(scores) if normalises else scores
-    squares = logits.logsumexp(1, keepdim=True).square()
-    lines = torch.cat([shares, squares, torch.ones_like(squares)], 1).where(is_counted, 0.0)
-    for block, part in enumerate(lines.split(control.TOKENS_PER_LOSS_BLOCK)[: len(sums)]):
-        sums[block] = part.sum(0)
-    total = sums.sum(0)
-    num_counted, load = total[-1].clamp_min(1), expert_load.float()
-    slopes[:-1] = balance_coef * num_experts / num_counted * (load / load.sum().clamp_min(1))
-    slopes[-1] = 2 * z_coef / num_counted
-    loss.copy_((slopes[:-1] * total[:-2]).sum() + slopes[-1] / 2 * total[-2])
-
-
-def router_losses_grad(
-    d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, *, normalises
-):
-    is_counted = _counted(token_mask, logits)
-    if d_logits is not None:
-        lse = logits.logsumexp(1, keepdim=True)
-        slope = slopes[-1] * lse * (logits - lse).exp()
-        d_logits.copy_((d_loss * slope).where(is_counted, 0.0))
-    if d_scores is not None:
-        slope = slopes[:-1].expand_as(scores)
-        if normalises:
-            total = _sum_of(scores)
-            mean = (slope * scores).sum(1, keepdim=True) / total
-            slope = (slope - mean.where(scores.sum(1, keepdim=True) >= SMALLEST, 0.0)) / total
-        d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
 
 
 def _counted(token_mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Twins of contract/rows.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
+"""The barrier of a group of ranks, and signals from one rank to another.
+
+On CPUs: plain loads and stores in shared memory, in the order that x86-64 keeps.
+"""
 
 import os
 import time
@@ -8,92 +11,149 @@ import numpy.typing as npt
 import torch
 
 from symmoe.kernels import control
+from symmoe.kernels.operands import writes
 
 _SPINS_BEFORE_SLEEP = 200
 _SLEEP_S = 50e-6
 
 
-def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
-    counters, mailboxes, _ = peers.host_words
-    received.numpy().fill(-1)
-    if counters[control.ABORTED] or counters[control.FAULTED]:
-        _spoil(nan_on_failure)
-        return
-    fault = fault or bool(counters[control.RAIL_FAULT])
-    epoch = int(counters[control.BARRIER_EPOCH]) + 1
-    counters[control.BARRIER_EPOCH] = epoch
-    half = epoch & 1
-    for its in mailboxes:
-        slot = its[half, peers.rank]
-        slot[1 : 1 + control.NUM_PUBLISHED] = words
-        slot[control.MAIL_CALL] = call
-        slot[0] = 2 * epoch + int(fault)  # last: a rank that sees it sees the words and all payload
-    mailbox = mailboxes[peers.rank]
-    mail = mailbox[half]
-    deadline_ns = time.monotonic_ns() + timeout_ns
-    late = []
-    for rank in range(peers.num_ranks):
-        if rank != peers.rank and not _wait(mail, rank, 2 * epoch, deadline_ns):
-            late.append(rank)
-    sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
-    calls = mail[:, control.MAIL_CALL]
-    reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
-    given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
-    faulted = (reached[half] == 2 * epoch + 1).nonzero()[0]
-    different = (calls != calls[0]).nonzero()[0]
-    counter = control.ABORTED if given_up.size or late else control.FAULTED
-    if given_up.size:
-        word = int(sent[half, given_up[0]])
-        failure = control.STATUS_ABORT, _who_gave_up(word), epoch, word
-    elif late:
-        failure = control.STATUS_TIMEOUT, late[0], epoch, int(reached[:, late[0]].max()) >> 1
-    elif faulted.size:
-        failure = control.STATUS_FAULT, int(faulted[0]), epoch, epoch
-    elif different.size:
-        other = int(different[0])
-        failure = control.STATUS_MISMATCH, other, int(calls[0]), int(calls[other])
-    else:
-        received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
-        return
-    counters[counter] = 1
-    kind, peer, expected, seen = failure
-    record(status, kind, call & 0xFF, peer, expected, seen, epoch)
-    _spoil(nan_on_failure)
+class SyncKernels:
+    @staticmethod
+    @writes("peers", "received", "status", "nan_on_failure")
+    def barrier(
+        peers: control.Peers,
+        words: tuple[int, ...],
+        received: torch.Tensor,
+        status: torch.Tensor,
+        *,
+        call: int,
+        fault: bool,
+        timeout_ns: int,
+        nan_on_failure: torch.Tensor | None = None,
+    ) -> None:
+        """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
 
-
-def send_signal(peers, rank):
-    counters, _, signals = peers.host_words
-    if not (counters[control.ABORTED] or counters[control.FAULTED]):
-        signals[rank][peers.rank, 0] = counters[control.BARRIER_EPOCH]
-
-
-def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
-    counters, _, all_signals = peers.host_words
-    arrived.fill_(-1)
-    if not (counters[control.ABORTED] or counters[control.FAULTED]):
-        epoch = int(counters[control.BARRIER_EPOCH])
-        signals = all_signals[peers.rank]
-        came = _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns)
-        seen = int(signals[rank, 0])
-        gave_up = seen >= control.ABORT
-        if came and (not gave_up or seen & control.EPOCH_MASK >= epoch):
-            arrived.fill_(0)
+        Args:
+            peers: the group's arenas.
+            words: NUM_PUBLISHED integers (arena offsets) for the peers.
+            received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted,
+                gave up, did not come or is in another call, or an earlier failure has not been raised yet.
+            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record of a
+                failure if none is pending.
+            call: control.pack_call of what the ranks must agree on.
+            fault: whether this rank's arguments are wrong, so that no rank may move payload.
+            timeout_ns: bound of the wait.
+            nan_on_failure: memory of a result; if the call has failed, every bit of it is set, which is NaN in every
+                dtype of rows. On GPUs its size is a multiple of 16 bytes.
+        """
+        counters, mailboxes, _ = peers.host_words
+        received.numpy().fill(-1)
+        if counters[control.ABORTED] or counters[control.FAULTED]:
+            _spoil(nan_on_failure)
             return
-        counters[control.ABORTED] = 1
-        if gave_up:
-            record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
+        fault = fault or bool(counters[control.RAIL_FAULT])
+        epoch = int(counters[control.BARRIER_EPOCH]) + 1
+        counters[control.BARRIER_EPOCH] = epoch
+        half = epoch & 1
+        for its in mailboxes:
+            slot = its[half, peers.rank]
+            slot[1 : 1 + control.NUM_PUBLISHED] = words
+            slot[control.MAIL_CALL] = call
+            slot[0] = 2 * epoch + int(
+                fault
+            )  # last: a rank that sees it sees the words and all payload
+        mailbox = mailboxes[peers.rank]
+        mail = mailbox[half]
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        late = []
+        for rank in range(peers.num_ranks):
+            if rank != peers.rank and not _wait(mail, rank, 2 * epoch, deadline_ns):
+                late.append(rank)
+        sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
+        calls = mail[:, control.MAIL_CALL]
+        reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
+        given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
+        faulted = (reached[half] == 2 * epoch + 1).nonzero()[0]
+        different = (calls != calls[0]).nonzero()[0]
+        counter = control.ABORTED if given_up.size or late else control.FAULTED
+        if given_up.size:
+            word = int(sent[half, given_up[0]])
+            failure = control.STATUS_ABORT, _who_gave_up(word), epoch, word
+        elif late:
+            failure = control.STATUS_TIMEOUT, late[0], epoch, int(reached[:, late[0]].max()) >> 1
+        elif faulted.size:
+            failure = control.STATUS_FAULT, int(faulted[0]), epoch, epoch
+        elif different.size:
+            other = int(different[0])
+            failure = control.STATUS_MISMATCH, other, int(calls[0]), int(calls[other])
         else:
-            record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
-    _spoil(nan_on_failure)
+            received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
+            return
+        counters[counter] = 1
+        kind, peer, expected, seen = failure
+        record(status, kind, call & 0xFF, peer, expected, seen, epoch)
+        _spoil(nan_on_failure)
 
+    @staticmethod
+    @writes("peers")
+    def send_signal(peers: control.Peers, rank: int) -> None:
+        """Tells `rank` that what this rank has written there since the last barrier is complete; does
+        nothing after a failure."""
+        counters, _, signals = peers.host_words
+        if not (counters[control.ABORTED] or counters[control.FAULTED]):
+            signals[rank][peers.rank, 0] = counters[control.BARRIER_EPOCH]
 
-def count_exchange(counts, progress, *, which):
-    counts[which] += 1
-    progress[which] = counts[which]
+    @staticmethod
+    @writes("peers", "arrived", "status", "nan_on_failure")
+    def wait_for_signal(
+        peers: control.Peers,
+        rank: int,
+        arrived: torch.Tensor,
+        status: torch.Tensor,
+        *,
+        phase: int,
+        timeout_ns: int,
+        nan_on_failure: torch.Tensor | None = None,
+    ) -> None:
+        """Waits for `rank`'s signal since the last barrier.
 
+        Args:
+            arrived: int64 [1], gets 0, or -1 if the call has failed: the signal did not come, a rank gave up, or
+                an earlier failure has not been raised yet.
+            status, timeout_ns, nan_on_failure: as in barrier.
+            phase: the phase (control.PHASE_*), for the record.
+        """
+        counters, _, all_signals = peers.host_words
+        arrived.fill_(-1)
+        if not (counters[control.ABORTED] or counters[control.FAULTED]):
+            epoch = int(counters[control.BARRIER_EPOCH])
+            signals = all_signals[peers.rank]
+            came = _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns)
+            seen = int(signals[rank, 0])
+            gave_up = seen >= control.ABORT
+            if came and (not gave_up or seen & control.EPOCH_MASK >= epoch):
+                arrived.fill_(0)
+                return
+            counters[control.ABORTED] = 1
+            if gave_up:
+                record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
+            else:
+                record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
+        _spoil(nan_on_failure)
 
-def hear_of_faults(heard, fault):
-    torch.maximum(fault, heard.amax().view(1), out=fault)
+    @staticmethod
+    @writes("counts", "progress")
+    def count_exchange(counts: torch.Tensor, progress: torch.Tensor, *, which: int) -> None:
+        """Adds 1 to counts[which], int64[2], and writes it to progress[which], int64[2] that the host reads: pinned
+        host memory on GPUs."""
+        counts[which] += 1
+        progress[which] = counts[which]
+
+    @staticmethod
+    @writes("fault")
+    def receive_fault_flags(heard: torch.Tensor, fault: torch.Tensor) -> None:
+        """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""
+        torch.maximum(fault, heard.amax().view(1), out=fault)
 
 
 def _who_gave_up(word: int) -> int:

@@ -1,154 +1,325 @@
-"""Twins of contract/rows.py."""
+"""Rows: push and pull between ranks, copies and sums on one rank.
+
+    N_cap, P_cap  rows and packed rows that the buffers have room for (twin/plan.py says what packed rows are)
+
+Arguments that mean the same everywhere:
+
+* received: what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of the
+  buffer concerned, or a negative number if the call has failed and nothing may be moved.
+* trip: the results of the trip's first barrier, and of its last one or of the wait for a signal; a negative first word
+  means that the call has failed.
+* x [T, H]: the tokens; out [T, H]: their sums; rows [N_cap, H]: the rows on this rank; rank: this rank.
+* Of the plan (control.PlanIntegers): slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start,
+  packed_limit, source_to_packed_start; -1 means none. packed_to_row: int32 [P_cap, K] of index_rows.
+* source: the rank whose tokens or rows are complete, and only these are moved; None: all but this rank.
+
+Sums return to rank h in a buffer [R - 1, T_h, H] of it, a region for each peer in the order of ranks: row i of the
+region of rank r has the sum of the rows there of the i-th token, in order of tokens, that rank h has sent to rank r.
+
+On GPUs rows are 16-byte aligned and a multiple of 16 bytes long, and so are the offsets; with num_ctas, offsets are
+multiples of 256, as those of leases are.
+"""
 
 import torch
 
 from symmoe.kernels.control import Peers
+from symmoe.kernels.operands import writes
+
+Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Region = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 _WORD = torch.complex128  # the largest that torch copies as one: 16 bytes
 
 
-def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
-    offsets = received[:, column].tolist()
-    for rank in range(peers.num_ranks) if ranks is None else ranks:
-        offset = offsets[rank]
-        if offset < 0 or rank == but:
-            continue
-        tokens, rows = _present(token_to_row[:, rank])
-        _put_rows(_rows_at(peers, rank, offset, x), rows, x.index_select(0, tokens))
+class RowKernels:
+    @staticmethod
+    @writes("peers")
+    def push_rows(
+        x: torch.Tensor,
+        token_to_row: torch.Tensor,
+        peers: Peers,
+        received: torch.Tensor,
+        *,
+        column: int,
+        ranks: range | None = None,
+        but: int | None = None,
+        num_ctas: int | None = None,
+    ) -> None:
+        """Writes each token's row to the ranks it goes to: row token_to_row[t, r] of rank r's buffer [., H] = x[t].
 
+        Args:
+            token_to_row: int32 [T, R]; -1: the token does not go to that rank.
+            ranks: ranks to write to, one after the other; None: all.
+            but: a rank of them that gets nothing.
+        """
+        offsets = received[:, column].tolist()
+        for rank in range(peers.num_ranks) if ranks is None else ranks:
+            offset = offsets[rank]
+            if offset < 0 or rank == but:
+                continue
+            tokens, rows = _present(token_to_row[:, rank])
+            _put_rows(_rows_at(peers, rank, offset, x), rows, x.index_select(0, tokens))
 
-def push_slots(slots, region, peers, received, *, row_column, prob_column):
-    slot_to_row, slot_to_rank, probs = slots
-    token_to_packed_row, _, packed_start, packed_limit = region
-    top_k = slot_to_row.shape[1]
-    regions = zip(received.tolist(), packed_start.tolist(), packed_limit.tolist(), strict=True)
-    for rank, (offsets, start, limit) in enumerate(regions):
-        if offsets[row_column] < 0:
-            continue
-        tokens, _ = _present(token_to_packed_row[:, rank])
-        end, used = start + limit, slice(start, start + tokens.numel())
-        here = slot_to_rank.index_select(0, tokens) == rank
-        rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
-        rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
-        rows[used.stop :] = -1
-        if probs is not None:
-            values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
-            values[used] = probs.index_select(0, tokens).where(here, 0)
+    @staticmethod
+    @writes("peers")
+    def push_slots(
+        slots: Slots,
+        region: Region,
+        peers: Peers,
+        received: torch.Tensor,
+        *,
+        row_column: int,
+        prob_column: int,
+    ) -> None:
+        """Writes, for each packed row, the rows of the token on that rank and their probs.
 
+        On rank r the packed row's int32 [K] get slot_to_row[t, k] where slot (t, k) lives there, else -1, and its fp32
+        [K] get probs[t, k], else 0. Packed rows of this rank's region that no token uses get -1.
 
-def index_rows(wire, packed, num_rows, trip, index):
-    (wire_to_row, wire_probs), (packed_to_row, row_to_packed_row, row_probs) = wire, index
-    if _failed(trip):
-        packed_to_row.fill_(-1)
-        row_to_packed_row.zero_()
-        if row_probs is not None:
-            row_probs.fill_(float("nan"))
-        return
-    row_to_packed_row[int(num_rows) :] = 0
-    begin, end = map(int, packed)
-    arrived_rows = wire_to_row[begin:end]
-    packed_to_row[begin:end] = arrived_rows
-    slots, rows = _present(arrived_rows.flatten())
-    packed_rows = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
-    row_to_packed_row.index_copy_(0, rows, packed_rows.int())
-    if row_probs is not None:
-        row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
+        Args:
+            slots: slot_to_row, slot_to_rank, and probs fp32 [T, K]; None: nothing is written to the probs' buffer.
+            region: token_to_packed_row, block_tokens, packed_start, packed_limit.
+            row_column, prob_column: the columns of `received`.
+        """
+        slot_to_row, slot_to_rank, probs = slots
+        token_to_packed_row, _, packed_start, packed_limit = region
+        top_k = slot_to_row.shape[1]
+        regions = zip(received.tolist(), packed_start.tolist(), packed_limit.tolist(), strict=True)
+        for rank, (offsets, start, limit) in enumerate(regions):
+            if offsets[row_column] < 0:
+                continue
+            tokens, _ = _present(token_to_packed_row[:, rank])
+            end, used = start + limit, slice(start, start + tokens.numel())
+            here = slot_to_rank.index_select(0, tokens) == rank
+            rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
+            rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
+            rows[used.stop :] = -1
+            if probs is not None:
+                values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
+                values[used] = probs.index_select(0, tokens).where(here, 0)
 
+    @staticmethod
+    @writes("index")
+    def index_rows(
+        wire: tuple[torch.Tensor, torch.Tensor | None],
+        packed: tuple[torch.Tensor, torch.Tensor],
+        num_rows: torch.Tensor,
+        trip: tuple[torch.Tensor, torch.Tensor],
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        """Turns the slots that arrived into index tensors of this rank.
 
-def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
-    if int(received[rank, 0]) < 0:
-        return
-    for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-        tokens, index = _present(places.where(ranks == rank, -1))
-        _put_rows(rows, index, x.index_select(0, tokens))
+        If the call has failed, nothing has arrived: packed_to_row is filled with -1 and row_to_packed_row with 0, so
+        that kernels already on their way stay inside their buffers, and row_probs with NaN.
 
+        Args:
+            wire: int32 [P_cap, K], row of each slot of a packed row, or -1; fp32 [P_cap, K], the probs of the slots, or
+                None, as row_probs.
+            packed: int32 [1] each; first packed row that has arrived, and the one past the last.
+            num_rows: int32 [1], N.
+            index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row, and 0
+                in the tail, so that all rows can be gathered by it; row_probs fp32 [N_cap] or None, gets the prob of
+                each row. The tails of packed_to_row and row_probs stay as they are.
+        """
+        (wire_to_row, wire_probs), (packed_to_row, row_to_packed_row, row_probs) = wire, index
+        if _failed(trip):
+            packed_to_row.fill_(-1)
+            row_to_packed_row.zero_()
+            if row_probs is not None:
+                row_probs.fill_(float("nan"))
+            return
+        row_to_packed_row[int(num_rows) :] = 0
+        begin, end = map(int, packed)
+        arrived_rows = wire_to_row[begin:end]
+        packed_to_row[begin:end] = arrived_rows
+        slots, rows = _present(arrived_rows.flatten())
+        packed_rows = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
+        row_to_packed_row.index_copy_(0, rows, packed_rows.int())
+        if row_probs is not None and wire_probs is not None:
+            row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
-def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, num_ctas=None):
-    starts = source_to_packed_start.tolist()
-    for each in range(len(starts) - 1) if source is None else (source,):
-        if each != rank:
-            primary, others = _primary_and_others(packed_to_row[starts[each] : starts[each + 1]])
-            for which, secondary in others:
-                _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
+    @staticmethod
+    @writes("rows")
+    def replica_rows(
+        x: torch.Tensor,
+        slot_to_rank: torch.Tensor,
+        slot_to_row: torch.Tensor,
+        rows: torch.Tensor,
+        received: torch.Tensor,
+        *,
+        rank: int,
+    ) -> None:
+        """Writes each token's row to all rows that it has on this rank: rows[slot_to_row[t, k]] = x[t].
 
+        If the call has failed, nothing is written. received: column 0.
+        """
+        if int(received[rank, 0]) < 0:
+            return
+        for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
+            tokens, index = _present(places.where(ranks == rank, -1))
+            _put_rows(rows, index, x.index_select(0, tokens))
 
-def push_sums(
-    rows,
-    packed_to_row,
-    source_to_packed_start,
-    peers,
-    received,
-    *,
-    column,
-    source=None,
-    num_ctas=None,
-):
-    starts, published = source_to_packed_start.tolist(), received.tolist()
-    for home in range(peers.num_ranks) if source is None else (source,):
-        offset, last_row = published[home][column : column + 2]
-        if home == peers.rank or offset < 0:
-            continue
-        row_bytes = rows.shape[1] * rows.element_size()
-        offset += (peers.rank - (peers.rank > home)) * (last_row - offset + row_bytes)
-        index = packed_to_row[starts[home] : starts[home + 1]]
-        used, first = _present(_first_rows(index))
-        total = rows.index_select(0, first).float()
-        for which, secondary in _secondary_rows(index.index_select(0, used)):
-            total.index_add_(0, which, rows.index_select(0, secondary).float())
-        _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
+    @staticmethod
+    @writes("rows")
+    def fan_out(
+        rows: torch.Tensor,
+        packed_to_row: torch.Tensor,
+        source_to_packed_start: torch.Tensor,
+        *,
+        rank: int,
+        source: int | None = None,
+        num_ctas: int | None = None,
+    ) -> None:
+        """Copies primary rows of `rows` to the secondary rows of other ranks' tokens, in place."""
+        starts = source_to_packed_start.tolist()
+        for each in range(len(starts) - 1) if source is None else (source,):
+            if each != rank:
+                primary, others = _primary_and_others(
+                    packed_to_row[starts[each] : starts[each + 1]]
+                )
+                for which, secondary in others:
+                    _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
 
+    @staticmethod
+    @writes("peers")
+    def push_sums(
+        rows: torch.Tensor,
+        packed_to_row: torch.Tensor,
+        source_to_packed_start: torch.Tensor,
+        peers: Peers,
+        received: torch.Tensor,
+        *,
+        column: int,
+        source: int | None = None,
+        num_ctas: int | None = None,
+    ) -> None:
+        """Sums the rows of each token that another rank has sent, and writes the sums to that rank: fp32, in k order.
 
-def gather_values(row_values, packed_to_row, num_packed, packed_values):
-    used = slice(int(num_packed))
-    index = packed_to_row[used]
-    values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
-    packed_values[used] = values.where(index >= 0, 0)
+        A sum begins with the token's first row: a token with one row sends it as it is. The column after `column` holds
+        the offset of the last row of a rank's first region.
+        """
+        starts, published = source_to_packed_start.tolist(), received.tolist()
+        for home in range(peers.num_ranks) if source is None else (source,):
+            offset, last_row = published[home][column : column + 2]
+            if home == peers.rank or offset < 0:
+                continue
+            row_bytes = rows.shape[1] * rows.element_size()
+            offset += (peers.rank - (peers.rank > home)) * (last_row - offset + row_bytes)
+            index = packed_to_row[starts[home] : starts[home + 1]]
+            used, first = _present(_first_rows(index))
+            total = rows.index_select(0, first).float()
+            for which, secondary in _secondary_rows(index.index_select(0, used)):
+                total.index_add_(0, which, rows.index_select(0, secondary).float())
+            _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
+    @staticmethod
+    @writes("packed_values")
+    def gather_values(
+        row_values: torch.Tensor,
+        packed_to_row: torch.Tensor,
+        num_packed: torch.Tensor,
+        packed_values: torch.Tensor,
+    ) -> None:
+        """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K].
 
-def pull_rows(source_rank, source_row, peers, received, out, *, column):
-    offsets = received[:, column].tolist()
-    if any(offset < 0 for offset in offsets):
-        out.fill_(float("nan"))
-        return
-    buffers = [_rows_at(peers, rank, offset, out) for rank, offset in enumerate(offsets)]
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
-        for rank, buffer in enumerate(buffers):
-            _add_rows(total, buffer, (ranks == rank) & (rows >= 0), rows)
-    out.copy_(total)
+        num_packed: int32 [1], number of packed rows.
+        """
+        used = slice(int(num_packed))
+        index = packed_to_row[used]
+        values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
+        packed_values[used] = values.where(index >= 0, 0)
 
+    @staticmethod
+    @writes("out")
+    def pull_rows(
+        source_rank: torch.Tensor,
+        source_row: torch.Tensor,
+        peers: Peers,
+        received: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        column: int,
+    ) -> None:
+        """out[t] = sum over s of row source_row[t, s] of rank source_rank[t, s]: fp32, in order of s.
 
-def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
-    (rows, returned), (token_to_packed_row, packed_start, slot_to_rank, slot_to_row) = rows, index
-    if _failed(trip):
-        out.fill_(float("nan"))
-        return
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for peer, start in enumerate(packed_start.tolist()):
-        if peer == rank:
-            own = torch.zeros_like(total)
-            for ranks, slots in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-                _add_rows(own, rows, (ranks == rank) & (slots >= 0), slots)
-            total += own.to(out.dtype)
-        else:
-            packed = token_to_packed_row[:, peer]
-            _add_rows(
-                total, returned, packed >= 0, packed + ((peer - (peer > rank)) * len(out) - start)
+        If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: nothing to add.
+        """
+        offsets = received[:, column].tolist()
+        if any(offset < 0 for offset in offsets):
+            out.fill_(float("nan"))
+            return
+        buffers = [_rows_at(peers, rank, offset, out) for rank, offset in enumerate(offsets)]
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
+            for rank, buffer in enumerate(buffers):
+                _add_rows(total, buffer, (ranks == rank) & (rows >= 0), rows)
+        out.copy_(total)
+
+    @staticmethod
+    @writes("out")
+    def sum_home(
+        rows: tuple[torch.Tensor, torch.Tensor],
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        trip: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        *,
+        rank: int,
+        num_ctas: int | None = None,
+    ) -> None:
+        """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
+
+        A peer's sum has returned. This rank's sum is made here with the same bits: fp32, in k order, rounded to the
+        dtype of `out`. If the call has failed, `out` gets NaN. rows: the rows on this rank; those that have returned,
+        [(R - 1) * T, H]. index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
+        """
+        own_rows, returned = rows
+        token_to_packed_row, packed_start, slot_to_rank, slot_to_row = index
+        if _failed(trip):
+            out.fill_(float("nan"))
+            return
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for peer, start in enumerate(packed_start.tolist()):
+            if peer == rank:
+                own = torch.zeros_like(total)
+                for ranks, slots in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
+                    _add_rows(own, own_rows, (ranks == rank) & (slots >= 0), slots)
+                total += own.to(out.dtype)
+            else:
+                packed = token_to_packed_row[:, peer]
+                _add_rows(
+                    total,
+                    returned,
+                    packed >= 0,
+                    packed + ((peer - (peer > rank)) * len(out) - start),
+                )
+        out.copy_(total)
+
+    @staticmethod
+    @writes("out")
+    def pull_values(
+        slot_to_rank: torch.Tensor,
+        token_to_packed_row: torch.Tensor,
+        peers: Peers,
+        received: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        column: int,
+    ) -> None:
+        """out[t, k] = packed_values[p, k] of the rank that slot (t, k) went to, p the token's packed row there.
+
+        0 for no expert. If the call has failed, `out` fp32 [T, K] is filled with NaN.
+        """
+        offsets = received[:, column].tolist()
+        if any(offset < 0 for offset in offsets):
+            out.fill_(float("nan"))
+            return
+        out.zero_()
+        for rank, offset in enumerate(offsets):
+            values = _rows_at(peers, rank, offset, out).index_select(
+                0, token_to_packed_row[:, rank].clamp(min=0)
             )
-    out.copy_(total)
-
-
-def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
-    offsets = received[:, column].tolist()
-    if any(offset < 0 for offset in offsets):
-        out.fill_(float("nan"))
-        return
-    out.zero_()
-    for rank, offset in enumerate(offsets):
-        values = _rows_at(peers, rank, offset, out).index_select(
-            0, token_to_packed_row[:, rank].clamp(min=0)
-        )
-        torch.where(slot_to_rank == rank, values, out, out=out)
+            torch.where(slot_to_rank == rank, values, out, out=out)
 
 
 def _failed(trip: tuple[torch.Tensor, torch.Tensor]) -> bool:

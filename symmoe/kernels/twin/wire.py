@@ -1,48 +1,87 @@
-"""Twins of contract/quantize.py."""
+"""Rows that travel quantised: encoding to bytes and decoding. The bytes: precision/wire.py.
+
+A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
+"""
 
 import torch
 
-from symmoe.kernels.gemm_parts import equal_groups
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.operands import Buffers, equal_groups, writes
 from symmoe.kernels.twin.gemm import filled_groups, take_rows
-from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
+from symmoe.kernels.twin.quantize import QuantizeKernels
 
 
-def encode_rows(rows, wire, block_format):
-    num_rows, width = rows.shape
-    data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
-    scale = rows.new_empty(
-        (num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype
-    )
-    quantize_rows(rows, equal_groups(1, num_rows, rows.device), (data, scale), block_format)
-    end = width + scale.shape[1] * scale.element_size()
-    wire[:, :width], wire[:, width:end], wire[:, end:] = (
-        data.view(torch.uint8),
-        scale.view(torch.uint8),
-        0,
-    )
+class WireKernels:
+    @staticmethod
+    @writes("wire")
+    def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
+        """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
+        num_rows, width = rows.shape
+        data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
+        scale = rows.new_empty(
+            (num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype
+        )
+        QuantizeKernels.quantize_rows(
+            rows, equal_groups(1, num_rows, rows.device), (data, scale), block_format
+        )
+        end = width + scale.shape[1] * scale.element_size()
+        wire[:, :width], wire[:, width:end], wire[:, end:] = (
+            data.view(torch.uint8),
+            scale.view(torch.uint8),
+            0,
+        )
 
+    @staticmethod
+    @writes("out")
+    def unpack_rows(
+        wire: torch.Tensor,
+        row_range: torch.Tensor,
+        out: Buffers,
+        *,
+        row_index: torch.Tensor | None = None,
+    ) -> None:
+        """out = data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
 
-def unpack_rows(wire, row_range, out, *, row_index=None):
-    (data, scale), width = out, out[0].shape[1]
-    for _, span in filled_groups(row_range):
-        rows = take_rows((wire, row_index), span)
-        data[span] = rows[:, :width]
-        scale[span] = rows[:, width : width + scale.shape[1]]
+        data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
+        """
+        (data, scale), width = out, out[0].shape[1]
+        for _, span in filled_groups(row_range):
+            rows = take_rows((wire, row_index), span)
+            data[span] = rows[:, :width]
+            scale[span] = rows[:, width : width + scale.shape[1]]
 
+    @staticmethod
+    @writes("out")
+    def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
+        """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
+        num_rows, width = out.shape
+        num_blocks = block_format.num_blocks(width)
+        scale_bytes = num_blocks * block_format.scale_dtype.itemsize
+        data = wire[:, :width].contiguous().view(block_format.data_dtype).float()
+        scale = (
+            wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
+        )
+        spread = scale.repeat_interleave(block_format.block, dim=1)[:, :width]
+        out.copy_(data * spread.view(num_rows, width))
 
-def decode_rows(wire, out, block_format):
-    num_rows, width = out.shape
-    num_blocks = block_format.num_blocks(width)
-    scale_bytes = num_blocks * block_format.scale_dtype.itemsize
-    data = wire[:, :width].contiguous().view(block_format.data_dtype).float()
-    scale = wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
-    spread = scale.repeat_interleave(block_format.block, dim=1)[:, :width]
-    out.copy_(data * spread.view(num_rows, width))
+    @staticmethod
+    @writes("out")
+    def requantize_columns(
+        wire: torch.Tensor,
+        row_range: torch.Tensor,
+        out: Buffers,
+        block_format: BlockFormat,
+        dtype: torch.dtype,
+        *,
+        row_index: torch.Tensor | None = None,
+    ) -> None:
+        """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), which is not stored.
 
-
-def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None):
-    end = int(row_range[1, -1])
-    rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
-    decoded = torch.empty((end, out[0].shape[0]), dtype=dtype, device=wire.device)
-    decode_rows(rows, decoded, block_format)
-    quantize_columns(decoded, row_range, out, block_format)
+        out as in quantize_columns; block_format: format of rows and columns, E4M3 in blocks. Rows of no
+        group are not read.
+        """
+        end = int(row_range[1, -1])
+        rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
+        decoded = torch.empty((end, out[0].shape[0]), dtype=dtype, device=wire.device)
+        WireKernels.decode_rows(rows, decoded, block_format)
+        QuantizeKernels.quantize_columns(decoded, row_range, out, block_format)

@@ -25,14 +25,13 @@ from symmoe.tools.shapes import Options
 
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
-One step of a model on one rank and on several, which are processes on CPUs, with the same weights and tokens, in fp32
-and in --dtype. Compares activations, gradients, what clipping and a step make of them, and what is loaded with what was
-saved:
+Runs one step of a model on one rank and on several, which are processes on CPUs, with the same weights and tokens, in
+fp32 and in --dtype. Compares activations, gradients, clipped gradients, the update, and loaded with saved tensors:
 
   symmoe check Qwen/Qwen3-30B-A3B --layers 2
   symmoe check train.py:make --ranks 4 --json check.json
 
-The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed. docs/check.md says what a function is.
+The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed. docs/check.md describes the function.
 """
 
 
@@ -49,14 +48,14 @@ OPTIONS: Options = {
     "--ranks": {
         "type": _number,
         "default": 2,
-        "help": "that are compared with one (%(default)s)",
+        "help": "number of ranks to compare with one (%(default)s)",
     },
     "--dtype": {
         "choices": sorted(DTYPES),
         "default": "bf16",
-        "help": "in addition to fp32 (%(default)s)",
+        "help": "dtype of a second comparison beside fp32 (%(default)s)",
     },
-    "--layers": {"type": _number, "help": "of a model of transformers, only so many (all)"},
+    "--layers": {"type": _number, "help": "number of layers of a transformers model (all)"},
     "--length": {
         "type": _number,
         "default": 32,
@@ -70,9 +69,9 @@ OPTIONS: Options = {
     "--timeout-s": {
         "type": _number,
         "default": 600,
-        "help": "for the run of one rank, and for that of all (%(default)s)",
+        "help": "limit of each run: of one rank, and of all (%(default)s)",
     },
-    "--json": {"metavar": "FILE", "help": "write what was found to FILE"},
+    "--json": {"metavar": "FILE", "help": "write the findings to FILE"},
 }
 
 

@@ -44,7 +44,7 @@ class Trained:
         backward: of tokens, int64 [B, S], those of this rank: forward, a loss that is their mean, backward; then `grad`
             or `main_grad` have the gradient of the mean over ranks. None: model(input_ids, labels) and
             symmoe.reduce_gradients.
-        clip: scales gradients to a norm over all ranks of at most its argument. None: symmoe.clip_grad_norm.
+        clip: scales gradients to a norm over all ranks of at most its argument. None: symmoe.training.clip_grad_norm.
         optimizer: whose state is compared as well, and has to be there again after `load`. None: AdamW with a rate of
             1e-3 unless `step` is given.
         step: of the optimizer, and what goes with it. None: optimizer.step.

@@ -18,32 +18,32 @@ from symmoe.tools.doctor.self_test import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
 from symmoe.tools.shapes import Options
 
-HELP = "whether this machine can run symmoe; who waited for whom when ranks stood still"
+HELP = "whether this machine can run symmoe; after a hang, which ranks waited for which"
 DESCRIPTION = """\
-Says on one screen whether this machine can run symmoe and how well: GPUs, links, versions, limits, environment, and a
-self-test of heap, dispatch and combine on every GPU (at most 8) or on 2 CPU processes. What stands behind -> helps.
-Under torchrun the first process of each node does all that, the others say nothing. With --nodes all processes that
-torchrun has started, on several machines or with --ranks-per-node on one, look at what is between them. The exit status
-is 1 if there is a problem. docs/doctor.md has all that it looks for.
+Reports on one screen whether this machine can run symmoe and how well: GPUs, links, versions, limits, environment, and
+a self-test of heap, dispatch and combine on every GPU (at most 8) or on 2 CPU processes. The text after -> is the fix.
+Under torchrun the first process of each node does the checks, the others print nothing. With --nodes all processes of
+torchrun, on several machines or with --ranks-per-node on one, check the connections between them. The exit status is 1
+if there is a problem. docs/doctor.md lists all checks.
 """
 
 OPTIONS: Options = {
     "--read": {
         "nargs": "+",
         "metavar": "FILE",
-        "help": "make a sentence of the flight records of one job's ranks (SYMMOE_FLIGHT_DIR) instead",
+        "help": "instead, explain the flight records of one job's ranks (SYMMOE_FLIGHT_DIR)",
     },
     "--nodes": {
         "action": "store_true",
-        "help": "look at several nodes and what is between them instead",
+        "help": "instead, check several nodes and their connections",
     },
     "--ranks-per-node": {
         "type": int,
-        "help": "with --nodes: cuts machines into virtual nodes",
+        "help": "with --nodes: divides machines into virtual nodes",
     },
     "--no-self-test": {
         "action": "store_true",
-        "help": "only look; with --nodes, send nothing over rails",
+        "help": "without the self-test; with --nodes, without traffic over rails",
     },
     "--json": {"action": "store_true", "help": "print the findings as JSON"},
 }

@@ -1,0 +1,316 @@
+"""What the MoE layers of a model did in a step, as records and as numbers for any logger.
+
+Counts are added up on the device while the layers run, and read once per step for all layers together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.checks.arguments import check_kind
+from symmoe.moe import balance
+from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import graph_task_id
+
+Sink = Callable[[dict[str, float], int], object]
+_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
+_SPANS = ("forward", "dispatch", "combine")
+
+
+def tensorboard_sink(writer: Any) -> Sink:
+    """A sink for :class:`MetricsLogger` that gives each number to `writer`, a torch.utils.tensorboard.SummaryWriter or
+    what has its method `add_scalar`."""
+
+    def sink(numbers: dict[str, float], step: int) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    return sink
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRecord:
+    """One layer over one step: the calls in training mode since the last record.
+
+    Attributes:
+        name: the layer's name in the model.
+        num_calls: micro-batches, usually. Recomputed forwards are not counted.
+        aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
+        tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
+        tokens_per_rank: slots of each rank of the EP group: the sum over its experts.
+        balanced_per_rank: the same after balance by replicas; None without replicas.
+        num_replicas: replicas that had rows, of the EP group, summed over the calls.
+        replica_bytes: bytes of weights that this rank sends to replicas of its experts, in forward and again in
+            backward, and of gradients of trained weights that it reads from them. As if every call had a backward pass.
+        coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
+        num_dropped: slots of the EP group dropped by a static capacity.
+        num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
+        dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
+            Backward moves as many rows again. Slots that a static capacity drops are counted in, and rows are
+            not moved to replicas. Where the group spans nodes, as if all ranks were on one: see `symmoe plan --nodes`.
+        heap_high_water_bytes: the most bytes ever leased of the heap.
+        forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
+            dispatch to combine, else the router is counted too (and in Megatron shared experts).
+        dispatch_s, combine_s: seconds of forward_s in these trips, on any stream, including waits for other ranks. If
+            GEMMs run at the same time, this is more than the trips cost.
+    """
+
+    name: str
+    num_calls: int
+    aux_loss: float | None
+    tokens_per_expert: tuple[int, ...]
+    tokens_per_rank: tuple[int, ...]
+    balanced_per_rank: tuple[int, ...] | None
+    coefficient_of_variation: float
+    max_violation: float
+    num_dead_experts: int
+    num_dropped: int
+    num_over_capacity: int
+    num_replicas: int
+    replica_bytes: int
+    dispatch_bytes: int
+    combine_bytes: int
+    heap_high_water_bytes: int
+    forward_s: float | None
+    dispatch_s: float | None
+    combine_s: float | None
+
+
+class MetricsLogger:
+    """Watches the MoE layers of a model, until :meth:`close`. ArgumentError: it has none.
+
+    Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
+    replays then count. Compiled calls count too. When watching begins or ends, torch.compile compiles the model again,
+    and :func:`symmoe.capture_step` captures its step again.
+
+    Args:
+        model: its MoELayers are watched, and the layers of symmoe's integrations in transformers, Megatron and
+            torchtitan models. Layers in eval mode are not counted.
+        sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a :func:`tensorboard_sink`. None:
+            there are only the records.
+        times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
+            in CUDA graphs, nor of what is compiled.
+    """
+
+    def __init__(
+        self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False
+    ) -> None:
+        layers = layers_with_listeners(model)
+        check_kind("sink", sink, (Callable, type(None)), "a function sink(numbers, step), or None")
+        self._sink = sink
+        watched = [listeners for _, listeners in layers.values()]
+        self._sizes = [its.num_experts + its.heap.num_ranks + _NUM_TOTALS for its in watched]
+        self._totals = torch.zeros(
+            sum(self._sizes), dtype=torch.float64, device=watched[0].heap.device
+        )
+        self._watching = ExitStack()
+        self._layers: list[_Watched] = []
+        for (name, (layer, listeners)), totals in zip(
+            layers.items(), self._totals.split(self._sizes), strict=True
+        ):
+            timer = _Timer(listeners.heap) if times_forward else None
+            self._layers.append(_Watched(name, listeners, totals, timer))
+            self._watching.callback(listeners.add(self._layers[-1].count, totals))
+            if timer is not None:
+                self._watching.callback(layer.register_forward_pre_hook(timer.before).remove)
+                self._watching.callback(layer.register_forward_hook(timer.after).remove)
+                self._watching.callback(
+                    setattr, listeners.heap, "trip_timer", None
+                )  # if a forward has raised
+
+    def step(self, step: int) -> list[LayerRecord]:
+        """A record for each layer, of what was counted since the last call. Waits for the device once. Local.
+
+        The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
+        and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
+        "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
+        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group. step: handed
+        on to the sink.
+        """
+        totals = self._totals.to("cpu", copy=True)
+        self._totals.zero_()
+        records = [
+            layer.record(its)
+            for layer, its in zip(self._layers, totals.split(self._sizes), strict=True)
+        ]
+        if self._sink is not None:
+            self._sink(_numbers(records), step)
+        return records
+
+    def close(self) -> None:
+        """Ends watching."""
+        self._watching.close()
+
+
+class _Watched:
+    """One layer: adds up its reports, and makes its records."""
+
+    def __init__(
+        self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None
+    ) -> None:
+        self.listeners, self.timer = listeners, timer
+        self._name, self._totals, self._knows_losses, self._balances = name, totals, True, False
+
+    @torch.no_grad()
+    def count(self, report: RoutingReport) -> None:
+        """A listener of the layer."""
+        if not _counts(report.is_training):
+            return
+        num_experts, heap = self.listeners.num_experts, self.listeners.heap
+        # Dispatch sends a token once to every other rank that has an expert of it (-1 is none). Combine reads as many
+        # rows back with order "rank", and a row for every slot with order "slot".
+        rank_TK = torch.div(report.topk_idx, num_experts // heap.num_ranks, rounding_mode="floor")
+        is_remote = (rank_TK >= 0) & (rank_TK != heap.rank)
+        sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), heap.num_ranks).sum()
+        read = is_remote.sum() if self.listeners.order == "slot" else sent
+        self._totals[:num_experts].add_(report.expert_load)
+        balanced, others = self._totals[num_experts:].tensor_split([heap.num_ranks])
+        (
+            num_calls,
+            aux_loss,
+            num_dropped,
+            num_over_capacity,
+            *of_replicas,
+            dispatch_bytes,
+            combine_bytes,
+        ) = others
+        if report.replica_to_expert is not None and report.replica_rows is not None:
+            self._balances, num_replicas, replica_bytes = True, *of_replicas
+            balanced.add_(
+                balance.rows_per_rank(
+                    report.expert_load, report.replica_to_expert, report.replica_rows
+                )[1]
+            )
+            num_replicas.add_((report.replica_to_expert >= 0).sum())
+            own = report.replica_to_expert // (num_experts // heap.num_ranks) == heap.rank
+            replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
+        num_calls.add_(1)
+        self._knows_losses = report.aux_loss is not None
+        if report.aux_loss is not None:
+            aux_loss.add_(report.aux_loss.detach())
+        num_dropped.add_(report.num_dropped[0])
+        if report.num_over_capacity is not None:
+            num_over_capacity.add_(report.num_over_capacity[0])
+        dispatch_bytes.add_(sent, alpha=report.sent_row_bytes)
+        combine_bytes.add_(read, alpha=report.row_bytes)
+
+    def record(self, values: torch.Tensor) -> LayerRecord:
+        """What these totals say, on the CPU; takes the times."""
+        heap, num_experts = self.listeners.heap, self.listeners.num_experts
+        load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
+        load, (num_calls, aux_loss, *counts) = load.long(), rest.tolist()
+        names = (
+            "num_dropped",
+            "num_over_capacity",
+            "num_replicas",
+            "replica_bytes",
+            "dispatch_bytes",
+            "combine_bytes",
+        )
+        others: dict[str, Any] = dict(zip(names, map(int, counts), strict=True))
+        others |= {
+            f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS
+        }
+        return LayerRecord(
+            name=self._name,
+            num_calls=int(num_calls),
+            aux_loss=aux_loss / max(num_calls, 1.0) if self._knows_losses else None,
+            tokens_per_expert=tuple(load.tolist()),
+            tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
+            balanced_per_rank=tuple(balanced.long().tolist()) if self._balances else None,
+            coefficient_of_variation=float(balance.coefficient_of_variation(load)),
+            max_violation=float(balance.max_violation(load)),
+            num_dead_experts=int((load == 0).sum()),
+            heap_high_water_bytes=heap.high_water_bytes,
+            **others,
+        )
+
+
+class _Timer:
+    """Sums up the time of a layer's forwards and of their trips; read when the device is done."""
+
+    def __init__(self, heap: SymmetricHeap) -> None:
+        self._heap, self._on_gpu = heap, heap.device.type == "cuda"
+        self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in _SPANS}
+        self._forward = ExitStack()
+
+    def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Hook before the layer's forward."""
+        self._forward, self._heap.trip_timer = (
+            ExitStack(),
+            None,
+        )  # new: the last forward may have raised
+        if _counts(layer.training):
+            self._forward.enter_context(self.trip("forward"))
+            self._forward.callback(setattr, self._heap, "trip_timer", None)
+            self._heap.trip_timer = self.trip
+
+    def after(self, _layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        """Hook after the layer's forward."""
+        self._forward.close()
+
+    @contextmanager
+    def trip(self, name: str) -> Iterator[None]:
+        """Times a trip, or a forward, on the current stream."""
+        begin = self._now()
+        yield
+        if begin is not None:
+            self._spans[name].append((begin, self._now()))
+
+    def take(self, name: str) -> float:
+        """Seconds since the last call. On GPUs the events must have happened."""
+        spans, self._spans[name] = self._spans[name], []
+        return float(
+            sum(
+                begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+                for begin, end in spans
+            )
+        )
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _counts(is_training: bool) -> bool:
+    """Whether this call counts: it is in training mode, and no checkpoint repeats it in backward."""
+    return is_training and (torch.compiler.is_compiling() or graph_task_id() == -1)
+
+
+def _numbers(records: list[LayerRecord]) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for field in LayerRecord.__dataclass_fields__:
+        values = [getattr(record, field) for record in records]
+        for record, value in zip(records, values, strict=True):
+            if isinstance(value, tuple):
+                numbers |= {
+                    f"moe/{record.name}/{field}/{i}": float(number)
+                    for i, number in enumerate(value)
+                }
+            if isinstance(value, tuple) and field.endswith("_per_rank"):
+                numbers[f"moe/{record.name}/{field}_max_over_mean"] = (
+                    max(value) * len(value) / max(1, sum(value))
+                )
+        if all(isinstance(value, (int, float)) for value in values):
+            numbers |= {
+                **{
+                    f"moe/{record.name}/{field}": float(getattr(record, field))
+                    for record in records
+                },
+                f"moe/{field}/mean": float(sum(values) / len(values)),
+                f"moe/{field}/max": float(max(values)),
+            }
+    return numbers

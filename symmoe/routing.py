@@ -1,0 +1,375 @@
+"""Routing that is given instead of chosen: recorded in one forward and taken again in another, or balanced by force.
+
+Replay makes a policy's training forward use the experts of its rollout (routing replay for RL, arXiv:2510.11370).
+Scores and probs are computed anew, for the given experts, and so are their gradients. For one MoELayer: `layer(x,
+topk_idx=recorded)`. To a trainer's own router it is given by its layer's `listeners` (moe/listeners.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from symmoe.autograd import is_in_backward
+from symmoe.checks.arguments import check_kind
+from symmoe.errors import ArgumentError
+from symmoe.kernels import control
+from symmoe.moe.layer import MoELayer
+from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
+from symmoe.moe.recomputed import Recomputed
+from symmoe.torch_internals import next_node_number
+
+Routing = dict[str, torch.Tensor]
+_Array = np.ndarray[Any, Any] | torch.Tensor
+_SIGNED = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+_Layers = dict[str, tuple[nn.Module, Listeners]]
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[Routing]:
+    """In this context, one forward of `model` leaves the choice of every layer in the dict that it yields. Local.
+
+    The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
+
+    Yields:
+        name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
+        symmoe's integrations in transformers, Megatron and torchtitan models; of no hash layers (DeepSeek-V4).
+
+    Raises:
+        ArgumentError: the model has no such layer, or a layer is called a second time, or not at all.
+    """
+    routing: Routing = {}
+    layers = _routed_layers(model)
+
+    def keep(name: str, report: RoutingReport) -> None:
+        if name in routing:
+            raise ArgumentError(
+                f"layer {name!r} is called twice; record one forward, and no backward"
+            )
+        routing[name] = report.chosen_idx.to(
+            torch.int32, copy=True
+        )  # the caller may write into ids
+
+    with ExitStack() as added:
+        for name, (_, listeners) in layers.items():
+            added.callback(listeners.add(partial(keep, name)))
+        yield routing
+        _check_all_called(layers.keys() - routing.keys())
+        for name in layers:  # in the order of the model, not of the calls
+            routing[name] = routing.pop(name)
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module, routing: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[None]:
+    """In this context, every layer of `model` takes the experts of `routing`. Local, except that an error is raised by
+    all ranks of the EP group, where they call the next layer.
+
+    If activations are computed again in backward, backward must run in the context too; they take what their own
+    micro-batch took, wherever and in whichever order backwards begin. `routing` of trainers' routers is read on the
+    host.
+
+    Args:
+        routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
+            any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
+            Of several micro-batches a sequence, in the order in which `model` is called. In backward a call is known
+            by the graph that it made: not if all of `model` is in a reentrant checkpoint; nor can it be one compiled
+            graph.
+
+    Raises:
+        ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`, or backward computes
+            activations again that are of no call in this context; a router cannot be given a choice, or is given one
+            already by another context; or a layer has not taken it: a model that torch.compile has compiled before
+            takes no notice.
+    """
+    layers = _routed_layers(model)
+    given: Sequence[Mapping[str, torch.Tensor]] = (
+        [*routing]
+        if isinstance(routing, Iterable) and not isinstance(routing, Mapping)
+        else [routing]
+    )
+    if not all(isinstance(one, Mapping) for one in given):
+        _fail_for(
+            ArgumentError(
+                f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array"
+            ),
+            layers,
+        )
+    each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
+    for one in each:
+        _fail_for(_problem(layers, one), layers)
+
+    def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
+        number = calls.number
+        if number is None or not 0 <= number < len(each):
+            _fail_for(
+                ArgumentError(
+                    f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
+                ),
+                layers,
+            )
+        assert number is not None  # that has been raised
+        ids = each[number][name]
+        if ids.shape != (num_tokens, top_k or ids.shape[-1]):
+            _fail_for(
+                ArgumentError(
+                    f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
+                ),
+                layers,
+            )
+        its = layers[name][1]
+        is_wide = (
+            its.give is None and ids.dtype == torch.int64
+        )  # the plan finds ids that int32 cannot hold
+        return ids.to(its.heap.device, torch.int64 if is_wide else torch.int32, non_blocking=True)
+
+    with ExitStack() as hooks, _choose(model, layers, choice):
+        calls = _Calls(model, hooks, None if isinstance(routing, Mapping) else len(each))
+        yield
+        if not isinstance(routing, Mapping) and calls.num != len(each):
+            raise ArgumentError(
+                f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times"
+            )
+
+
+@contextmanager
+def balanced_routing(model: nn.Module) -> Iterator[None]:
+    """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
+    layers = _routed_layers(model)
+
+    def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
+        its = layers[name][1]  # a top_k of None: of all groups
+        return balanced_choice(
+            num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device
+        )
+
+    with _choose(model, layers, choice):
+        yield
+
+
+def balanced_choice(
+    num_tokens: int, top_k: int, num_experts: int, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """int32 [T, K]: experts with loads that differ by at most 1, distinct in a token, spread over the ranks. Slot n = t
+    * K + k goes to expert n * g modulo E. g is coprime to E, so any E slots in a row go to E experts; and close to E
+    divided by the golden ratio, so that a token's experts are far apart."""
+    step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
+    while math.gcd(step, num_experts) > 1:
+        step += 1
+    return (
+        torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) * step % num_experts
+    ).int()
+
+
+def routing_from_array(
+    model: nn.Module,
+    array: _Array,
+    *,
+    layers: Iterable[int] | None = None,
+    rows: _Array | None = None,
+) -> Routing:
+    """What :func:`replay_routing` takes, on the host, of an array of an inference engine; errors as there.
+
+    Args:
+        array: any integers [N, L, K] on the host, -1 is no expert. Of packed sequences, one behind the other.
+        layers: place among the L of every layer of `model` (of a pipeline, of this stage), in its order; None: all.
+        rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
+            which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
+    """
+    check_kind("array", array, (np.ndarray, torch.Tensor, Sequence), "an array of integers")
+    found, given = _routed_layers(model), _signed(array)
+    if given.dim() != 3:
+        _fail_for(
+            ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"),
+            found,
+        )
+    num_rows, num_layers = given.shape[:2]
+    places = list(range(num_layers) if layers is None else layers)
+    if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
+        _fail_for(
+            ArgumentError(
+                f"layers are {places} of the {num_layers} of array; the model has {len(found)}"
+            ),
+            found,
+        )
+    if rows is not None:
+        ids = _signed(rows).flatten().cpu()
+        is_whole = ids.dtype == torch.bool
+        its = torch.where(ids, ids.cumsum(0) - 1, -1) if is_whole else ids.long().clamp(min=-1)
+        num_found = int(its.max()) + 1 if len(its) else 0
+        if ids.is_floating_point() or (
+            not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2
+        ):
+            _fail_for(
+                ArgumentError(
+                    f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens"
+                ),
+                found,
+            )
+        if num_found > num_rows or (is_whole and num_found < num_rows):
+            _fail_for(ArgumentError(f"rows has {num_found} tokens; array has {num_rows}"), found)
+        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[
+            its
+        ]  # its last row is for -1
+    return {name: given[:, place].contiguous() for name, place in zip(found, places, strict=True)}
+
+
+def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """int16 [T, L, K] on the host, of what :func:`record_routing` has recorded. Waits for the device once.
+    ArgumentError: it is of no layer, or of layers that differ in T or K."""
+    check_kind("routing", routing, Mapping, "a dict of what record_routing has recorded")
+    shapes = {tuple(ids.shape) for ids in routing.values()}
+    if len(shapes) != 1:
+        raise ArgumentError(f"routing has shapes {sorted(shapes)}; it must have one, [tokens, K]")
+    return torch.stack(list(routing.values()), 1).to(torch.int16).cpu()
+
+
+class _Calls:
+    """The calls of a model that come from now on, and what backward computes again of them. `hooks` end it.
+
+    num_routings: of a sequence. None: there is one routing, for all calls. Of one, all nodes that are made from now on.
+    """
+
+    def __init__(self, model: nn.Module, hooks: ExitStack, num_routings: int | None) -> None:
+        self._num_routings = num_routings
+        self._start: int | None = None  # the first node of the call that runs
+        self._recomputed = Recomputed()
+        if num_routings in (None, 1):
+            self._recomputed.nodes.append(range(next_node_number(), sys.maxsize))
+        self.num = 0  # calls that have ended
+        if num_routings is not None:
+            hooks.callback(
+                model.register_forward_pre_hook(self._begin, prepend=True).remove
+            )  # it may be a layer
+            hooks.callback(model.register_forward_hook(self._end).remove)
+
+    @property
+    def number(self) -> int | None:
+        """Of the call that runs, or whose activations backward computes again; None: not known."""
+        # torch.compile cannot trace whether backward runs, and would break its graph.
+        if self._num_routings is None and (torch.compiler.is_compiling() or not is_in_backward()):
+            return 0
+        if not is_in_backward():
+            return None if self._start is None else self.num
+        return self._recomputed.number()
+
+    def _begin(self, *_: object) -> None:
+        if not is_in_backward():
+            self._start = next_node_number()
+
+    def _end(self, *_: object) -> None:
+        if self._start is None or is_in_backward():
+            return
+        self.num += 1
+        if self._num_routings != 1:
+            self._recomputed.nodes.append(range(self._start, next_node_number()))
+        self._start = None
+
+
+def _routed_layers(model: nn.Module) -> _Layers:
+    """The layers of a model whose experts a router chooses. ArgumentError: it has no layer with experts."""
+    return {name: its for name, its in layers_with_listeners(model).items() if not its[1].is_fixed}
+
+
+def _signed(ids: _Array) -> torch.Tensor:
+    """The same numbers in a dtype that has -1, and that torch compares."""
+    found = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
+    return found.to(_SIGNED.get(found.dtype, found.dtype))
+
+
+def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
+    if problem is not None:
+        for _, listeners in layers.values():
+            listeners.heap._fail_for(problem, control.PHASE_PLAN)
+        raise problem  # there is no layer
+
+
+def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
+    """Why this cannot be the routing of these layers, whatever their tokens are, or None."""
+    if routing.keys() != layers.keys():
+        return ArgumentError(
+            f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}"
+        )
+    for name, ids in routing.items():
+        its, is_none = layers[name][1], ids < 0
+        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            return ArgumentError(
+                f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]"
+            )
+        if its.give is None and ids.device.type != "cpu":
+            continue  # the plan looks, and nobody waits for the device
+        is_wrong = (ids < -1) | (ids >= its.num_experts)
+        if its.give is not None:
+            is_wrong |= is_none != is_none.all(-1, keepdim=True)
+        if is_wrong.any():
+            token = int(is_wrong.any(-1).nonzero()[0])
+            return ArgumentError(
+                f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts} "
+                "experts, and -1 for none (to a trainer's router: in all slots of a token)"
+            )
+    return None
+
+
+@contextmanager
+def _choose(
+    model: nn.Module, layers: _Layers, choice: Callable[[str, int, int | None], torch.Tensor]
+) -> Iterator[None]:
+    left = set(layers)
+
+    def choose(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
+        left.discard(name)
+        return choice(name, num_tokens, top_k)
+
+    def give(
+        name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("probs") is not None:
+            module.heap._fail_for(
+                ArgumentError(f"layer {name!r} is called with probs, which are of another choice"),
+                control.PHASE_PLAN,
+            )
+        num_tokens = math.prod((args[0] if args else kwargs["x"]).shape[:-1])
+        return args, {**kwargs, "topk_idx": choose(name, num_tokens, module.config.top_k)}
+
+    with ExitStack() as given:
+        for name, (layer, listeners) in layers.items():
+            if isinstance(layer, MoELayer) and layer.router is None:
+                raise ArgumentError(
+                    f"layer {name!r} has no router (router=None) that could weigh what it is given"
+                )
+            if listeners.is_given:
+                raise ArgumentError(
+                    f"layer {name!r} is given its experts by another context already; of several micro-batches give "
+                    "replay_routing a list"
+                )
+            listeners.is_given = True
+            given.callback(setattr, listeners, "is_given", False)
+            if listeners.give is None:
+                given.callback(
+                    layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove
+                )
+            else:
+                given.callback(listeners.give(model, name, partial(choose, name)))
+        yield
+        _check_all_called(left)
+
+
+def _check_all_called(left: set[str]) -> None:
+    if left:
+        raise ArgumentError(
+            f"the layers {sorted(left)} have not been called, or in a model compiled before"
+        )
