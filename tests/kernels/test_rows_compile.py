@@ -18,7 +18,7 @@ from kernel_launches import BF16, FP16, FP32, INT64, TRIPS
 from symmoe.kernels.hopper import rows as hopper_rows
 from symmoe.kernels.triton import nodes, plan, replicas, sync, tokens
 
-MOST_REGISTERS = {"assign_rows_kernel": 160, "choose_copies_kernel": 168, "lay_out_kernel": 255}
+MOST_REGISTERS = {"assign_rows_kernel": 160, "route_to_replicas_kernel": 168, "lay_out_kernel": 255}
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
 MODULES = sync, nodes, plan, replicas, tokens, hopper_rows
 
