@@ -374,7 +374,7 @@ def launch_rows(shape, dtype):
         meta(num_ranks + 1),
     )
     tokens.push_rows(x, per_token, peers, received, column=0)
-    tokens.replica_rows(x, slots, slots, rows, received, rank=peers.rank)
+    tokens.place_rows(x, slots, slots, rows, received, rank=peers.rank)
     tokens.fan_out(rows, slots, starts, rank=peers.rank)
     tokens.push_sums(rows, slots, starts, peers, received, column=0)
     tokens.pull_rows(slots, slots, peers, received, x, column=0)
