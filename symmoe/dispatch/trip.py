@@ -375,7 +375,7 @@ class _Trip:
     def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
         """Writes tokens to all rows that they have on this rank, in an expert-major buffer."""
         slots = tokens.slot_to_rank, tokens.slot_to_row
-        self._ops.replica_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
+        self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
 
     def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
         """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows. arrived:

@@ -13,7 +13,7 @@ _TABLE = {
     "plan": ("count_slots send_counts lay_out assign_rows post_report rail_rows tell_header own_counts other_counts"
              " plan_in_node place_replicas route_to_replicas", "", "assign_packed_rows"),
     "wait": ("barrier wait_for_signal count_exchange receive_fault_flags", "", ""),
-    "push": ("push_rows replica_rows push_slots send_signal take_rows", "", "hopper_push"),
+    "push": ("push_rows place_rows push_slots send_signal take_rows", "", "hopper_push"),
     "replicas": ("push_replicas add_from_replicas", "", ""),
     "index": ("index_rows", "", ""),
     "fan-out": ("fan_out unpack_rows", "", "hopper_fan_out"),

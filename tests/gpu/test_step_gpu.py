@@ -87,7 +87,7 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
     for trace in cluster(num_ranks, "cuda").run(traced, way=way):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
-        own = "push_rows" if way["layout"] == "packed" else "replica_rows"
+        own = "push_rows" if way["layout"] == "packed" else "place_rows"
         for kernel in (
             "barrier",
             own,

@@ -334,7 +334,8 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     assert found == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
     with pytest.raises(
-        symmoe.errors.ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"
+        symmoe.errors.ArgumentError,
+        match=r"dense parameters differ.*symmoe\.training\.clip_grad_norm",
     ):
         losses_of(
             wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)

@@ -485,7 +485,7 @@ class _Call:
                     *primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options
                 )
             slots = maps["slot_to_rank"], maps["slot_to_row"]
-            ops.replica_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
+            ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
             region = [
                 maps[name]
                 for name in ("token_to_packed_row", "block_tokens", "packed_start", "packed_limit")

@@ -282,7 +282,7 @@ SPOILED = {  # of each suite kernels, and the argument, or the part of one, that
     "layer": dict.fromkeys(("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"), "out")
     | {"push_rows": "x", "grouped_gemm_act": "results.1"},
     "gemm": {"grouped_gemm": "out", "grouped_gemm_dact": "gradients.2"},
-    "dispatch": {"push_rows": "x", "replica_rows": "rows"},
+    "dispatch": {"push_rows": "x", "place_rows": "rows"},
     "combine": {"pull_rows": "out", "sum_home": "out", "pull_values": "out"},
     "plan": {"assign_rows": "plan.slot_to_row"},
     "router": {"router_gemm": "logits"},

@@ -147,7 +147,7 @@ def place_replicas(peers, plan, *, slack, num_near):
 
 
 @fast_jit([])
-def choose_copies_kernel(
+def route_to_replicas_kernel(
     topk_idx,
     block_starts,
     expert_to_place,
@@ -207,7 +207,7 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
     )
     copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
     launch(
-        choose_copies_kernel,
+        route_to_replicas_kernel,
         (num_blocks,),
         kept_constants(SIZES=choice.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8),
         topk_idx,

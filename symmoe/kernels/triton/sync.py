@@ -346,7 +346,7 @@ def count_exchange(counts, progress, *, which):
 
 
 @fast_jit([])
-def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr):
+def receive_fault_flags_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr):
     word, most = tl.arange(0, BLOCK), tl.load(fault)
     for first in range(0, num_words, BLOCK):
         said = tl.load(heard + first + word, mask=first + word < num_words, other=0)
@@ -357,7 +357,7 @@ def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr
 
 def receive_fault_flags(heard, fault):
     launch(
-        hear_of_faults_kernel,
+        receive_fault_flags_kernel,
         (1,),
         kept_constants(BLOCK=32, num_warps=1),
         heard,

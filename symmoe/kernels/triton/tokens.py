@@ -374,7 +374,7 @@ def place_rows_kernel(
             tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
 
 
-def replica_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
+def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     if rows.numel():
         args = x, slot_to_rank, slot_to_row, rows, received, x.shape[0], rank
         _move(place_rows_kernel, args, x, x.shape[0], COPY_ACCESSES, top_k=slot_to_row.shape[1])

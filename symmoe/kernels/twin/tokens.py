@@ -141,7 +141,7 @@ class RowKernels:
 
     @staticmethod
     @writes("rows")
-    def replica_rows(
+    def place_rows(
         x: torch.Tensor,
         slot_to_rank: torch.Tensor,
         slot_to_row: torch.Tensor,
