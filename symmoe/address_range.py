@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch.utils.dlpack import from_dlpack
 
-_DL_TYPES, _DL_UINT = {"cpu": 1, "cuda": 2}, 1
+_DL_TYPES = {"cpu": 1, "cuda": 2}
+_DL_UINT = 1
 _capsule_type = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
 )

@@ -28,7 +28,8 @@ class Function(torch.autograd.Function):
             """What forward returns."""
 
     def __init_subclass__(cls) -> None:
-        first_order, of = cls.backward, cls.of
+        first_order = cls.backward
+        of = cls.of
 
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             if not torch.is_grad_enabled():  # without create_graph
@@ -153,7 +154,8 @@ class GradientBuffer:
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
         self.tensor = tensor
-        self._name, self._is_given = name, tensor is not None
+        self._name = name
+        self._is_given = tensor is not None
 
     def problem(self) -> ArgumentError | None:
         """What keeps a backward pass from writing into the buffer, or None."""
@@ -174,8 +176,10 @@ class GradientBuffer:
         """
         if self.tensor is None:
             return gradient
-        storage, gradient = gradient.untyped_storage(), wrote_into(gradient).detach()
-        held, start = [gradient], gradient.data_ptr()
+        storage = gradient.untyped_storage()
+        gradient = wrote_into(gradient).detach()
+        held = [gradient]
+        start = gradient.data_ptr()
         # Cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
         torch_internals.call_after_backward(held.clear)
         pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
@@ -191,7 +195,8 @@ class GradientBuffer:
 
 def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
     """The error if `buffer` holds a gradient that autograd has been given and has not used up, or None."""
-    start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+    start = buffer.data_ptr()
+    end = buffer.data_ptr() + buffer.nbytes
     for other_start, other_end, gradient in getattr(buffer.untyped_storage(), "_gradients", ()):
         if start < other_end and other_start < end and _is_in_flight(gradient):
             return ArgumentError(

@@ -145,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
-    commands, raw = parser.add_subparsers(required=True), argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True)
+    raw = argparse.RawDescriptionHelpFormatter
     for name, text, description, options, run in (
         ("plan", _PLAN_HELP, _PLAN, _OPTIONS, _plan),
         ("doctor", doctor.HELP, doctor.DESCRIPTION, doctor.OPTIONS, doctor.run),
@@ -219,7 +220,8 @@ def _forward(plan: NetworkPlan) -> str:
             f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
             f"bound by {it.bound}"
         )
-    forward_us, backward_us = plan.step_forward_s * 1e6, plan.step_backward_s * 1e6
+    forward_us = plan.step_forward_s * 1e6
+    backward_us = plan.step_backward_s * 1e6
     lines.append(
         f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us"
     )

@@ -133,8 +133,13 @@ class PeerTimeout(PeerError):
         super().__init__(
             f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
         )
-        self.rank, self.phase, self.expected, self.seen = rank, phase, expected, seen
-        self.reported_by, self.node, self.is_lost = reported_by, node, is_lost
+        self.rank = rank
+        self.phase = phase
+        self.expected = expected
+        self.seen = seen
+        self.reported_by = reported_by
+        self.node = node
+        self.is_lost = is_lost
 
 
 class PeerAborted(PeerError):
@@ -142,7 +147,8 @@ class PeerAborted(PeerError):
 
     def __init__(self, *, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} gave up: {reason}")
-        self.rank, self.reason = rank, reason
+        self.rank = rank
+        self.reason = reason
 
 
 class PeerLost(PeerError):

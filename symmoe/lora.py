@@ -55,7 +55,9 @@ class LoRAGroupedLinear(GroupedLinear):
         adapted.lora_b = nn.Parameter(
             weight.new_zeros((linear.num_groups, linear.out_features, rank), dtype=dtype)
         )
-        adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
+        adapted.scaling = alpha / rank
+        adapted.rank_dropout = rank_dropout
+        adapted.is_merged = False
         adapted.reset_adapters()
         return adapted
 
@@ -81,12 +83,14 @@ class LoRAGroupedLinear(GroupedLinear):
         """
         if self.is_merged:
             return ()
-        a, b = local_part(self.lora_a), local_part(self.lora_b) * self.scaling
+        a = local_part(self.lora_a)
+        b = local_part(self.lora_b) * self.scaling
         if self.training and self.rank_dropout:
             keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
             a = a * nn.functional.dropout(keep, self.rank_dropout)
         if missing := -a.shape[1] % RANK_MULTIPLE:
-            a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+            a = nn.functional.pad(a, (0, 0, 0, missing))
+            b = nn.functional.pad(b, (0, missing))
         return a, b
 
     def merge(self) -> None:
@@ -109,7 +113,8 @@ class LoRAGroupedLinear(GroupedLinear):
 
     @torch.no_grad()
     def _add_to_weights(self, sign: float) -> None:
-        a, b = local_part(self.lora_a), local_part(self.lora_b)
+        a = local_part(self.lora_a)
+        b = local_part(self.lora_b)
         with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
             delta = torch.bmm(b, a) * self.scaling
         for weight, part in zip(

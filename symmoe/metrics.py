@@ -156,15 +156,20 @@ class _Watched:
     def __init__(
         self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None
     ) -> None:
-        self.listeners, self.timer = listeners, timer
-        self._name, self._totals, self._knows_losses, self._balances = name, totals, True, False
+        self.listeners = listeners
+        self.timer = timer
+        self._name = name
+        self._totals = totals
+        self._knows_losses = True
+        self._balances = False
 
     @torch.no_grad()
     def count(self, report: RoutingReport) -> None:
         """A listener of the layer."""
         if not _counts(report.is_training):
             return
-        num_experts, heap = self.listeners.num_experts, self.listeners.heap
+        num_experts = self.listeners.num_experts
+        heap = self.listeners.heap
         # Dispatch sends a token once to every other rank that has an expert of it (-1 is none). Combine reads as many
         # rows back with order "rank", and a row for every slot with order "slot".
         rank_TK = torch.div(report.topk_idx, num_experts // heap.num_ranks, rounding_mode="floor")
@@ -204,7 +209,8 @@ class _Watched:
 
     def record(self, values: torch.Tensor) -> LayerRecord:
         """What these totals say, on the CPU; takes the times."""
-        heap, num_experts = self.listeners.heap, self.listeners.num_experts
+        heap = self.listeners.heap
+        num_experts = self.listeners.num_experts
         load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
         load, (num_calls, aux_loss, *counts) = load.long(), rest.tolist()
         names = (
@@ -238,7 +244,8 @@ class _Timer:
     """Sums up the time of a layer's forwards and of their trips; read when the device is done."""
 
     def __init__(self, heap: SymmetricHeap) -> None:
-        self._heap, self._on_gpu = heap, heap.device.type == "cuda"
+        self._heap = heap
+        self._on_gpu = heap.device.type == "cuda"
         self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in _SPANS}
         self._forward = ExitStack()
 

@@ -33,7 +33,8 @@ _FORMATS = {
     "nvfp4": FORMATS[torch.uint8],
 }
 _LAYER = {"fc1_scales": "fc1", "fc2_scales": "fc2"}
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_SHAPE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
 Lists = Mapping[str, Sequence[torch.Tensor]]  # by their names in texts
 _Extent = tuple[int, int, int, int]  # of ScaleTable
 _Kind = tuple[
@@ -98,7 +99,8 @@ def copy_data_ptrs_to_device(
         ArgumentError: a tensor is elsewhere, empty, misaligned or not contiguous.
         StaleLease: a tensor is memory of a lease that has been released, or whose heap was closed.
     """
-    device, lists = torch.device(device), {"tensors": tensors}
+    device = torch.device(device)
+    lists = {"tensors": tensors}
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     payload = _addresses(lists, device, alignment=alignment, contiguous=contiguous)
@@ -180,7 +182,8 @@ def pack_weight_ptrs(
     sources = _addresses(given, device, contiguous=swizzle is not None)
     raise_for(_stale_problem(lists, payload + sources))
     if swizzle is None:
-        pointers, swizzled = _loaded(payload + sources, device), None
+        pointers = _loaded(payload + sources, device)
+        swizzled = None
     else:
         shapes, extents = _shapes_and_extents(weights, given, swizzle)
         pointers, swizzled = _load_and_swizzle(payload, sources, shapes, extents, device)
@@ -247,7 +250,8 @@ def _extent(
     swizzle: Swizzle,
 ) -> _Extent:
     """Of scales[i], without padding if the shape of its weight is known."""
-    block_format, is_columnwise = _FORMATS[swizzle], swizzle == "mxfp8_columnwise"
+    block_format = _FORMATS[swizzle]
+    is_columnwise = swizzle == "mxfp8_columnwise"
     packing = " (two elements in a byte of data)" if block_format.elements_per_byte == 2 else ""
     for what, shape in ((_LAYER[name], weight), (name, scale)):
         if shape is not None and len(shape) != 2:
@@ -260,7 +264,8 @@ def _extent(
         )
     num_rows, num_columns = scale
     if weight is not None:
-        height, width = weight[0], weight[1] * block_format.elements_per_byte
+        height = weight[0]
+        width = weight[1] * block_format.elements_per_byte
         wanted = (
             (block_format.num_blocks(height), width)
             if is_columnwise

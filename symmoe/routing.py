@@ -191,7 +191,8 @@ def routing_from_array(
             which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
     """
     check_kind("array", array, (np.ndarray, torch.Tensor, Sequence), "an array of integers")
-    found, given = _routed_layers(model), _signed(array)
+    found = _routed_layers(model)
+    given = _signed(array)
     if given.dim() != 3:
         _fail_for(
             ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"),
@@ -305,7 +306,8 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
             f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}"
         )
     for name, ids in routing.items():
-        its, is_none = layers[name][1], ids < 0
+        its = layers[name][1]
+        is_none = ids < 0
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             return ArgumentError(
                 f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]"

@@ -112,8 +112,10 @@ class _Dispatch(Function):
         out: torch.Tensor | None,
         order: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.plan, ctx.order = plan, order
-        x, probs = x.contiguous(), None if probs is None else probs.contiguous()
+        ctx.plan = plan
+        ctx.order = order
+        x = x.contiguous()
+        probs = None if probs is None else probs.contiguous()
         rows, row_probs = _receive(x, plan, out, probs)
         if out is not None:
             rows = plan.rows_of(wrote_into(out)).detach()
@@ -124,7 +126,8 @@ class _Dispatch(Function):
         ctx: Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
-        heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
+        heap = plan.heap
+        gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
         with FailPeersOnError(heap, COLLECT):
             if needs_x:
@@ -246,17 +249,16 @@ class _Combine(Function):
         order: str,
         grad_out: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.plan, ctx.grad_out, ctx.num_rows = (
-            plan,
-            GradientBuffer("grad_out", grad_out),
-            expert_out.shape[0],
-        )
+        ctx.plan = plan
+        ctx.grad_out = GradientBuffer("grad_out", grad_out)
+        ctx.num_rows = expert_out.shape[0]
         with _readable_rows(expert_out, plan, order=order, name="expert output") as rows:
             return combine(rows, plan, order=order)
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan, buffer = ctx.plan, ctx.grad_out.tensor
+        plan = ctx.plan
+        buffer = ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):
             plan.heap._fail_for(
                 memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND

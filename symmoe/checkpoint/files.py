@@ -27,7 +27,8 @@ def read(path: Path) -> bytes:
 
 def sha256(path: Path) -> str:
     """sha256 of a file. CheckpointError as :func:`read`."""
-    digest, buffer = hashlib.sha256(), bytearray(_BUFFER_BYTES)
+    digest = hashlib.sha256()
+    buffer = bytearray(_BUFFER_BYTES)
     with naming(path, "read"), _open(path, os.O_RDONLY) as file:
         while length := file.readinto(buffer):
             digest.update(memoryview(buffer)[:length])

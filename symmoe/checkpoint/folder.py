@@ -28,7 +28,8 @@ from symmoe.checkpoint.manifest import MANIFEST, SEAL, Manifest, parse, seal_of
 from symmoe.errors import ArgumentError, CheckpointError
 
 _LOG = logging.getLogger(__name__)
-_LATEST, _REPLACED = "latest", ".replaced"
+_LATEST = "latest"
+_REPLACED = ".replaced"
 _COMPLETE = re.compile(r"step-(\d{8})(\.replaced)?")
 _TEMPORARY = re.compile(r"\.(step-\d{8}\.\w{8}|latest)\.tmp")
 
@@ -77,7 +78,8 @@ def publish(unfinished: Path, step: int, manifest: bytes) -> None:
     """Writes the manifest, gives the temporary directory its final name, and writes that to `latest`. The ranks' files
     must be on disk."""
     directory = unfinished.parent
-    place, pointer = directory / name_of(step), directory / f".{_LATEST}.tmp"
+    place = directory / name_of(step)
+    pointer = directory / f".{_LATEST}.tmp"
     replaced = place.with_name(place.name + _REPLACED)
     write(unfinished / MANIFEST, manifest)
     write(unfinished / SEAL, seal_of(manifest))
@@ -122,7 +124,9 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
         name, _, sha = read(latest).decode(errors="replace").strip().partition(" ")
         reason = f"{latest} names {name[:80]!r}, which is not there"
     except CheckpointError as problem:
-        name, sha, reason = "", "", str(problem)
+        name = ""
+        sha = ""
+        reason = str(problem)
     if name in there:
         manifest, digest = open_(directory / name)
         if digest == sha:
@@ -142,7 +146,8 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
 
 def open_(checkpoint: Path) -> tuple[Manifest, str]:
     """A checkpoint's manifest, and its sha256. CheckpointError: it is not what was written, or of another step."""
-    data, where = read(checkpoint / MANIFEST), checkpoint / MANIFEST
+    data = read(checkpoint / MANIFEST)
+    where = checkpoint / MANIFEST
     if read(checkpoint / SEAL) != seal_of(data):
         raise CheckpointError(f"{where} and its {SEAL} do not match: one of them has been changed")
     manifest = parse(data, where)

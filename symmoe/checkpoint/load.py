@@ -134,7 +134,8 @@ class _Rows(DefaultLoadPlanner):
         for place in places:
             if place.key not in stored:
                 raise CheckpointError(f"{path} has no {place.key}")
-            there, here = stored[place.key], place.tensor.dtype
+            there = stored[place.key]
+            here = place.tensor.dtype
             if (there.properties.dtype, tuple(there.size)) != (here, place.shape):
                 raise CheckpointError(
                     f"{place.key} is {there.properties.dtype} {list(there.size)} in {path} "
@@ -165,7 +166,8 @@ def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorSto
         for key, tensor in metadata.state_dict_metadata.items():
             if not isinstance(tensor, TensorStorageMetadata):
                 raise ValueError(f"{key} is no tensor")
-            size, chunks = tensor.size, tensor.chunks
+            size = tensor.size
+            chunks = tensor.chunks
             runs = [(chunk.offsets[0], chunk.sizes[0]) if size else (0, 1) for chunk in chunks]
             if any(any(chunk.offsets[1:]) or chunk.sizes[1:] != size[1:] for chunk in chunks):
                 raise ValueError(f"{key} is not cut into rows")

@@ -15,7 +15,8 @@ from symmoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 SEAL = "manifest.json.sha256"  # as sha256sum writes it, so that `sha256sum -c` can check it
-FORMAT, VERSION = "symmoe-checkpoint", 3
+FORMAT = "symmoe-checkpoint"
+VERSION = 3
 _FILE = re.compile(r"rank-\d{5}-\d{4}\.safetensors")
 
 

@@ -45,7 +45,8 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
         self._bootstrap = group if isinstance(group, Bootstrap) else Bootstrap(group)
         self._is_over = False  # nobody will wait for this rank again
-        self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
+        self.rank = self._bootstrap.rank
+        self.num_ranks = self._bootstrap.num_ranks
 
     def __enter__(self) -> Peers:
         return self
@@ -116,7 +117,8 @@ def _to_the_end(work: Callable[[], _Result]) -> _Result:
     """What `work` returns. An interrupt of this thread is raised when it has been done: Python raises
     KeyboardInterrupt, and what handlers of signals raise, between any two instructions of the main thread. An exchange
     that is interrupted cannot go on, so it runs in another thread."""
-    done, claim = Future[_Result](), threading.Lock()
+    done = Future[_Result]()
+    claim = threading.Lock()
 
     def run(done: Future[_Result]) -> None:
         if not claim.acquire(blocking=False):

@@ -171,7 +171,8 @@ def _json(name: str, value: Any) -> str:
 def _parts(places: Iterable[Place]) -> _Parts:
     parts: _Parts = {}
     for place in sorted(places, key=lambda place: (place.key, place.start or 0)):
-        first, dtype = parts.setdefault(place.key, [place])[0], place.tensor.dtype
+        first = parts.setdefault(place.key, [place])[0]
+        dtype = place.tensor.dtype
         if not _fits_file(dtype):
             raise ArgumentError(f"{place.key} is {dtype}, which safetensors does not hold")
         if (dtype, place.shape) != (first.tensor.dtype, first.shape):

@@ -282,7 +282,8 @@ def _of_module(
         discrete = _DISCRETE.fullmatch(leaf)
         if discrete and isinstance(owner, GroupedLinear):
             start = ep_rank * owner.num_groups + int(discrete[1])
-            packed, num_rows = key.removesuffix(leaf) + "weight", ep_size * owner.num_groups
+            packed = key.removesuffix(leaf) + "weight"
+            num_rows = ep_size * owner.num_groups
             place = Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
         else:
             place = Place(

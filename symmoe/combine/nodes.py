@@ -46,7 +46,8 @@ class FromNodes:
         has_values: bool,
         order: str,
     ) -> None:
-        self._plan, self.rails = plan, nodes.rails
+        self._plan = plan
+        self.rails = nodes.rails
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
         found = nodes.rails.found
@@ -94,7 +95,8 @@ def _room_for(
 ) -> Collected:
     """Room for what is collected; num_rows: of a token."""
     rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
-    shape, device = (num_tokens, plan.top_k), plan.heap.device
+    shape = (num_tokens, plan.top_k)
+    device = plan.heap.device
     return Collected(
         plan, rows, torch.empty(shape, dtype=torch.float32, device=device) if has_values else None
     )

@@ -53,7 +53,8 @@ def combine(
         with combine_during(collection, compute, division):
             pass
         return require_tensor("rows", collection.out)
-    branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
+    branch = plan.heap.streams.branch()
+    of_sources = plan.source_to_rows
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
     (last, *sources), (before, own, after) = (
         plan.arrivals[::-1],
@@ -112,7 +113,8 @@ def _on_rails(
 ) -> Iterator[None]:
     """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
     node's tokens, and what the caller does in the context, are computed."""
-    heap, branch = collection.plan.heap, collection.plan.heap.streams.branch()
+    heap = collection.plan.heap
+    branch = collection.plan.heap.streams.branch()
     with collection:
         for part in itertools.chain(*collection.plan.parts_of_replicas()):
             compute(part)
@@ -155,9 +157,13 @@ class CombineTrip:
         row_values: torch.Tensor | None = None,
         gradients: int = 0,
     ) -> None:
-        self._rows, self.plan, self._order, self._row_values = rows, plan, order, row_values
+        self._rows = rows
+        self.plan = plan
+        self._order = order
+        self._row_values = row_values
         self._pulls = reads_rows_in_place(order, plan.nodes)
-        self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
+        self._ops = kernels.for_device(plan.heap.device)
+        self._exit = ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {
             "order": int(self._pulls if plan.nodes is None else order == "slot"),
@@ -183,7 +189,8 @@ class CombineTrip:
             )
 
     def __enter__(self) -> CombineTrip:
-        plan, heap = self.plan, self.plan.heap
+        plan = self.plan
+        heap = self.plan.heap
         with self._exit:
             values_offset = 0
             if self._row_values is not None:
@@ -198,13 +205,12 @@ class CombineTrip:
             if self._rows is not None and self._pulls:
                 rows_offset = heap._offset_of(self._rows, phase=PHASE)
             elif self._rows is not None:
-                width, region_rows = (
-                    self._rows.shape[1],
-                    max(1, plan.num_tokens) if heap.num_ranks > 1 else 1,
-                )
+                width = self._rows.shape[1]
+                region_rows = max(1, plan.num_tokens) if heap.num_ranks > 1 else 1
                 shape = (max(1, heap.num_ranks - 1) * region_rows, width)
                 returned = self._lease(shape, self._rows.dtype, "returned sums")
-                self._returned, rows_offset = returned.tensor, returned.offset
+                self._returned = returned.tensor
+                rows_offset = returned.offset
                 last_row_offset = (
                     rows_offset + (region_rows - 1) * width * self._rows.element_size()
                 )
@@ -253,7 +259,8 @@ class CombineTrip:
 
     def _pull(self, wanted: Collected) -> None:
         """Sums rows where they are, and brings values."""
-        plan, trip = wanted.plan, (self.plan.heap.peers, self._ready)
+        plan = wanted.plan
+        trip = (self.plan.heap.peers, self._ready)
         if wanted.rows is not None:
             lines = plan.slot_to_rank, plan.slot_to_row
             if wanted.rows.shape[1] > 1:  # one by one
@@ -267,10 +274,8 @@ class CombineTrip:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""
         if self._rows is None or self._pulls:
             return
-        index, trip = (
-            (self._packed_to_row, self.plan.source_to_packed_start),
-            (self.plan.heap.peers, self._ready),
-        )
+        index = (self._packed_to_row, self.plan.source_to_packed_start)
+        trip = (self.plan.heap.peers, self._ready)
         with self.plan.heap._timed("combine"):
             self._ops.push_sums(
                 self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas
@@ -278,7 +283,8 @@ class CombineTrip:
 
     def finish(self, *, num_ctas: int | None = None) -> None:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
-        plan, heap = self.plan, self.plan.heap
+        plan = self.plan
+        heap = self.plan.heap
         with heap._timed("combine"):
             nan_on_failure = None
             if self._from_nodes is not None:
@@ -293,7 +299,8 @@ class CombineTrip:
             if self._rows is None or self.out is None or self._pulls:
                 return
             index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row
-            rows, trip = (self._rows, self._returned), (self._ready, arrived)
+            rows = (self._rows, self._returned)
+            trip = (self._ready, arrived)
             self._ops.sum_home(rows, index, trip, self.out, rank=heap.rank, num_ctas=num_ctas)
 
     def __exit__(self, *exc: Any) -> None:

@@ -72,12 +72,10 @@ class RailRows:
         kernels.for_device(heap.device).rail_rows(
             topk_idx, maps, numbers, rows, num_experts=num_experts, most=rail_rows
         )
-        self._heap, self.topk_idx, self._rail_rows, self._numbers = (
-            heap,
-            topk_idx,
-            rail_rows,
-            numbers,
-        )
+        self._heap = heap
+        self.topk_idx = topk_idx
+        self._rail_rows = rail_rows
+        self._numbers = numbers
         self._drops = drops
         self._number = numbers[-1:] if rail_rows < num_tokens else None
         if drops:
@@ -85,10 +83,8 @@ class RailRows:
             is_expert = (rank >= 0) & (rank < heap.num_ranks)
             node = maps.to_node[torch.where(is_expert, rank, -1)]
             lost = is_expert & (node != maps.here) & (rows.gather(1, node) < 0)
-            self.topk_idx, self._number = (
-                topk_idx.masked_fill(lost, -1),
-                lost.sum(dtype=torch.int32).view(1),
-            )
+            self.topk_idx = topk_idx.masked_fill(lost, -1)
+            self._number = lost.sum(dtype=torch.int32).view(1)
 
     @staticmethod
     def of(integers: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,27 +95,26 @@ class RailRows:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
         if self._number is not None:
-            peers, tell = self._heap.peers, kernels.for_device(self._heap.device).tell_header
+            peers = self._heap.peers
+            tell = kernels.for_device(self._heap.device).tell_header
             tell(self._number, peers, self._heap.rank, word=control.HEAD_RAIL_DROPPED)
 
     def share(self, config: int) -> torch.Tensor:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier. config: as in PlanOptions. What that barrier returns, of
         all ranks."""
-        heap, nodes, topology, peers = (
-            self._heap,
-            nodes_of(self._heap),
-            self._heap.topology,
-            self._heap.peers,
-        )
-        ops, shape = kernels.for_device(heap.device), (len(topology.ranks), peers.layout.row_words)
+        heap = self._heap
+        nodes = nodes_of(self._heap)
+        topology = self._heap.topology
+        peers = self._heap.peers
+        ops = kernels.for_device(heap.device)
+        shape = (len(topology.ranks), peers.layout.row_words)
         # Zeros in place of what does not come.
-        ours, come = (
-            self._numbers.new_empty(shape),
-            self._numbers.new_empty((topology.num_nodes, *shape)),
-        )
+        ours = self._numbers.new_empty(shape)
+        come = self._numbers.new_empty((topology.num_nodes, *shape))
         ops.own_counts(nodes.maps.own_ranks, peers, ours, come)
-        theirs, self._num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
+        theirs = come[:-1]
+        self._num_received = come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
         of_numbers = self._numbers, self._num_received
         sends, receives = (
@@ -180,15 +175,11 @@ class RailPlan:
         [F, .], F foreign tokens."""
         heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        sends, receives = (
-            of_ways([self.sent_rows(tensor) for tensor in tensors], there),
-            of_ways(foreign, back),
-        )
+        sends = of_ways([self.sent_rows(tensor) for tensor in tensors], there)
+        receives = of_ways(foreign, back)
         if self.brings_maps:
-            num_tokens, num_home = (
-                len(self.found.token_to_home_row),
-                len(self.found.home_row_to_token),
-            )
+            num_tokens = len(self.found.token_to_home_row)
+            num_home = len(self.found.home_row_to_token)
             lines, (sent, come_from) = (
                 [getattr(self.found, name) for name in _LINES],
                 self.found.regions,
@@ -230,11 +221,9 @@ class RailPlan:
     @functools.cached_property
     def ways(self) -> tuple[Ways, Ways]:
         """Which of the sent rows go to each other node, and which of the foreign tokens come from there."""
-        here, most, ends = (
-            self.heap.topology.node,
-            max(self.num_sent),
-            itertools.accumulate(self.num_received),
-        )
+        here = self.heap.topology.node
+        most = max(self.num_sent)
+        ends = itertools.accumulate(self.num_received)
         starts = [most * (node - (node > here)) for node in range(len(self.num_sent))]
         sent = [
             (node, slice(starts[node], starts[node] + rows))
@@ -261,16 +250,16 @@ class NodesPlan(Generic[P]):
     """How the tokens of a plan get to other nodes, along `rails`, and what they do there."""
 
     def __init__(self, plan: P, rails: RailPlan) -> None:
-        self._plan, self._topology, self.rails = copy.copy(plan), rails.heap.topology, rails
+        self._plan = copy.copy(plan)
+        self._topology = rails.heap.topology
+        self.rails = rails
 
     @functools.cached_property
     def own(self) -> P:
         """The plan inside this node of the own tokens. Its maps have a line for each of these, and name ranks of the
         node. Everything inside a node works with it as with the plan of a group that is on one node."""
-        own, regions = (
-            self._made(slice(len(self.rails.found.token_to_home_row))),
-            self.rails.found.regions[0],
-        )
+        own = self._made(slice(len(self.rails.found.token_to_home_row)))
+        regions = self.rails.found.regions[0]
         vars(own)["regions"] = (_region(own, slice(None), regions[self._topology.node]),)
         return own
 
@@ -289,7 +278,8 @@ class NodesPlan(Generic[P]):
 
     def _made(self, lines: slice) -> P:
         """A plan with these lines of the maps."""
-        found, made = self.rails.found, copy.copy(self._plan)
+        found = self.rails.found
+        made = copy.copy(self._plan)
         its = [getattr(found, name)[lines] for name in _LINES]
         # Found before the views of the storage, which are of the plan over all ranks.
         vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]))
@@ -310,7 +300,9 @@ def plan_in_node(
     """The plans of the tokens inside the node, with these numbers of rows to and from each other node. For those that
     are foreign, the ranks of the rail send each other the maps, with the first rows. Collective over the group; does
     not synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
-    nodes, topology, num_local = nodes_of(heap), heap.topology, plan.layout["row_range"][2][1]
+    nodes = nodes_of(heap)
+    topology = heap.topology
+    num_local = plan.layout["row_range"][2][1]
     num_tokens, top_k = plan.layout["slot_to_row"][
         2
     ]  # not of a view, which a call that is played does not need
@@ -349,7 +341,8 @@ def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torc
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
     """See Plan.arrivals: the ranks of this node, then those that stand for ranks before it and after it."""
-    ranks, first = heap.topology.ranks, heap.topology.local_rank
+    ranks = heap.topology.ranks
+    first = heap.topology.local_rank
     return [
         *ranks[first::-1],
         *ranks[:first:-1],

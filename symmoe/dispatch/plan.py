@@ -108,11 +108,13 @@ class Plan(PlanIntegers):
                 )  # one of another node, which comes to the record here
             self.heap.synchronize()  # a fault of a peer is on record, and with room whatever the plan has found
             raise self.heap.faults.of_plan(report)
-        self.num_rows, self.most_sent = report[control.SUM_NUM_ROWS], report[control.SUM_MOST_SENT]
+        self.num_rows = report[control.SUM_NUM_ROWS]
+        self.most_sent = report[control.SUM_MOST_SENT]
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])
         self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
-            self.row_capacity, self.packed_row_capacity = self.max_rows, self.max_packed_rows
+            self.row_capacity = self.max_rows
+            self.packed_row_capacity = self.max_packed_rows
             self.expected_rows = self.expected_rows or self.max_rows
         self.heap.waits.flight.note(
             self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED]
@@ -237,7 +239,8 @@ class PlanRequest:
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
         """Same as plan_of, in the turn on the heap in which its kernels have been launched. Notes that."""
-        heap, plan = self.heap, self.plan_of(storage, generation)
+        heap = self.heap
+        plan = self.plan_of(storage, generation)
         if self.reports is not None:
             self.reports.append(plan.report)
         heap.waits.flight.note(generation, num_tokens=self.num_tokens, top_k=self.top_k)
@@ -265,8 +268,13 @@ class PlanRequest:
     def launch(self, generation: int) -> tuple[Any, ...]:
         """A new storage of the plan of this generation, filled; logits, probs and scores, if there is a route; the
         integers and num_received of RailRows, if the group spans nodes. Collective."""
-        heap, topk_idx, header, route = self.heap, self.topk_idx, self.header, self.route
-        num_experts, num_ranks, rails = self.num_experts, heap.num_ranks, None
+        heap = self.heap
+        topk_idx = self.topk_idx
+        header = self.header
+        route = self.route
+        num_experts = self.num_experts
+        num_ranks = heap.num_ranks
+        rails = None
         blocks = num_blocks(len(topk_idx))
         counts = torch.empty(
             (blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device
@@ -281,7 +289,8 @@ class PlanRequest:
         )
         has_counts = route is not None  # of all slots, as the route has chosen them
         if rails is not None and rails.topk_idx is not topk_idx:
-            topk_idx, has_counts = rails.topk_idx, False
+            topk_idx = rails.topk_idx
+            has_counts = False
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         received = self._exchange(counts, topk_idx, num_experts, rails)
@@ -291,7 +300,8 @@ class PlanRequest:
             ops.place_replicas(
                 heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near
             )
-            starts, counts = counts, counts.new_empty((blocks, num_experts + num_ranks + 2))
+            starts = counts
+            counts = counts.new_empty((blocks, num_experts + num_ranks + 2))
             ops.route_to_replicas(topk_idx, starts, integers, counts)
             received = self._exchange(counts, topk_idx, num_experts, rails)
             topk_idx = integers.slot_to_copy
@@ -318,7 +328,8 @@ class PlanRequest:
     ) -> torch.Tensor:
         """Sends this rank's counts, and waits in the barrier after which those of all ranks are there. What they have
         published, a line for each rank of the group; a negative number if the call has failed."""
-        heap, header = self.heap, self.header
+        heap = self.heap
+        header = self.header
         send_counts = kernels.for_device(heap.device).send_counts
         send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
         if rails is not None:
@@ -490,15 +501,14 @@ def _sizes_of(
 ) -> tuple[tuple[int, ...], control.PlanLayout, int, int, int]:
     """What the host knows of a plan with these options, which have been checked, on a heap of so many ranks, before it
     is made: header, layout, row_capacity, packed_row_capacity and expected_rows of PlanRequest."""
-    capacity, max_tokens, num_replica_slots = (
-        options.capacity,
-        options.max_tokens,
-        options.replicas_per_rank,
-    )
+    capacity = options.capacity
+    max_tokens = options.max_tokens
+    num_replica_slots = options.replicas_per_rank
     most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
     limit = capacity if room is None else room.rows
     packed_limit = None if room is None else room.packed_rows
-    dtype, precision = options.dtype, options.precision
+    dtype = options.dtype
+    precision = options.precision
     words = {
         control.HEAD_NUM_TOKENS: num_tokens,
         control.HEAD_TOP_K: top_k,
@@ -517,7 +527,8 @@ def _sizes_of(
     }
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     _, layout = plan_layout(num_tokens, top_k, options.num_experts, num_ranks, num_replica_slots)
-    rows, most_tokens = words[control.HEAD_CAPACITY], words[control.HEAD_MAX_TOKENS]
+    rows = words[control.HEAD_CAPACITY]
+    most_tokens = words[control.HEAD_MAX_TOKENS]
     packed_rows = words[control.HEAD_PACKED_CAPACITY]
     if most_tokens >= 0:
         packed_rows = max(1, min(rows, num_ranks * most_tokens))
@@ -548,7 +559,8 @@ def _plan_between_nodes(
     request = _request(topk_idx, heap, options, room, (rail_rows, drops), route, rail_capacity)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
     plan, (*routed, integers, num_received) = request.made()
-    sent, received = [rail_rows] * len(num_received), nodes_of(heap).rail_rows
+    sent = [rail_rows] * len(num_received)
+    received = nodes_of(heap).rail_rows
     if options.capacity is None and room is None:
         numbers = torch.stack([integers[: len(num_received)], num_received])
         sent, received = numbers.tolist()
@@ -619,7 +631,8 @@ def _find_problem(
     # MoEConfig has looked at the options of a layer: they can be hashed.
     if not (options.config and _are_sound(options, heap.num_ranks, is_in_order)):
         error = _options_problem(options, heap.num_ranks, is_in_order)
-    capacity, max_tokens = options.capacity, options.max_tokens
+    capacity = options.capacity
+    max_tokens = options.max_tokens
     if (
         error is None
         and capacity is None
@@ -644,8 +657,11 @@ def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
     """What is wrong with options for a group of so many ranks, of which those of a node follow each other or not."""
-    num_experts, capacity, dtype = options.num_experts, options.capacity, options.dtype
-    places, slack = options.replicas_per_rank, options.replica_slack
+    num_experts = options.num_experts
+    capacity = options.capacity
+    dtype = options.dtype
+    places = options.replicas_per_rank
+    slack = options.replica_slack
     sizes = (
         "num_experts",
         "capacity",

@@ -98,7 +98,8 @@ def dispatch(
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
-        tensors, come = [x] if probs is None else [x, probs], None
+        tensors = [x] if probs is None else [x, probs]
+        come = None
         if plan.nodes is not None:
             come = stack.enter_context(
                 plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
@@ -174,7 +175,8 @@ class _Index:
 @contextmanager
 def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
     """A context that leases buffers for slots. If no exception is raised, the plan has the index after it."""
-    heap, shape = plan.heap, (plan.packed_row_capacity, plan.top_k)
+    heap = plan.heap
+    shape = (plan.packed_row_capacity, plan.top_k)
     packed_to_row = torch.empty(shape, dtype=torch.int32, device=heap.device)
     row_to_packed_row = torch.empty(plan.row_capacity, dtype=torch.int32, device=heap.device)
     row_probs = (
@@ -190,7 +192,8 @@ def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
         yield _Index(
             packed_to_row, row_to_packed_row, row_probs, slots.tensor, probs.tensor, offsets
         )
-    plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
+    plan.packed_to_row = packed_to_row
+    plan.row_to_packed_row = row_to_packed_row
 
 
 @dataclass(eq=False)
@@ -210,10 +213,13 @@ class _Trip:
     _are_read = True  # whether somebody reads what comes
 
     def __post_init__(self) -> None:
-        self._heap, division, extra_payload = self._plan.heap, self._division, self._rider
+        self._heap = self._plan.heap
+        division = self._division
+        extra_payload = self._rider
         self._ops = kernels.for_device(self._buffer.device)
         self._num_ctas = None if division is None else division.num_ctas
-        self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
+        self._rank = self._heap.peers.rank
+        self._num_ranks = self._heap.peers.num_ranks
         self._signalled: torch.cuda.Event | None = None  # after which all ranks have sent
         self._come: dict[
             int, torch.cuda.Event | None
@@ -289,7 +295,8 @@ class _Trip:
 
     def _parts(self) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes."""
-        plan, num_sms = self._own, None if self._division is None else self._division.num_sms
+        plan = self._own
+        num_sms = None if self._division is None else self._division.num_sms
         (own, *others), (before, of_own, after) = (
             plan.arrivals,
             self._plan.parts_of_replicas(num_sms),
@@ -319,10 +326,12 @@ class _Trip:
 
         All ranks wait for a push only after their own one of the same step: no two wait for each other.
         """
-        heap, num_ranks = self._heap, self._num_ranks
+        heap = self._heap
+        num_ranks = self._num_ranks
         with self._branch.after(self._start), heap._timed("dispatch"):
             for step in range(len(self._come) + 1, num_ranks):
-                to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
+                to = (self._rank + step) % num_ranks
+                peer = (self._rank - step) % num_ranks
                 with must_complete():
                     if (
                         step > self._num_sent
@@ -333,7 +342,8 @@ class _Trip:
                     arrived = heap._wait_for_signal(
                         peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer
                     )
-                source, self._signalled = self._own.arrivals[step], self._branch.point()
+                source = self._own.arrivals[step]
+                self._signalled = self._branch.point()
                 if self._are_read:
                     self._receive(source, arrived, self._num_ctas)
                 self._come[source] = self._branch.point()

@@ -135,7 +135,8 @@ def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, in
         raise ArgumentError(
             f"dimension {dim} ({tensor.shape[dim]}) must be a multiple of 2 * block ({2 * block})"
         )
-    shape, dim = tensor.shape, dim % tensor.dim()
+    shape = tensor.shape
+    dim = dim % tensor.dim()
     return (
         tensor.reshape(*shape[:dim], *blocks, block, *shape[dim + 1 :])
         .transpose(dim, dim + 1)
@@ -150,9 +151,11 @@ class _ScaledActivation(Function):
     def forward(
         ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation
     ) -> torch.Tensor:
-        h, scale = h.contiguous(), scale.contiguous()
+        h = h.contiguous()
+        scale = scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
-        out, ops = h.new_empty((*h.shape[:-1], ffn)), kernels.for_device(h.device)
+        out = h.new_empty((*h.shape[:-1], ffn))
+        ops = kernels.for_device(h.device)
         ops.scaled_activation(
             h.view(-1, h.shape[-1]), scale.view(-1), out.view(-1, ffn), activation
         )
@@ -164,7 +167,8 @@ class _ScaledActivation(Function):
     def backward(ctx: Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         raise_for(memory_problem("d_y", d_out))
         h, scale = ctx.saved_tensors
-        d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)
+        d_h = torch.empty_like(h)
+        d_scale = torch.empty_like(scale)
         d_rows, rows, d_h_rows = (t.view(-1, t.shape[-1]) for t in (d_out.contiguous(), h, d_h))
         ops = kernels.for_device(h.device)
         ops.scaled_activation_grad(

@@ -44,7 +44,8 @@ class ExpertSpec:
 
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
-        first, end = self.num_weights[0], sum(self.num_weights)
+        first = self.num_weights[0]
+        end = sum(self.num_weights)
         return tuple(tensors[:first]), tuple(tensors[first:end]), tuple(tensors[end:])
 
 
@@ -108,8 +109,12 @@ class SavedActivations(NamedTuple):
         return w1, w2
 
 
-FC1, FC2 = slice(0, 4), slice(4, 8)  # of the kinds of matrices, control.REPLICA_MATRICES
-W1, B1, W2, B2 = FC1.start, FC1.start + 1, FC2.start, FC2.start + 1
+FC1 = slice(0, 4)
+FC2 = slice(4, 8)  # of the kinds of matrices, control.REPLICA_MATRICES
+W1 = FC1.start
+B1 = FC1.start + 1
+W2 = FC2.start
+B2 = FC2.start + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +188,8 @@ class ExpertWeights:
     ) -> tuple[SavedActivations, SecondInput]:
         """h [num_rows, W] and a [num_rows, I]. The first GEMM runs once for each part, or for all rows; so does the
         activation, which with adapters runs after all parts."""
-        ops, rows = kernels.for_device(x.rows.device), (x.rows, x.row_index)
+        ops = kernels.for_device(x.rows.device)
+        rows = (x.rows, x.row_index)
         h = x.rows.new_empty((num_rows, self.fc1.weight.shape[1]))
         a = x.rows.new_empty((num_rows, self.fc2.weight.shape[2]))
         if self.fc1.a is None:
@@ -202,7 +208,8 @@ class ExpertWeights:
         t1 = h.new_empty((num_rows, self.fc1.a.shape[1]))
         t2 = h.new_empty((num_rows, self.fc2.a.shape[1]))
         for part, its in self.calls(x, parts):
-            fc1, num_sms = its.fc1, part.num_sms
+            fc1 = its.fc1
+            num_sms = part.num_sms
             ops.grouped_gemm(rows, fc1.weight, part.rows, h, bias=fc1.bias, num_sms=num_sms)
             ops.grouped_gemm(rows, fc1.a, part.rows, t1, num_sms=num_sms)
             ops.grouped_gemm(t1, fc1.b, part.rows, h, accumulate=True, num_sms=num_sms)
@@ -236,7 +243,8 @@ class ExpertWeights:
             )
         if t2 is not None:
             for its_part, its in self.calls(x, part):
-                b2, num_sms = its.fc2.b, its_part.num_sms
+                b2 = its.fc2.b
+                num_sms = its_part.num_sms
                 ops.grouped_gemm(t2, b2, its_part.rows, out, accumulate=True, num_sms=num_sms)
 
     def backward(
@@ -265,7 +273,8 @@ class ExpertsBackward:
         needs_scale: bool = True,
         spends_h: bool = False,
     ) -> None:
-        h, self._spends_h = hidden.h, spends_h
+        h = hidden.h
+        self._spends_h = spends_h
         self._ops = ops = kernels.for_device(h.device)
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
         self.gradients: list[
@@ -292,8 +301,10 @@ class ExpertsBackward:
 
     def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient. Whether it has also made db2."""
-        h, weights = hidden.h, self._weights
-        self._dh, self._a = self._rows_for_dh(h), h.new_empty((len(h), weights.fc2.weight.shape[2]))
+        h = hidden.h
+        weights = self._weights
+        self._dh = self._rows_for_dh(h)
+        self._a = h.new_empty((len(h), weights.fc2.weight.shape[2]))
         if weights.fc1.a is None:
             self._fused_dgrad(h, parts)
         else:
@@ -302,7 +313,9 @@ class ExpertsBackward:
 
     def _fused_dgrad(self, h: torch.Tensor, parts: Parts) -> None:
         """In one kernel per part."""
-        ops, x, weights = self._ops, self._x, self._weights
+        ops = self._ops
+        x = self._x
+        weights = self._weights
         num_rows, ffn = self._a.shape
         num_groups = max(its.fc2.weight.shape[0] for _, its in weights.calls(x))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
@@ -314,7 +327,8 @@ class ExpertsBackward:
             parts = None
         is_whole = parts is None and weights.replicas is None
         end = x.row_range if weights.replicas is None else weights.replicas.row_range
-        num_partials, d_scale = 0, self.d_scale if is_whole else None
+        num_partials = 0
+        d_scale = self.d_scale if is_whole else None
         for part, its in weights.calls(x, parts):
             gradients = self._dh, self._a, d_scale, its.gradients[B1]
             num_partials = ops.grouped_gemm_dact(
@@ -332,12 +346,19 @@ class ExpertsBackward:
 
     def _dgrad_with_adapters(self, hidden: SavedActivations, parts: Parts) -> None:
         """By kernels of their own, which compute `a` again."""
-        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
-        scale, da, d_out = x.scale[: len(h)], torch.empty_like(self._a), (self._d_out, x.row_index)
-        self._t1, self._t2 = require_tensor("t1", hidden.t1), require_tensor("t2", hidden.t2)
+        ops = self._ops
+        x = self._x
+        weights = self._weights
+        h = hidden.h
+        scale = x.scale[: len(h)]
+        da = torch.empty_like(self._a)
+        d_out = (self._d_out, x.row_index)
+        self._t1 = require_tensor("t1", hidden.t1)
+        self._t2 = require_tensor("t2", hidden.t2)
         self._dt1, self._dt2 = torch.empty_like(self._t1), torch.empty_like(self._t2)
         for part, its in weights.calls(x, parts):
-            fc2, num_sms = its.fc2, part.num_sms
+            fc2 = its.fc2
+            num_sms = part.num_sms
             ops.grouped_gemm_dgrad(d_out, fc2.weight, part.rows, da, num_sms=num_sms)
             ops.grouped_gemm_dgrad(d_out, fc2.b, part.rows, self._dt2, num_sms=num_sms)
             ops.grouped_gemm_dgrad(
@@ -366,7 +387,9 @@ class ExpertsBackward:
     ) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part. The sum
         with what goes through adapters is made in `d_rows`."""
-        ops, x, weights = self._ops, self._x, self._weights
+        ops = self._ops
+        x = self._x
+        weights = self._weights
         for its_part, its in weights.calls(x, part):
             ops.grouped_gemm_dgrad(
                 self._dh,
@@ -378,7 +401,8 @@ class ExpertsBackward:
             )
         if weights.fc1.a is not None:
             for its_part, its in weights.calls(x, part):
-                a1, num_sms = its.fc1.a, its_part.num_sms
+                a1 = its.fc1.a
+                num_sms = its_part.num_sms
                 ops.grouped_gemm_dgrad(
                     self._dt1, a1, its_part.rows, d_rows, accumulate=True, num_sms=num_sms
                 )
@@ -390,7 +414,8 @@ class ExpertsBackward:
 
     def w2_product(self) -> WeightProduct:
         """Of dW2 [G, H, I]."""
-        x, d_out = self._x, self._d_out
+        x = self._x
+        d_out = self._d_out
         return WeightProduct((d_out, x.row_index), self._a, x.row_range, {"d_out": d_out})
 
     def w1_gradient(self, out: Matrices, accumulate: bool, *, num_sms: int | None = None) -> None:
@@ -427,7 +452,8 @@ class ExpertsBackward:
         written, too."""
         if self._weights.fc1.a is None:
             return ()
-        rows, d_out = (self._x.rows, self._x.row_index), (self._d_out, self._x.row_index)
+        rows = (self._x.rows, self._x.row_index)
+        d_out = (self._d_out, self._x.row_index)
         for part, its in self._weights.calls(self._x):
             write_gradients(
                 (rows, self._t1, self._dh, self._dt1), part.rows, its.gradients[FC1][2:]

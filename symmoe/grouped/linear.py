@@ -154,8 +154,11 @@ class LinearProducts:
     ) -> Gradients:
         """Fills out [N, O], and returns what backward needs besides the inputs: A x, and the transposed weight in the
         recipe's numbers if rows are trained."""
-        recipe, transposed, t = self.layers[0].precision, None, None
-        ops, bias = kernels.for_device(out.device), (weights.bias, rows.bias_scale)
+        recipe = self.layers[0].precision
+        transposed = None
+        t = None
+        ops = kernels.for_device(out.device)
+        bias = (weights.bias, rows.bias_scale)
         if recipe is None:
             ops.grouped_gemm(
                 rows.rows, weights.weight, rows.row_range, out, bias=bias, zero_tail=zero_tail
@@ -188,15 +191,14 @@ class LinearProducts:
         """The gradients of d_out [N, O]; kept: what forward has returned. d_rows [N, C] gets that of the rows, with
         zeros past the last group if `zero_tail`. With a recipe the bias has its gradient from the pass that quantises
         d_out for that, by the same formula."""
-        recipe, ops, row_range = (
-            self.layers[0].precision,
-            kernels.for_device(d_out.device),
-            rows.row_range,
-        )
+        recipe = self.layers[0].precision
+        ops = kernels.for_device(d_out.device)
+        row_range = rows.row_range
         (_, needs_scale, needs_bias), (t, *transposed) = needs, kept
         bias: Any = weights.bias  # there is one, if it or its scale needs a gradient
         d_bias = torch.empty_like(bias) if needs_bias else None
-        d_scale, d_t = None, None
+        d_scale = None
+        d_t = None
         if t is not None:
             d_t = torch.empty_like(t)
             ops.grouped_gemm_dgrad(d_out, weights.b, row_range, d_t)
@@ -227,7 +229,8 @@ class LinearProducts:
 
 def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor) -> WeightProduct:
     """Of d_out_g^T x_g."""
-    x, row_range = rows.rows, rows.row_range
+    x = rows.rows
+    row_range = rows.row_range
     if recipe is None:
         return WeightProduct(d_out, x, row_range, {"x": x, "d_y": d_out})
     left = gradient_columns(recipe, d_out, row_range)

@@ -185,7 +185,8 @@ def without_memory(experts: GroupedMLP) -> GroupedMLP:
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     """Everything but the values of parameters in which two GroupedMLPs can differ."""
-    fc1, fc2 = experts.fc1, experts.fc2
+    fc1 = experts.fc1
+    fc2 = experts.fc2
     sizes = fc1.num_groups, fc1.in_features, fc2.in_features
     # The fields, not the object: torch.compile would tell layers apart that do not share the object.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
@@ -215,7 +216,8 @@ def expert_weights(
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     a1, b1, a2, b2 = adapters or (None,) * 4
-    fc1, fc2 = LayerWeights(w1, biases[0], a1, b1), LayerWeights(w2, biases[1], a2, b2)
+    fc1 = LayerWeights(w1, biases[0], a1, b1)
+    fc2 = LayerWeights(w2, biases[1], a2, b2)
     if form.precision is None:
         return ExpertWeights(fc1, fc2, form.activation)
     if adapters:
@@ -244,7 +246,8 @@ class MLPProducts:
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> ExpertWeights:
         held = [layer.cached_weight if is_forward else None for layer in self.layers]
-        biases, tensors = tensors[:2], tensors[2:]
+        biases = tensors[:2]
+        tensors = tensors[2:]
         return expert_weights(
             self.form, biases, tensors, trains=self.trains, held=(held[0], held[1])
         )

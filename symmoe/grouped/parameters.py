@@ -80,11 +80,13 @@ class GroupedParameters(nn.Module):
         self.num_groups = operator.index(num_groups)
         self.in_features = operator.index(in_features)
         self.out_features = operator.index(out_features)
-        self.return_bias, self.precision = return_bias, precision
+        self.return_bias = return_bias
+        self.precision = precision
         self.precision_name = str(
             precision
         )  # equal where precisions are, for torch.compile to compare
-        self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad = delay_wgrad
         self.is_packed = weights == "packed"
         self.weight_names = (
             ("weight",) if self.is_packed else tuple(f"weight{g}" for g in range(num_groups))
@@ -177,7 +179,8 @@ class GroupedParameters(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """With `init_method`, fills the weights by it and the biases with zeros; else both uniformly like nn.Linear."""
-        bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
+        bound = 1 / math.sqrt(self.in_features)
+        bias = self.bias_parameter()
         if self._init_method is None:
             for parameter in (*self.weight_parameters(), *(() if bias is None else (bias,))):
                 parameter.uniform_(-bound, bound)

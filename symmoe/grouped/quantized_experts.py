@@ -73,7 +73,9 @@ class QuantizedWeights(ExpertWeights):
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
     ) -> tuple[SavedActivations, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
-        recipe, weight, ffn = self.recipe, self.fc1.weight, self.fc2.weight.shape[2]
+        recipe = self.recipe
+        weight = self.fc1.weight
+        ffn = self.fc2.weight.shape[2]
         ops = kernels.for_device(weight.device)
         h = torch.empty((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         x = x.without_tail(num_rows)
@@ -121,7 +123,8 @@ class QuantizedWeights(ExpertWeights):
             out[: len(rows.data)],
             kernels.for_device(out.device),
         )
-        group_range, part = None if part is None else x.row_range, part or Part(x.row_range)
+        group_range = None if part is None else x.row_range
+        part = part or Part(x.row_range)
         ops.grouped_gemm_quantized(
             rows,
             w2,
@@ -152,12 +155,16 @@ class QuantizedBackward(ExpertsBackward):
     _a_columns: Callable[[], Operand]
 
     def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
-        x, weights, h = self._x, self._weights, hidden.h
-        self._dtype, wire = h.dtype, weights.wire.gradients
+        x = self._x
+        weights = self._weights
+        h = hidden.h
+        self._dtype = h.dtype
+        wire = weights.wire.gradients
         self._transposed1, transposed2 = hidden.transposed
         assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.fc2.weight.shape[2]))
-        received, dbias = replace(x, rows=self._d_out), self.db2 if wire is None else None
+        received = replace(x, rows=self._d_out)
+        dbias = self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
             self._ops.grouped_gemm_quantized(
                 d_out, transposed2, part.rows, da, num_sms=part.num_sms
@@ -173,7 +180,9 @@ class QuantizedBackward(ExpertsBackward):
 
     def _differentiate_and_quantize(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """The gradients from da [N, I]; d_scale fp32 [N], 0 in the tail; and db1 [G, W] if wanted, the sum of dh."""
-        x, activation, recipe = self._x, self._weights.activation, self._weights.recipe
+        x = self._x
+        activation = self._weights.activation
+        recipe = self._weights.recipe
         num_rows, ffn = da.shape
         numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, self.db1)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
@@ -185,22 +194,22 @@ class QuantizedBackward(ExpertsBackward):
             da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format
         )
         # Now, not when they are asked for: that may launch kernels.
-        for_dgrad, for_wgrad, a_operand = rows.operand(), columns.operand(), a_columns.operand()
-        self._dh_rows, self._dh_columns, self._a_columns = (
-            lambda: for_dgrad,
-            lambda: for_wgrad,
-            lambda: a_operand,
-        )
+        for_dgrad = rows.operand()
+        for_wgrad = columns.operand()
+        a_operand = a_columns.operand()
+        self._dh_rows = lambda: for_dgrad
+        self._dh_columns = lambda: for_wgrad
+        self._a_columns = lambda: a_operand
 
     def _differentiate(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """Same as _differentiate_and_quantize, by separate kernels."""
-        ops, x, activation, recipe = (
-            self._ops,
-            self._x,
-            self._weights.activation,
-            self._weights.recipe,
-        )
-        dh, a, sums = self._rows_for_dh(h), torch.empty_like(da), torch.empty_like(self.d_scale)
+        ops = self._ops
+        x = self._x
+        activation = self._weights.activation
+        recipe = self._weights.recipe
+        dh = self._rows_for_dh(h)
+        a = torch.empty_like(da)
+        sums = torch.empty_like(self.d_scale)
         ops.scaled_activation(h, x.scale, a, activation)
         ops.scaled_activation_grad(da, h, x.scale, dh, sums, activation)
         ops.sum_dact_partials(
@@ -222,14 +231,17 @@ class QuantizedBackward(ExpertsBackward):
         if part is not None and self._transposed1 is None:
             return
         assert self._transposed1 is not None  # forward has kept it for this
-        dh, d_rows = self._dh_rows(), d_rows[: self._x.scale.shape[0]]
+        dh = self._dh_rows()
+        d_rows = d_rows[: self._x.scale.shape[0]]
         self._ops.grouped_gemm_quantized(
             dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail
         )
         self._transposed1 = None  # they have been made
 
     def w1_product(self) -> WeightProduct:
-        x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
+        x = self._x
+        wire = self._weights.wire.rows
+        recipe = self._weights.recipe
         columns = (
             recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
             if wire is None
@@ -239,7 +251,9 @@ class QuantizedBackward(ExpertsBackward):
         return WeightProduct(left, columns.operand(), x.row_range)
 
     def w2_product(self) -> WeightProduct:
-        x, wire, received = self._x, self._weights.wire.gradients, self._d_out
+        x = self._x
+        wire = self._weights.wire.gradients
+        received = self._d_out
         left = (
             gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
             if wire is None
@@ -282,7 +296,9 @@ def _part_by_part(
     parts: Iterable[Part],
     dbias: torch.Tensor | None,
 ) -> Iterator[tuple[Operand, Part]]:
-    recipe, ops, num_rows = weights.recipe, kernels.for_device(x.rows.device), x.scale.shape[0]
+    recipe = weights.recipe
+    ops = kernels.for_device(x.rows.device)
+    num_rows = x.scale.shape[0]
     rows = recipe.empty("rows", num_rows, weights.fc1.weight.shape[2], x.row_range)
     sums = None if dbias is None else (empty_row_sums(num_rows, dbias), x.bias_scale)
     for part in parts:

@@ -65,7 +65,8 @@ class RowArguments:
 
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
         """What is wrong with them for rows that go through these layers, or None. Reads no device memory."""
-        first, last = layers[0], layers[-1]
+        first = layers[0]
+        last = layers[-1]
         num_rows = None if rows.shape is None else math.prod(rows.shape)
         error = splits_problem(
             self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows
@@ -112,7 +113,8 @@ class RowArguments:
             if buffer is not None
         ]
         raise_for(arguments.overlap_problem(buffers, read))
-        is_autocast, x = torch.is_autocast_enabled(x.device.type), x.to(working_dtype(x))
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        x = x.to(working_dtype(x))
         return x, *local_tensors(layers, x.dtype, cast_biases=is_autocast)
 
 
@@ -206,8 +208,10 @@ class _RowsFunction(Function):
         scale: MaybeTensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        x, scale = arguments.kernel_rows(x), None if scale is None else scale.contiguous()
-        width, out = products.layers[-1].out_features, given.out
+        x = arguments.kernel_rows(x)
+        scale = None if scale is None else scale.contiguous()
+        width = products.layers[-1].out_features
+        out = given.out
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         rows = _rows_of(products, x, row_range, scale)
         weights: Any = products.weights(tensors, is_forward=True)
@@ -217,7 +221,9 @@ class _RowsFunction(Function):
             present_tensors(rows.rows, row_range, scale, *weights.operands, y),
         )
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
-        ctx.products, ctx.overwrites, ctx.num_kept = products, given.overwrite_main_grad, len(kept)
+        ctx.products = products
+        ctx.overwrites = given.overwrite_main_grad
+        ctx.num_kept = len(kept)
         ctx.grad_input_out = GradientBuffer("grad_input_out", given.grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
@@ -225,8 +231,11 @@ class _RowsFunction(Function):
     @staticmethod
     def backward(ctx: Context, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
-        products, buffer, saved = ctx.products, ctx.grad_input_out, ctx.saved_tensors
-        kept, layers = saved[: ctx.num_kept], products.layers
+        products = ctx.products
+        buffer = ctx.grad_input_out
+        saved = ctx.saved_tensors
+        kept = saved[: ctx.num_kept]
+        layers = products.layers
         x, row_range, scale, *tensors = saved[ctx.num_kept :]
         rows = _rows_of(products, x, row_range, scale)
         weights: Any = products.weights(tensors, is_forward=False)

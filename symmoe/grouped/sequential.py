@@ -117,13 +117,13 @@ def _num_extra_inputs(module: nn.Module) -> int:
 def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[Any]:
     """One element for each input of the modules: splits that were given once for a pattern are repeated."""
     counts = [_num_extra_inputs(module) for module in modules]
-    given, needed, completed = len(extra_inputs), sum(counts), list(extra_inputs)
+    given = len(extra_inputs)
+    needed = sum(counts)
+    completed = list(extra_inputs)
     if given == needed:
         return completed
-    patterns, place = (
-        [],
-        0,
-    )  # where among all inputs those of each pattern begin: splits, scale, splits
+    patterns = []
+    place = 0  # where among all inputs those of each pattern begin: splits, scale, splits
     for part in _split(list(_flatten(modules)), _is_pattern):
         patterns += [place] * (len(part) == 3)
         place += sum(map(_num_extra_inputs, part))
@@ -310,7 +310,8 @@ class Stage:
 
     def arguments(self) -> RowArguments:
         """Those of grouped layers."""
-        first, last = self.calls[0], self.calls[-1]
+        first = self.calls[0]
+        last = self.calls[-1]
         splits, *scales = [value for call in self.calls for value in call.inputs]
         scale = scales[0] if scales else first.keywords.get("bias_scale")
         overwrites = tuple(
@@ -349,7 +350,8 @@ class Stage:
     def buffer(self, name: str) -> Buffer | None:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
         call = self.calls[0 if name == "grad_input_out" else -1]
-        tensor, kind = call.keywords.get(name), type(call.module).__name__
+        tensor = call.keywords.get(name)
+        kind = type(call.module).__name__
         takes_it = isinstance(call.module, (GroupedLinear, GroupedMLP))
         if takes_it and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             return Buffer(f"{name} of module {call.name} ({kind})", tensor)

@@ -190,7 +190,8 @@ class WeightProduct(NamedTuple):
     def __call__(
         self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None
     ) -> None:
-        ops, options = kernels.for_device(self.row_range.device), {"num_sms": num_sms}
+        ops = kernels.for_device(self.row_range.device)
+        options = {"num_sms": num_sms}
         is_quantized = isinstance(self.left, Operand)
         product = ops.grouped_gemm_wgrad_quantized if is_quantized else ops.grouped_gemm_wgrad
         product(self.left, self.right, self.row_range, out, accumulate=accumulate, **options)
@@ -230,7 +231,8 @@ class Target:
         """Computes them, by the product or by what does that in its place; or only makes the product, if they are
         delayed. What :meth:`for_autograd` takes."""
         if self.option == "new":
-            shape, first = packed_shape(weights), weights[0]
+            shape = packed_shape(weights)
+            first = weights[0]
             buffer = torch.empty(shape, dtype=first.dtype, device=first.device)
             (compute or product())(buffer, False)
             return [buffer]

@@ -42,11 +42,10 @@ def rows_per_rank(
     """int64 [2, R], rows of each rank before and after balance: of its E / R experts of expert_load [E], and as
     replica_rows [R, S] of the experts replica_to_expert [R, S] have moved to its places."""
     by_rank = expert_load.view(len(replica_rows), -1)
-    owners, ranks = (
-        replica_to_expert // by_rank.shape[1],
-        torch.arange(len(by_rank), device=by_rank.device),
-    )
-    before, given = by_rank.sum(1), (replica_rows * (owners == ranks[:, None, None])).sum((1, 2))
+    owners = replica_to_expert // by_rank.shape[1]
+    ranks = torch.arange(len(by_rank), device=by_rank.device)
+    before = by_rank.sum(1)
+    given = (replica_rows * (owners == ranks[:, None, None])).sum((1, 2))
     return torch.stack([before, before - given + replica_rows.sum(1)])
 
 
@@ -58,7 +57,8 @@ def load_balance_loss(
     (arXiv:2501.11873). The loss is linear in what is local: the mean over ranks of this value, and of its gradient,
     equals the loss of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in
     data parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
-    mean_share_E, load_E = _mean(shares, token_mask), expert_load.detach().float()
+    mean_share_E = _mean(shares, token_mask)
+    load_E = expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
     return shares.shape[1] * (fraction_E * mean_share_E).sum()
 
@@ -147,7 +147,8 @@ class _KernelLoss(Function):
             sums = scores.new_empty(
                 (-(-num_tokens // control.TOKENS_PER_LOSS_BLOCK), num_experts + 2)
             )
-            slopes, loss = scores.new_empty(num_experts + 1), scores.new_empty(())
+            slopes = scores.new_empty(num_experts + 1)
+            loss = scores.new_empty(())
             given = logits, scores, expert_load, token_mask, sums, slopes, loss
             kernels.for_device(scores.device).router_losses(*given, **of.options)
             return loss, slopes
@@ -330,7 +331,8 @@ class _CountInBackward(torch.autograd.Function):
     def forward(
         ctx: Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor
     ) -> torch.Tensor:
-        ctx.load, ctx.step_load = load, step_load
+        ctx.load = load
+        ctx.step_load = step_load
         return y.view_as(y)
 
     @staticmethod

@@ -108,7 +108,8 @@ class ExpertParallelModule(nn.Module):
 
     def parts_problem(self) -> SymmoeError | None:
         """Why the parts of the layer, as they are, cannot be used, or None. It depends on their look_of only."""
-        experts, device = self.experts, self.heap.device
+        experts = self.experts
+        device = self.heap.device
         return (
             experts_problem(experts, self.heap.num_ranks)
             or experts.fc1.width_problem(device)
@@ -300,10 +301,8 @@ def _group_problem(
             "build the model anew, and call symmoe.training.parallel.data_parallel(model, mesh) in its place, or "
             "symmoe.training.prepare_for_ddp(model) before something else wraps it"
         )
-    world, ep_group = (
-        dist.get_process_group_ranks(ddp.process_group),
-        layer.heap.bootstrap.global_ranks,
-    )
+    world = dist.get_process_group_ranks(ddp.process_group)
+    ep_group = layer.heap.bootstrap.global_ranks
     replicas = layer.expert_data_parallel.gradient_group
     num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
@@ -341,14 +340,16 @@ def _average_gradients(
 ) -> None:
     """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
     joined: knows parameters that have it already, e.g. of experts that layers share; updated here."""
-    num_ranks, group = layer.heap.num_ranks, layer.expert_data_parallel.gradient_group
+    num_ranks = layer.heap.num_ranks
+    group = layer.expert_data_parallel.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)
     its_layer = weakref.ref(layer)
     layer.expert_data_parallel.ddp_ref = ddp_ref = weakref.ref(ddp)
 
     def current() -> DistributedDataParallel | None:
         """The DDP, unless it or the layer is gone, or another has wrapped the layer since."""
-        wrapper, owner = ddp_ref(), its_layer()
+        wrapper = ddp_ref()
+        owner = its_layer()
         return (
             wrapper
             if wrapper is not None

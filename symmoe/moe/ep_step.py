@@ -48,10 +48,8 @@ from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, saved_tensor_hooks
 
-DISPATCH, COMBINE = (
-    control.PHASE_DISPATCH_READY,
-    control.PHASE_COMBINE_READY,
-)  # the first barriers of trips
+DISPATCH = control.PHASE_DISPATCH_READY
+COMBINE = control.PHASE_COMBINE_READY  # the first barriers of trips
 NUM_SAVED_ACTIVATIONS = len(SavedActivations._fields)
 _NUM_ROUTE_KEPT = (
     4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
@@ -201,7 +199,9 @@ def _overlap_of(
     form: ExpertSpec, plan: Plan | PlanRequest, options: Options, x: torch.Tensor
 ) -> Overlap:
     """Which trips are overlapped. It depends only on what all ranks agree on."""
-    heap, nodes, wire = plan.heap, plan.nodes, options.wire
+    heap = plan.heap
+    nodes = plan.nodes
+    wire = options.wire
     # Where ranks of a node do not follow each other, the rows of its tokens are no part.
     if (
         heap.num_ranks == 1
@@ -249,7 +249,8 @@ class _EPStep(NamedTuple):
     @classmethod
     def of(cls, call: _Call, plan: Plan | PlanRequest, x: torch.Tensor) -> _EPStep:
         """That of a call, with a plan whose sizes are known."""
-        form, options = call.form, call.options
+        form = call.form
+        options = call.options
         overlap = _overlap_of(form, plan, options, x)
         if plan.num_rows is not None:
             return cls(form, plan, options, overlap, max(1, plan.num_rows), None)
@@ -353,7 +354,8 @@ def extra_lease_needs(experts: ExpertTensors, num_replica_slots: int) -> tuple[b
 def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
     plan = step.plan
-    heap, sizes = plan.heap, (plan.row_capacity, plan.packed_row_capacity)
+    heap = plan.heap
+    sizes = (plan.row_capacity, plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
     more = extra_lease_needs(experts, plan.num_replica_slots)
@@ -458,11 +460,13 @@ class _Forward:
 
     def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
         """The second half, FC2 and combine: y [T, H]."""
-        step, received = self.step, found.received
+        step = self.step
+        received = found.received
         rows = step.rows(plan, received.tensor, plan.received_index()[1], found.row_probs)
         if self.frees:
             received.release()
-        shape, order = (plan.row_capacity, self.x.shape[1]), step.options.order
+        shape = (plan.row_capacity, self.x.shape[1])
+        order = step.options.order
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
             compute = partial(replicas.weights.second_layer, found.a, rows, out.tensor)
             y = combine(out.tensor, plan, compute, order=order, division=step.overlap.combine)
@@ -471,7 +475,9 @@ class _Forward:
 
     def kept(self, found: _Found, plan: Plan) -> _Kept:
         """What to save of it. Hooks on saved tensors see the sizes of the routing: a checkpoint compares them."""
-        step, stash, received = self.step, self.step.options.stash, found.received
+        step = self.step
+        stash = self.step.options.stash
+        received = found.received
         max_rows, max_packed_rows = plan.needed_rows
         used = max_packed_rows if step.is_packed else max_rows
         hidden = (
@@ -511,7 +517,8 @@ class _ExpertParallelMLP(Function):
     ) -> tuple[Any, ...]:
         begun, stash, (fc1, fc2) = call.begun, call.options.stash, call.linears
         keeps = call.trains and any(ctx.needs_input_grad)
-        keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
+        keeps_h = keeps and stash.keeps_h
+        frees = not (keeps and stash.keeps_rows)
         weights = expert_weights(
             call.form,
             (b1, b2),
@@ -526,12 +533,14 @@ class _ExpertParallelMLP(Function):
         with (heap := call.heap).one_call:
             routed: Sequence[torch.Tensor] = ()
             if isinstance(begun, PlanRequest) and begun.row_capacity >= 0:
-                storage, generation = begun.topk_idx, heap.epoch + 1
+                storage = begun.topk_idx
+                generation = heap.epoch + 1
                 step = _EPStep.of(call, begun, x)
                 key = *key, begun.key
             else:
                 plan, routed = begun.made()
-                storage, generation = plan.storage, plan.generation
+                storage = plan.storage
+                generation = plan.generation
                 step = _EPStep.of(call, plan, x)
             probs = routed[1] if routed else None if probs is None else probs.contiguous()
             inputs = present_tensors(x, probs, storage, *weights.operands)
@@ -543,7 +552,8 @@ class _ExpertParallelMLP(Function):
             if isinstance(step.plan, PlanRequest):
                 plan = step.plan.plan(found.storage, generation)
         routed = routed or found.routed
-        plan.packed_to_row, plan.row_to_packed_row = found.packed_to_row, found.row_to_packed_row
+        plan.packed_to_row = found.packed_to_row
+        plan.row_to_packed_row = found.row_to_packed_row
         plan.wait_for_sizes()  # everything that is wanted is launched: now the host may wait for the plan
         if keeps:
             kept: tuple[torch.Tensor | None, ...] = ()
@@ -559,7 +569,8 @@ class _ExpertParallelMLP(Function):
                 # x in any case: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears = step._replace(plan=plan), call.linears
+            ctx.step = step._replace(plan=plan)
+            ctx.linears = call.linears
             ctx.rule = route and route.rule
         y = found.y
         if y is None:
@@ -592,14 +603,14 @@ class _ExpertParallelMLP(Function):
 def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    linears, saved, route = ctx.linears, ctx.saved_tensors, None
+    linears = ctx.linears
+    saved = ctx.saved_tensors
+    route = None
     needs_x, needs_probs, *needs_route = ctx.needs_input_grad[2:6]
     if ctx.rule is not None:
-        route_kept, saved, needs_probs = (
-            saved[:_NUM_ROUTE_KEPT],
-            saved[_NUM_ROUTE_KEPT:],
-            any(needs_route),
-        )
+        route_kept = saved[:_NUM_ROUTE_KEPT]
+        saved = saved[_NUM_ROUTE_KEPT:]
+        needs_probs = any(needs_route)
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
     hidden, (row_probs, b1, b2, *tensors) = (
@@ -611,12 +622,14 @@ def _backward(
     x = x if received is None else None  # what has arrived is read
     experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
-    plan, options = cast(Plan, step.plan), step.options
+    plan = cast(Plan, step.plan)
+    options = step.options
     # As large as in forward, where that is possible: sizes repeat then.
     kept = _Kept(received, hidden, row_probs).with_rows(
         step.num_received, step.num_rows, plan.row_capacity
     )
-    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[8:])[:2]
+    both = step.form.split(tensors)[:2]
+    needed = step.form.split(ctx.needs_input_grad[8:])[:2]
     # Here, not in what a program repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
@@ -632,7 +645,8 @@ def _backward(
         wire=options.wire,
         held=(held[0], held[1]),
     )
-    spends_h, needs = not (options.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
+    spends_h = not (options.stash.keeps_h and keeps_graph())
+    needs = (needs_x, needs_probs)
     backward = _Backward(
         step,
         dy,
@@ -648,13 +662,12 @@ def _backward(
     of_plan = plan.storage, *plan.received_index()
     kept_tensors = kept.received, *kept.hidden, kept.row_probs
     read = present_tensors(dy, x, *kept_tensors, *of_plan, *weights.operands)
-    targets, has = (fc1.option, fc2.option), tuple([each is None for each in kept.hidden])
+    targets = (fc1.option, fc2.option)
+    has = tuple([each is None for each in kept.hidden])
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, targets, weights.key, has
     if route is not None:
-        key, read = (
-            (*key, route.key),
-            [*read, *[tensor for tensor in route.inputs if tensor is not x]],
-        )
+        key = (*key, route.key)
+        read = [*read, *[tensor for tensor in route.inputs if tensor is not x]]
     inputs = *read, *fc1.operands, *fc2.operands
     found = step.run(("backward", key), backward, inputs, plan.generation)
     dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
@@ -691,7 +704,9 @@ class _Backward:
     def __call__(self) -> tuple[Any, ...]:
         """dx; d_probs, or with a route, in a tuple, its gradients of x and weight; gradients of the biases, of the
         weights of both layers (those that are not for autograd are None) and of the adapters, each in a sequence."""
-        step, plan, dy = self.step, cast(Plan, self.step.plan), self.dy
+        step = self.step
+        plan = cast(Plan, self.step.plan)
+        dy = self.dy
         options = step.options
         received, hidden, row_probs = self.kept
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets

@@ -147,7 +147,8 @@ class MoELayer(ExpertParallelModule):
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
         raise_for(e4m3_problem(config.precision, heap.device))
         device = heap.device if device is None else device
-        self.config, self.heap = config, heap
+        self.config = config
+        self.heap = heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         options = config.router
         self.router = None if options is None else Router(config, device=device, heap=heap)
@@ -233,7 +234,8 @@ class MoELayer(ExpertParallelModule):
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
-            router, experts = self.router, self.experts
+            router = self.router
+            experts = self.experts
             is_own_choice = token_mask is None and topk_idx is None and probs is None
             if (
                 is_own_choice
@@ -316,7 +318,8 @@ class MoELayer(ExpertParallelModule):
         )
 
     def parts_problem(self) -> SymmoeError | None:
-        modules, device = self._modules, self.heap.device  # they may have been assigned
+        modules = self._modules
+        device = self.heap.device  # they may have been assigned
         experts = cast(GroupedMLP, modules["experts"])
         router = modules.get("router")
         return (
@@ -372,10 +375,8 @@ class MoELayer(ExpertParallelModule):
     ) -> Choice:
         """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
-            topk_idx, probs = (
-                require_tensor("topk_idx", topk_idx),
-                require_tensor("probs", probs).float(),
-            )
+            topk_idx = require_tensor("topk_idx", topk_idx)
+            probs = require_tensor("probs", probs).float()
             probs = probs.masked_fill(topk_idx < 0, 0.0)
             routed = Choice(*choice_of(self.config, topk_idx, probs, token_mask))
         else:
@@ -448,7 +449,9 @@ class _SideCall:
     :meth:`join`; on CPUs at once. Autograd runs its backward on that stream too, and orders it with its neighbours'."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
-        self._module, self._x, self._stream = module, x, heap.streams.side_stream
+        self._module = module
+        self._x = x
+        self._stream = heap.streams.side_stream
         self._y: torch.Tensor | None = None
 
     def start(self) -> None:
@@ -463,7 +466,8 @@ class _SideCall:
 
     def join(self) -> torch.Tensor:
         """The result, for use on the current stream. A call that has not been started runs there, now."""
-        y, stream = self._y, self._stream
+        y = self._y
+        stream = self._stream
         if y is not None and stream is not None:
             current = torch.cuda.current_stream(y.device)
             current.wait_stream(stream)

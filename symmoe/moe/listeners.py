@@ -53,7 +53,10 @@ class Listeners:
     def __init__(
         self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None
     ) -> None:
-        self.heap, self.num_experts, self.order, self.give = heap, num_experts, order, give
+        self.heap = heap
+        self.num_experts = num_experts
+        self.order = order
+        self.give = give
         self.is_fixed = False  # whether experts follow from the tokens' ids (hash layers): nothing to record or to give
         self.is_given = False  # whether a context gives the layer its experts (training/replay.py)
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
@@ -66,7 +69,8 @@ class Listeners:
         returns is called. totals: what it adds to, and a captured step takes back where it is repeated. Local. Makes
         torch.compile compile a compiled model again, and a captured step be captured again."""
         # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
-        self.callbacks, self.totals = (*self.callbacks, callback), (*self.totals, *totals)
+        self.callbacks = (*self.callbacks, callback)
+        self.totals = (*self.totals, *totals)
         return partial(self._remove, callback, totals)
 
     def tell(self, report: RoutingReport) -> None:

@@ -82,7 +82,8 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
     itself."""
     if layout != "auto":
         return layout
-    gathering_s, copies_s = H200.gathered_share * 18 * ffn / H200.flops, 2 * 2 / H200.memory_bytes
+    gathering_s = H200.gathered_share * 18 * ffn / H200.flops
+    copies_s = 2 * 2 / H200.memory_bytes
     return "expert-major" if precision is None and gathering_s > copies_s else "packed"
 
 
@@ -92,12 +93,11 @@ def chance_of_part(
     """Chance that a token has an expert in a given one of `num_parts` equal parts of the experts (ranks, nodes). All
     sets of `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of `num_parts`
     and `num_groups` divides the other."""
-    part, group = num_experts // num_parts, num_experts // num_groups
-    touched, shared, chosen = (
-        max(1, part // group),
-        min(part, group),
-        top_groups * group,
-    )  # groups; experts of each
+    part = num_experts // num_parts
+    group = num_experts // num_groups
+    touched = max(1, part // group)
+    shared = min(part, group)
+    chosen = top_groups * group  # groups; experts of each
     ways_elsewhere = sum(
         math.comb(touched, n)
         * math.comb(num_groups - touched, top_groups - n)
@@ -260,7 +260,10 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
     """With n SMs for the move. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with
     one part on all SMs, and FC2 with combine begins with one. With order "slot" rows go home when all are complete."""
-    rates, sent, home, num_ranks = gpu.rates, sizes.send_sums(), sizes.sum_home(), sizes.num_ranks
+    rates = gpu.rates
+    sent = sizes.send_sums()
+    home = sizes.sum_home()
+    num_ranks = sizes.num_ranks
     home_s = home.exclusive_s(rates)
 
     def dispatch(flops: int, push: Move) -> Division | None:
@@ -272,11 +275,9 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
-    flops, part, sent_s = (
-        sizes.product_flops,
-        sizes.product_flops / num_ranks,
-        sent.exclusive_s(rates),
-    )
+    flops = sizes.product_flops
+    part = sizes.product_flops / num_ranks
+    sent_s = sent.exclusive_s(rates)
 
     def combined_s(n: int) -> float:
         others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
@@ -300,14 +301,17 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
     """Rails move with SMs of their own, by the rate that was measured. Other nodes are one part more, or two: last in a
     dispatch, first in FC2 and FC1's dgrad. dW1 follows that while rows are on the rails. What a combine reads in the
     node takes as long either way, and is left out."""
-    rates, own = gpu.rates, 1 / sizes.num_nodes
+    rates = gpu.rates
+    own = 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
     rail_sms = min(gpu.num_sms // 2, math.ceil(rail_rate / rates.program_rail_bytes))
-    num_ends, home_s = min(2, sizes.num_nodes - 1), sizes.rail_bytes / rail_rate
+    num_ends = min(2, sizes.num_nodes - 1)
+    home_s = sizes.rail_bytes / rail_rate
     num_parts = sizes.num_ranks // sizes.num_nodes - 1 + num_ends
 
     def dispatch(flops: int, row_bytes: int | None) -> Division | None:
-        push, rail_s = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s
+        push = sizes.push(row_bytes)
+        rail_s = sizes.sent_share(row_bytes) * home_s
 
         def overlapped_s(n: int) -> float:
             own_s = max(

@@ -35,7 +35,8 @@ _Wanted = (
 
 def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
     """Why these experts cannot have replicas, or None."""
-    form, needs = experts.form, "balance ('replicas') needs experts"
+    form = experts.form
+    needs = "balance ('replicas') needs experts"
     if form.precision is not None:
         return ArgumentError(f"{needs} with precision None; they have {form.precision}")
     if experts.linears[0].delay_wgrad or experts.linears[1].delay_wgrad:
@@ -93,7 +94,9 @@ class ReplicaTrip:
         targets: tuple[Target, Target] | None = None,
         lease: Lease | None = None,
     ) -> None:
-        self._weights, self._own, self._plan = weights, weights.matrices, plan
+        self._weights = weights
+        self._own = weights.matrices
+        self._plan = plan
         self._has_left = not plan.num_replica_slots or lease is not None
         wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
         self._places = _Places(plan.heap, plan.num_replica_slots, wanted, lease)
@@ -144,7 +147,8 @@ class ReplicaTrip:
     def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
         """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
         launched."""
-        heap, plan = self._plan.heap, self._plan.generation
+        heap = self._plan.heap
+        plan = self._plan.generation
         if (lease := self._gradients.lease) is not None:
             ready = heap.barrier(control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=plan)
             places = self._plan.replica_to_expert, self._plan.expert_to_place

@@ -106,7 +106,8 @@ class RoutedExperts:
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips.
         """
-        heap, options = self.heap, self.plan_options(x.dtype)
+        heap = self.heap
+        options = self.plan_options(x.dtype)
         experts = materialized(experts, x.dtype)  # once, also for a call that is planned again
         find_budget = partial(self._find_budget, topk_idx.shape[0], x.dtype.itemsize, experts)
         x = kernel_rows(x)
@@ -157,7 +158,8 @@ class RoutedExperts:
     def _find_budget(
         self, num_tokens: int, item_bytes: int, experts: ExpertTensors
     ) -> RowBudget | None:
-        config, heap = self.config, self.heap
+        config = self.config
+        heap = self.heap
         room = self._history.room(num_tokens, config.max_row_budget, heap.room_factor)
         if (
             room is None
@@ -167,7 +169,8 @@ class RoutedExperts:
         ):
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
-        sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
+        sizes = (received, room.rows, room.packed_rows)
+        row_bytes = config.hidden * item_bytes
         more = extra_lease_needs(experts, self._history_key[2])
         needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, more)
         if heap.memory.lacks(needed):  # what the routing needs may fit
@@ -238,10 +241,8 @@ class _Call(NamedTuple):
 
     def are_trained(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
         """Which of the operator's tensors get a gradient."""
-        inputs, adapters = (
-            [bool(self.gradients & 1), bool(self.gradients & 2)],
-            len(tensors) - 2 - self.num_own,
-        )
+        inputs = [bool(self.gradients & 1), bool(self.gradients & 2)]
+        adapters = len(tensors) - 2 - self.num_own
         return inputs + [bool(self.trains_own)] * self.num_own + [True] * adapters
 
     def experts(self, tensors: Sequence[torch.Tensor]) -> ExpertTensors:
@@ -348,13 +349,16 @@ def _moe_forward(
     call = _Call(*numbers)
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
-    fc1, fc2, device = eager.meta_experts.fc1, eager.meta_experts.fc2, eager.heap.device
+    fc1 = eager.meta_experts.fc1
+    fc2 = eager.meta_experts.fc2
+    device = eager.heap.device
     eager.heap._fail_for(
         attach_to_ddp() or fc1.width_problem(device) or fc2.width_problem(device),
         control.PHASE_PLAN,
     )
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
-    arguments, trained = _Arguments(tensors), call.are_trained(tensors)
+    arguments = _Arguments(tensors)
+    trained = call.are_trained(tensors)
     # Leaves of an autograd graph that only this call has.
     leaves = [
         tensor.detach().requires_grad_(is_trained)
@@ -377,7 +381,8 @@ def _moe_forward(
 
 @_moe_forward.register_fake
 def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> tuple[Any, ...]:
-    x, eager = tensors[0], _Call(*numbers).eager
+    x = tensors[0]
+    eager = _Call(*numbers).eager
     places = (eager.heap.num_ranks, eager.config.num_replica_slots)
     shapes = [(eager.config.num_experts,), (1,)] + [places] * 2 * (places[1] > 0)
     load = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes]
@@ -450,7 +455,8 @@ def _(*arguments: Any, out_val: tuple[Any, ...]) -> int:
 @register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)
 def _(*arguments: Any, out_val: object) -> int:
     _dy, state, tensors, numbers = arguments
-    call, kept = _Call(*numbers), _kept(state)
+    call = _Call(*numbers)
+    kept = _kept(state)
     (fc1, fc2), adapters = _features(call.eager.meta_experts), tensors[2 + call.num_own :]
     a1, b1, a2, b2 = (adapter[0].numel() for adapter in adapters) if adapters else (0, 0, 0, 0)
     products = fc2 + b2 + a2 + b1  # the gradient of the activation,
@@ -472,7 +478,8 @@ def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | No
     has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K]."""
     if load is None or hasattr(load, "fake_mode"):
         return probs.numel()
-    heap, capacity = eager.heap, eager.config.capacity
+    heap = eager.heap
+    capacity = eager.config.capacity
     rows = int(load.view(heap.num_ranks, -1)[heap.rank].sum())
     return rows if capacity is None else min(rows, capacity)
 

@@ -90,7 +90,8 @@ class Router(nn.Module):
         check_kind("config", config, MoEConfig)
         if (options := config.router) is None:
             raise ArgumentError("config.router (None) must be a RouterConfig")
-        self.config, self.options = config, options
+        self.config = config
+        self.options = options
         self._rule = options.rule
         self._heap = heap
         self.weight = nn.Parameter(
@@ -203,7 +204,8 @@ class Router(nn.Module):
         topk_idx: torch.Tensor | None = None,
     ) -> Route:
         """How :meth:`forward` routes tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
-        numbers, weight = (self.config.top_k, self._rule), self.weight.contiguous()
+        numbers = (self.config.top_k, self._rule)
+        weight = self.weight.contiguous()
         return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -244,7 +246,8 @@ def choice_of(
     capacity."""
     if token_mask is not None:
         padding_T1 = ~token_mask.unsqueeze(1)
-        topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)
+        topk_idx = topk_idx.masked_fill(padding_T1, -1)
+        probs = probs.masked_fill(padding_T1, 0.0)
     chosen_idx = topk_idx = _int32(topk_idx)
     num_over_capacity = None
     if config.capacity_factor is not None:
@@ -420,7 +423,8 @@ class RouteGradients(NamedTuple):
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients; None, too, where nothing given depends on the logits."""
         (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores), rule, needs = self
-        ops, direct = kernels.for_device(x.device), d_logits
+        ops = kernels.for_device(x.device)
+        direct = d_logits
         with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
             if d_probs is not None or d_scores is not None:
                 d_probs, d_scores = (

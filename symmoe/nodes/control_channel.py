@@ -68,13 +68,14 @@ class ControlChannel:
     """
 
     def __init__(self, links: Mapping[int, Link]) -> None:
-        self._links, self._is_open, self._said_once = links, True, set[int]()
-        self._sends, self._takes = (
-            threading.Lock(),
-            threading.RLock(),
-        )  # a signal handler may give up
+        self._links = links
+        self._is_open = True
+        self._said_once = set[int]()
+        self._sends = threading.Lock()
+        self._takes = threading.RLock()  # a signal handler may give up
         self._incomplete = dict.fromkeys(links, b"")  # what has come of the next header
-        self.number, self.counted = 0, dict.fromkeys(links, -1)
+        self.number = 0
+        self.counted = dict.fromkeys(links, -1)
         for link in links.values():
             link.receives.setblocking(False)
 
@@ -115,13 +116,16 @@ class ControlChannel:
     def look(self) -> tuple[set[int], Header | None]:
         """The nodes whose connections are known to have closed, and what one has said that gave up; notes
         :attr:`counted`. Takes nothing that :meth:`hear` waits for. Local; from any thread."""
-        asked, lost, gave_up = select.poll(), set[int](), None
+        asked = select.poll()
+        lost = set[int]()
+        gave_up = None
         nodes = {link.receives.fileno(): node for node, link in self._links.items()}
         with contextlib.suppress(ValueError):  # this rank has closed
             for file in nodes:
                 asked.register(file, select.POLLIN | select.POLLRDHUP)
         for file, events in asked.poll(0):
-            node, come = nodes[file], b""
+            node = nodes[file]
+            come = b""
             if events != select.POLLIN:
                 lost.add(node)
             with contextlib.suppress(OSError), self._takes:
@@ -136,7 +140,8 @@ class ControlChannel:
     def give_up(self, origin: int, message: bytes) -> None:
         """Tells whoever can still be told, once; those that have gone are not to hear that they have. Local; waits for
         nobody. From any thread."""
-        is_open, self._is_open = self._is_open, False
+        is_open = self._is_open
+        self._is_open = False
         if is_open:
             self._send(
                 Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
@@ -159,7 +164,8 @@ class ControlChannel:
             link.close()
 
     def _send(self, header: Header, but: Collection[int] = ()) -> RailBroken | None:
-        problem, packed = None, header.pack()
+        problem = None
+        packed = header.pack()
         with self._sends:  # a header is not cut by one of another thread
             for node in [each for each in self._links if each not in but]:
                 try:
@@ -172,7 +178,8 @@ class ControlChannel:
 
     def _receive(self, node: int, deadline: float) -> Header:
         """The next header of a node."""
-        receives, asked = self._links[node].receives, select.poll()
+        receives = self._links[node].receives
+        asked = select.poll()
         try:
             asked.register(receives, select.POLLIN)
             while (missing := _HEADER_BYTES - len(self._incomplete[node])) > 0:

@@ -23,11 +23,13 @@ from symmoe.nodes.rail import BEGUN, ENDED, Pairs, Payload, Started
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
-_SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
+_SUCCESS = 0
+_IN_PROGRESS = 7  # ncclResult_t
 _UINT8 = 1  # ncclDataType_t
 _MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
 _POLL_S = 1e-3
-_ID, _FAILED = "id", "failed"  # keys in the store of a rail
+_ID = "id"
+_FAILED = "failed"  # keys in the store of a rail
 _CONNECT_POLL_S = 0.05
 _MEASURED_BYTES = 1 << 25
 _Messages = list[tuple[int, int, int]]  # (address, bytes, rank)
@@ -38,7 +40,8 @@ class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * _UNIQUE_ID_BYTES),)
 
 
-_ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int
+_ADDRESS = ctypes.c_void_p
+_INT = ctypes.c_int
 _MESSAGE = [_ADDRESS, ctypes.c_size_t, _INT, _INT, _ADDRESS, _ADDRESS]
 _SIGNATURES: dict[str, list[Any]] = {
     "ncclGetUniqueId": [_ADDRESS],
@@ -64,7 +67,8 @@ class Nccl:
             self._library = ctypes.CDLL(_LIBRARY)
             for name, arguments in _SIGNATURES.items():
                 function = getattr(self._library, name)
-                function.argtypes, function.restype = arguments, _INT
+                function.argtypes = arguments
+                function.restype = _INT
             self._library.ncclGetErrorString.argtypes = [_INT]
             self._library.ncclGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
@@ -80,7 +84,8 @@ class Nccl:
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
         """A communicator on the current GPU. Collective; waits for the others as long as it takes."""
-        communicator, made = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
+        communicator = ctypes.c_void_p()
+        made = _UniqueId.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
         return communicator.value or 0
 
@@ -125,9 +130,12 @@ class NcclRail(Payload):
     def __init__(
         self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
     ) -> None:
-        self._library, self._node, self._num_nodes = library, node, num_nodes
+        self._library = library
+        self._node = node
+        self._num_nodes = num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._communicator, self._turn = 0, threading.Lock()  # of those who use it
+        self._communicator = 0
+        self._turn = threading.Lock()  # of those who use it
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -177,7 +185,8 @@ class NcclRail(Payload):
             time.sleep(_POLL_S)
         # A host that waits inside NCCL for a rank that is lost does not give the turn back before this has happened.
         has_turn = self._turn.acquire(timeout=_MOMENT_S)
-        communicator, self._communicator = self._communicator, 0
+        communicator = self._communicator
+        self._communicator = 0
         if has_turn:
             self._turn.release()
         if communicator:

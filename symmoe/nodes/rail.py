@@ -25,7 +25,9 @@ class RailBroken(Exception):
 
     def __init__(self, node: int, *, is_late: bool, problem: object, said: Any = None) -> None:
         super().__init__(str(problem).split("\n", 1)[0])
-        self.node, self.is_late, self.said = node, is_late, said
+        self.node = node
+        self.is_late = is_late
+        self.said = said
 
 
 Started = list[tuple[int, Any]]  # the node, and torch's work
@@ -47,7 +49,9 @@ class Payload:
 
     progress: torch.Tensor | None = None
     counts: torch.Tensor | None = None
-    bytes_per_s, num_launched, is_captured = math.inf, 0, False
+    bytes_per_s = math.inf
+    num_launched = 0
+    is_captured = False
     _bounds: tuple[tuple[int, float], ...] = (
         (0, math.inf),
     )  # the exchange from which on each holds
@@ -59,7 +63,8 @@ class Payload:
         if self.progress is None:
             return
         if not self.is_moving:
-            self._num_others, self._bounds = self.progress.tolist()[ENDED] - self.num_launched, ()
+            self._num_others = self.progress.tolist()[ENDED] - self.num_launched
+            self._bounds = ()
         if not self._bounds or self._bounds[-1][1] != timeout_s:
             self._bounds = *self._bounds, (self.num_launched, timeout_s)
 

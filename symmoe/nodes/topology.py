@@ -15,7 +15,8 @@ from symmoe.kernels.control import RankMaps
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NVML = "libnvidia-ml.so.1"
-_SUCCESS, _COMPLETED = 0, 3  # nvmlReturn_t, nvmlGpuFabricState_t
+_SUCCESS = 0
+_COMPLETED = 3  # nvmlReturn_t, nvmlGpuFabricState_t
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class _FabricInfo(ctypes.Structure):  # nvmlGpuFabricInfo_t
 
 def _find_fabric(gpu: str) -> str:
     """The cluster and the clique of a GPU; "" where NVML knows none: in one machine the cluster is all zeros."""
-    device, info = ctypes.c_void_p(), _FabricInfo()
+    device = ctypes.c_void_p()
+    info = _FabricInfo()
     try:
         nvml = ctypes.CDLL(_NVML)
         if nvml.nvmlInit_v2() != _SUCCESS:
@@ -148,8 +150,11 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
-    nodes, here, own = topology.nodes, topology.node, topology.ranks
-    num_ranks, others = len(nodes) * len(own), [ranks for ranks in nodes if ranks != own]
+    nodes = topology.nodes
+    here = topology.node
+    own = topology.ranks
+    num_ranks = len(nodes) * len(own)
+    others = [ranks for ranks in nodes if ranks != own]
     to_local = [
         ranks.index(rank) if rank in ranks else -1
         for ranks in nodes

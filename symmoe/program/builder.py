@@ -48,7 +48,9 @@ _EMPTY = {
 }
 _OF_NUMBERS = {"dact_workspace_numel", "dact_quantize_workspace_numel"}
 # Symbolic addresses: above those that a processor can have, and below the largest integer that kernels get for one.
-FIRST_ADDRESS, SLOT_BYTES, _MAX_SLOTS = 1 << 60, 1 << 42, 1 << 16
+FIRST_ADDRESS = 1 << 60
+SLOT_BYTES = 1 << 42
+_MAX_SLOTS = 1 << 16
 _META = torch.device("meta")
 
 
@@ -172,7 +174,8 @@ class Builder(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.operations: list[Operation] = []
         self.must_complete = self.is_on_branch = False
-        self.numbers, self.waiting = numbers, set[bool]()
+        self.numbers = numbers
+        self.waiting = set[bool]()
         self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
         self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
         self._spans = [
@@ -312,7 +315,8 @@ class Builder(TorchDispatchMode):
         self.entries.append(Call(launch, (template, {}), None, parts.IN_ORDER, self.must_complete))
 
     def _arguments(self, names: Sequence[str], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        numbers, self._next_numbers = self._next_numbers, {}
+        numbers = self._next_numbers
+        self._next_numbers = {}
         return tuple(
             [
                 numbers[name] if name in numbers else self._argument(name, arg)
@@ -326,7 +330,8 @@ class Builder(TorchDispatchMode):
 
     def event(self, stream: torch.cuda.Stream) -> Any:
         """Notes that an event is recorded; what stands for it."""
-        slot, event = self._new_slot(), SimpleNamespace()
+        slot = self._new_slot()
+        event = SimpleNamespace()
         self._objects[id(event)] = slot, event
         self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), stream))
         return event
@@ -429,7 +434,8 @@ class Builder(TorchDispatchMode):
         return ObjectSlot(memory.slot)
 
     def _place(self, tensor: torch.Tensor) -> TensorRef:
-        start, look = tensor.data_ptr(), look_of(tensor)
+        start = tensor.data_ptr()
+        look = look_of(tensor)
         if tensor.numel() == 0:
             with torch.inference_mode(False):  # later calls may be outside of it
                 empty = torch_internals.empty_strided[self.device.type](*look)
@@ -442,7 +448,8 @@ class Builder(TorchDispatchMode):
                 if start not in self._constants:
                     raise BuildError(f"memory of a {[*tensor.shape]} {tensor.dtype} is not known")
                 return TensorRef(None, start, *look, tensor)
-            slot, offset = slots[0], start - self._spans[slots[0]][0]
+            slot = slots[0]
+            offset = start - self._spans[slots[0]][0]
         return TensorRef(slot, offset, *look)
 
     def _template(self, value: Any) -> Any:

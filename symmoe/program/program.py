@@ -79,7 +79,8 @@ class TensorRef:
             and base.stride() == self.stride
         ):
             return base
-        storage, item_bytes = base.untyped_storage(), self.dtype.itemsize
+        storage = base.untyped_storage()
+        item_bytes = self.dtype.itemsize
         first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
         if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():
             want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
@@ -168,7 +169,8 @@ def compiled_template(template: Any) -> Callable[[Frame], Any] | None:
     )
 
     def fill(frame: Frame) -> Any:
-        filled, things = values[:], frame.things
+        filled = values[:]
+        things = frame.things
         for n, slot in slots:
             filled[n] = things[slot]
         for n, part in parts:

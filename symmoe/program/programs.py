@@ -66,11 +66,17 @@ class Programs:
         with suppress(ImportError):  # of a torch that has no such module
             import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-        self._programs, self._numbers = dict[Hashable, Program](), dict[Hashable, int]()
-        self._device, self._give_up, self._fills = device, give_up, fills
+        self._programs = dict[Hashable, Program]()
+        self._numbers = dict[Hashable, int]()
+        self._device = device
+        self._give_up = give_up
+        self._fills = fills
         self._type = device.type  # torch makes a new word each time that it is asked
-        self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
-        self._counter, self._seen = itertools.count(), set[int]()
+        self._constants = tuple(constants)
+        self._kernels = kernels
+        self._compiled = compiled
+        self._counter = itertools.count()
+        self._seen = set[int]()
         self.num_built = self.num_runs = 0
 
     def run(
@@ -101,7 +107,8 @@ class Programs:
         self.num_runs += 1
         if Programs.recorded is not None:
             Programs.recorded.append((key, program, len(inputs)))
-        frame, num_done = Frame(things, program.values[:], numbers, self._kernels), 0
+        frame = Frame(things, program.values[:], numbers, self._kernels)
+        num_done = 0
         if self._type == "cuda":
             frame.values[STREAM] = current_stream(self._device.index)
         try:

@@ -11,7 +11,8 @@ from typing import Any
 
 from symmoe.errors import BackendUnavailable
 
-_ON_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_ON_DEVICE = 1
+_READ_WRITE = 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 class OwnAddresses:
@@ -20,12 +21,16 @@ class OwnAddresses:
     bytes here; size, of the range."""
 
     def __init__(self, source: int, num_bytes: int, device: int) -> None:
-        self._num_bytes, self._mapped = num_bytes, list[tuple[int, int]]()
+        self._num_bytes = num_bytes
+        self._mapped = list[tuple[int, int]]()
         self._access = (ctypes.c_int * 3)(_ON_DEVICE, device, _READ_WRITE)
-        pieces, start = _pieces(source, num_bytes), ctypes.c_uint64()
-        self._before, self.size = source - pieces[0][0], sum(size for _, size in pieces)
+        pieces = _pieces(source, num_bytes)
+        start = ctypes.c_uint64()
+        self._before = source - pieces[0][0]
+        self.size = sum(size for _, size in pieces)
         _call("cuMemAddressReserve", start, self.size, 0, 0, 0)
-        self._start, self.address = start.value, start.value + self._before
+        self._start = start.value
+        self.address = start.value + self._before
         try:
             self.map(source)
         except BaseException:
@@ -34,7 +39,8 @@ class OwnAddresses:
 
     def map(self, source: int) -> None:
         """Maps what is at `source` now, in pieces that begin and end where the first did."""
-        pieces, start = _pieces(source, self._num_bytes), self._start
+        pieces = _pieces(source, self._num_bytes)
+        start = self._start
         if (source - pieces[0][0], sum(size for _, size in pieces)) != (self._before, self.size):
             raise BackendUnavailable(
                 f"NVSHMEM has laid out its memory otherwise than before: {pieces}"
@@ -62,7 +68,8 @@ class OwnAddresses:
 
 def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
     """(start, size) of each piece of memory, as it was mapped, in which `num_bytes` at `address` lie."""
-    end, pieces = address + num_bytes, list[tuple[int, int]]()
+    end = address + num_bytes
+    pieces = list[tuple[int, int]]()
     while address < end:
         _call(
             "cuMemGetAddressRange_v2",

@@ -55,8 +55,11 @@ class Bootstrap:
         self._is_single = group is None and not dist.is_initialized()
         if not self._is_single:
             _wait_for_gloo_at_exit()
-        self._group, self._timeout_s, self._num_exchanges = group, timeout_s, 0
-        self._phase, self._bound = control.PHASE_START, "start_timeout_s"
+        self._group = group
+        self._timeout_s = timeout_s
+        self._num_exchanges = 0
+        self._phase = control.PHASE_START
+        self._bound = "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
@@ -73,8 +76,10 @@ class Bootstrap:
     def within(self, timeout_s: float, phase: int) -> Bootstrap:
         """The same for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
         other = copy.copy(self)
-        other._phase, other._bound = phase, "timeout_s"
-        other._timeout_s, other._num_exchanges = min(timeout_s, MAX_S), 0
+        other._phase = phase
+        other._bound = "timeout_s"
+        other._timeout_s = min(timeout_s, MAX_S)
+        other._num_exchanges = 0
         return other
 
     @property
@@ -157,7 +162,8 @@ class Bootstrap:
             mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)
         ]
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        start, failures = time.monotonic(), list[PeerError]()
+        start = time.monotonic()
+        failures = list[PeerError]()
 
         def attempt(peer: int, action: Callable[..., _T], *args: Any, **options: Any) -> _T | None:
             try:
@@ -238,7 +244,8 @@ def _wait_for_gloo_at_exit() -> None:
     """
 
     def wait_for_gloo() -> None:
-        deadline, num_looks = time.monotonic() + _LONGEST_S, 0
+        deadline = time.monotonic() + _LONGEST_S
+        num_looks = 0
         while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
             num_looks = num_looks + 1 if _is_gloo_asleep() else 0
             time.sleep(1e-3)  # releases the lock

@@ -34,7 +34,9 @@ class DryHeap(SymmetricHeap):
     packed rows. Calls on it are local; they move and compute nothing. events: begins and ends of leases, in order."""
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
-        self.num_rows, self.num_packed_rows, self.events = num_rows, num_packed_rows, list[Event]()
+        self.num_rows = num_rows
+        self.num_packed_rows = num_packed_rows
+        self.events = list[Event]()
         bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
         peers = control.Peers(
             rank=0,
@@ -49,20 +51,25 @@ class DryHeap(SymmetricHeap):
             poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing
         )
         none: Any = None
-        self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, ENDLESS_BYTES
-        self.backend, self.backend_reason, self._program_mode = "none", "a dry step", "off"
+        self.rank = 0
+        self.num_ranks = num_ranks
+        self.num_bytes = ENDLESS_BYTES
+        self.backend = "none"
+        self.backend_reason = "a dry step"
+        self._program_mode = "off"
         self.peers = self.count_peers = peers
-        self.topology, self.bootstrap, self.nodes, self._arenas = none, none, None, none
-        self.memory, self.faults, self.configurations = memory, faults, configurations
-        self.streams, self.one_call, self._access = (
-            _DryStreams(),
-            nullcontext(),
-            Access(),
-        )
-        self.waits, self.row_histories = (
-            Waits(peers, configurations, 1.0, 1.0),
-            defaultdict(RowHistory),
-        )
+        self.topology = none
+        self.bootstrap = none
+        self.nodes = None
+        self._arenas = none
+        self.memory = memory
+        self.faults = faults
+        self.configurations = configurations
+        self.streams = _DryStreams()
+        self.one_call = nullcontext()
+        self._access = Access()
+        self.waits = Waits(peers, configurations, 1.0, 1.0)
+        self.row_histories = defaultdict(RowHistory)
         self._begin()
 
     def await_report(self, plan: int) -> list[int]:
@@ -79,11 +86,15 @@ class _DryStreams(NoStreams):
 class _DryMemory:
     """In place of Memory. Memory is planned for leases that stay as large as they are made."""
 
-    base, is_closed, fills = 0, False, False
+    base = 0
+    is_closed = False
+    fills = False
     lacks = shrink = _nothing
 
     def __init__(self, peers: control.Peers, events: list[Event]) -> None:
-        self.peers, self.statistics, self._events = peers, HeapStatistics(), events
+        self.peers = peers
+        self.statistics = HeapStatistics()
+        self._events = events
         self.dropped = events  # a dropped lease appends its end
         self.arenas = [partial(torch.empty, ENDLESS_BYTES, dtype=torch.uint8, device=_META)]
 

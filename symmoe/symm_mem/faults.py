@@ -109,14 +109,18 @@ class Faults:
     ) -> None:
         self.poison: str | None = None
         self.unraised: SymmoeError | None = None
-        self._waits, self._streams, self._one_call = waits, streams, one_call
-        self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
-        self._peers, self._flight, self._words = waits.peers, waits.flight, waits.status.numpy()
+        self._waits = waits
+        self._streams = streams
+        self._one_call = one_call
+        self._others = others
+        self._forget = forget
+        self._folder = flight_record.find_folder()
+        self._peers = waits.peers
+        self._flight = waits.flight
+        self._words = waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
-        self._counters, self._num_messages = (
-            waits.peers.counters(waits.peers.rank),
-            0,
-        )  # sent to the peers
+        self._counters = waits.peers.counters(waits.peers.rank)
+        self._num_messages = 0  # sent to the peers
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -129,10 +133,8 @@ class Faults:
         words, error = self._end_call()
         if error is not None:
             return error
-        failed_phase, since = (
-            words[control.STATUS_PHASE],
-            self._flight.phases_since(self._flight.epoch),
-        )
+        failed_phase = words[control.STATUS_PHASE]
+        since = self._flight.phases_since(self._flight.epoch)
         is_leaving = not was_left(failed_phase, since) and was_left(failed_phase, [*since, phase])
         error, is_unraised = self._agree(words, is_unraised=is_leaving)
         if not is_leaving or self.poison is not None:
@@ -146,7 +148,8 @@ class Faults:
     def settle(self, received: list[list[int]]) -> SymmoeError | None:
         """The error that was kept for this barrier, if this rank raises it. received: [R][NUM_PUBLISHED], what ranks of
         this node have published in the barrier."""
-        error, self.unraised = self.unraised, None
+        error = self.unraised
+        self.unraised = None
         assert error is not None
         if any(published[0] != UNRAISED[0] for published in received):
             self._is_over(error)
@@ -218,7 +221,8 @@ class Faults:
                 self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
             )
         else:
-            first, peer = self._peers.in_group(0), self._peers.in_group(words[control.STATUS_PEER])
+            first = self._peers.in_group(0)
+            peer = self._peers.in_group(words[control.STATUS_PEER])
             calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
             fault = Fault(-1, encode(reports.mismatch_error(self._waits.configurations, *calls)))
         fault = replace(fault, is_unraised=is_unraised)
@@ -332,7 +336,8 @@ class Faults:
 
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
-        kind, overdue = words[control.STATUS_KIND], self._others.overdue
+        kind = words[control.STATUS_KIND]
+        overdue = self._others.overdue
         if kind == control.STATUS_RAIL and overdue is not None:
             return self.gone(overdue, words, lambda _: None)  # the peers have been told
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
@@ -410,7 +415,9 @@ class Faults:
 
     def meet_to_close(self) -> tuple[SymmoeError | None, bool]:
         """What :meth:`SymmetricHeap.close` raises, and whether all ranks have come to close."""
-        error, together, call = None, False, control.pack_call(phase=control.PHASE_CLOSE)
+        error = None
+        together = False
+        call = control.pack_call(phase=control.PHASE_CLOSE)
         try:
             self._streams.synchronize()
             if self.poison is None and self._words[control.STATUS_KIND] != control.STATUS_OK:

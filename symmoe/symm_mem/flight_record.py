@@ -31,7 +31,10 @@ _NAMES = {
 def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[str, Any]:
     """The record of an error that is about to be raised as a dict for JSON, with the last calls and the words of the
     status record. Reads the control block, on the current stream."""
-    now_ns, wall_s, calls, peers = time.monotonic_ns(), time.time(), waits.flight.calls, waits.peers
+    now_ns = time.monotonic_ns()
+    wall_s = time.time()
+    calls = waits.flight.calls
+    peers = waits.peers
     here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
     plan_epoch = next(
         (call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None

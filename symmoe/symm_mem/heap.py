@@ -100,7 +100,8 @@ class SymmetricHeap(HeapParts):
         PeerTimeout, PeerLost: a rank did not come, or has ended.
     """
 
-    timeout_s, start_timeout_s = _bound("timeout_s"), _bound("start_timeout_s")
+    timeout_s = _bound("timeout_s")
+    start_timeout_s = _bound("start_timeout_s")
 
     def __init__(
         self,
@@ -125,15 +126,14 @@ class SymmetricHeap(HeapParts):
 
     def _begin(self) -> None:
         """Sets what follows from the parts. Local."""
-        self.device, self.statistics, self.status = (
-            self.waits.device,
-            self.memory.statistics,
-            self.waits.status,
-        )
+        self.device = self.waits.device
+        self.statistics = self.memory.statistics
+        self.status = self.waits.status
         self.captured_reports: list[torch.Tensor] | None = None
         self.room_factor: float | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self._closed, self._plays = False, self._program_mode != "off"
+        self._closed = False
+        self._plays = self._program_mode != "off"
         self._status_words, self._report_rows = self.status.numpy(), self.waits.reports.numpy()
         self._may_run_programs = kernels.may_run_programs(self.device)
         constants = [self.peers.bases, self.count_peers.bases, *self.peers.views]
@@ -343,7 +343,8 @@ class SymmetricHeap(HeapParts):
 
     def await_report(self, plan: int) -> list[int]:
         """The report of the plan of this generation, int[SUMMARY_WORDS]; waits until the device has posted it."""
-        row, tag = self._report_rows[plan % control.REPORT_SLOTS], plan % 2**control.GENERATION_BITS
+        row = self._report_rows[plan % control.REPORT_SLOTS]
+        tag = plan % 2**control.GENERATION_BITS
         is_over = False
         for turn in itertools.count(1):
             words: list[int] = row.tolist()
@@ -479,7 +480,8 @@ class SymmetricHeap(HeapParts):
             return
         # On a heap on which nothing works any more, no call is worth waiting for.
         with self._access if self.faults.poison is None else nullcontext():
-            error, together = None, False
+            error = None
+            together = False
             try:
                 error, together = self.faults.meet_to_close()
                 errors.raise_for(error)
@@ -542,7 +544,9 @@ class FailPeersOnError:
     __slots__ = ("_epoch", "_heap", "_later_phase", "_phase")
 
     def __init__(self, heap: SymmetricHeap, phase: int, later_phase: int | None = None) -> None:
-        self._heap, self._phase, self._later_phase = heap, phase, later_phase
+        self._heap = heap
+        self._phase = phase
+        self._later_phase = later_phase
         self._epoch = heap.epoch
 
     def __enter__(self) -> None:
@@ -588,10 +592,14 @@ def _wait_in_build(
     assert current is not None
     if peer == BARRIER:
         shape: tuple[int, ...] = (heap.peers.num_ranks, control.NUM_PUBLISHED)
-        name, given, options = "barrier", publish, {"call": call, "fault": False}
+        name = "barrier"
+        given = publish
+        options = {"call": call, "fault": False}
     else:
         shape = (1,)
-        name, given, options = "wait_for_signal", peer, {"phase": call}
+        name = "wait_for_signal"
+        given = peer
+        options = {"phase": call}
     result = current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
     args = heap.peers, given, result, heap.status
     current.note(name, args, {"timeout_ns": 0, "nan_on_failure": nan_on_failure, **options})
@@ -615,7 +623,8 @@ def _wait(heap: SymmetricHeap, call: int, **options: Any) -> torch.Tensor:
 def _lease(
     heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
 ) -> Lease:
-    num_bytes, memory = dtype.itemsize * math.prod(shape), heap.memory
+    num_bytes = dtype.itemsize * math.prod(shape)
+    memory = heap.memory
     span = memory.take(num_bytes, name)
     if span is None:
         arena = memory.arena
@@ -642,7 +651,8 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
 def fixed_rows(heap: SymmetricHeap, factor: float, reports: list[torch.Tensor]) -> Iterator[None]:
     """In this context calls with exact capacity get room for `factor` times what recent ones needed, whether that is
     enough or not, and the host reads no plan: `reports` gets what it would have read. For captures."""
-    heap.captured_reports, heap.room_factor = reports, factor
+    heap.captured_reports = reports
+    heap.room_factor = factor
     try:
         yield
     finally:

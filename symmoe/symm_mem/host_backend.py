@@ -44,7 +44,8 @@ class HostBackend:
     suspend_problem = ""
 
     def __init__(self, bootstrap: Bootstrap, topology: Topology, num_bytes: int) -> None:
-        self.device, self._rank = torch.device("cpu"), topology.local_rank
+        self.device = torch.device("cpu")
+        self._rank = topology.local_rank
         files: dict[int, int] = {}
         try:
             namespace, ticket = bootstrap.attempt(

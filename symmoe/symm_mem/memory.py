@@ -47,7 +47,9 @@ class Arena:
     def __init__(self, start: int, end: int) -> None:
         start = aligned(start)
         self._end = end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-        self.capacity_bytes, self.used_bytes, self.high_water_bytes = end - start, 0, 0
+        self.capacity_bytes = end - start
+        self.used_bytes = 0
+        self.high_water_bytes = 0
         # (offset, size) of each free range.
         self._free: list[tuple[int, int]] = [(start, end - start)] if end > start else []
 
@@ -66,17 +68,16 @@ class Arena:
         """Same as :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
         span = self.take(num_bytes)
         if span is None and (more := source.take(num_bytes)) is not None:
-            self.capacity_bytes, self.used_bytes = (
-                self.capacity_bytes + more[1],
-                self.used_bytes + more[1],
-            )
+            self.capacity_bytes = self.capacity_bytes + more[1]
+            self.used_bytes = self.used_bytes + more[1]
             self.give_back(*more)
             span = self.take(num_bytes)
         return span
 
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
-        free, place = self._free, bisect(self._free, (offset, 0))
+        free = self._free
+        place = bisect(self._free, (offset, 0))
         self.used_bytes -= size
         if place and sum(free[place - 1]) == offset:
             place -= 1
@@ -88,7 +89,8 @@ class Arena:
 
     def clear(self) -> list[tuple[int, int]]:
         """Removes all free ranges from the arena; returns them as (offset, size)."""
-        spans, self._free = self._free, []
+        spans = self._free
+        self._free = []
         self.capacity_bytes -= sum(size for _, size in spans)
         return spans
 
@@ -112,7 +114,8 @@ def add_range(start: int, num_bytes: int) -> None:
     global _bounds
     with _lock:
         end = start + num_bytes
-        first, last = _bounds.searchsorted(start, "left"), _bounds.searchsorted(end, "right")
+        first = _bounds.searchsorted(start, "left")
+        last = _bounds.searchsorted(end, "right")
         # An odd position lies in a range, which then begins or ends this one.
         new = [bound for bound, position in ((start, first), (end, last)) if position % 2 == 0]
         _bounds = np.concatenate([_bounds[:first], np.array(new, np.int64), _bounds[last:]])
@@ -158,7 +161,8 @@ class Span:
 
     def release(self) -> None:
         """Gives the memory back."""
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is not None:
             memory.give_back(*self.place)
 
@@ -195,13 +199,20 @@ class Memory:
         fills: bool,
     ) -> None:
         own = peers.views[peers.rank]
-        self.peers, self.arenas, self.fills = peers, arenas, fills
-        self._start, self._end = peers.layout.num_bytes, own.numel()
+        self.peers = peers
+        self.arenas = arenas
+        self.fills = fills
+        self._start = peers.layout.num_bytes
+        self._end = own.numel()
         self.arena = Arena(self._start, self._end)
-        self.lock, self.statistics = threading.RLock(), HeapStatistics()
+        self.lock = threading.RLock()
+        self.statistics = HeapStatistics()
         self.dropped: deque[_Place] = deque()
-        self._access, self._order = access, order
-        self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
+        self._access = access
+        self._order = order
+        self._device = own.device
+        self.base = own.data_ptr()
+        self.is_closed = False
         add_range(self.base, own.numel())
         self._graph_arenas: dict[
             int, Arena
@@ -217,7 +228,8 @@ class Memory:
         with self.lock:
             if self.dropped:
                 self._take_back_dropped()
-            arena, order = self.arena, self._order
+            arena = self.arena
+            order = self._order
             if order is not None and (
                 capture := order.capture
             ):  # calls of a captured graph share spans
@@ -248,7 +260,8 @@ class Memory:
             return
         with self.lock:
             self._live.pop(span[0], None)
-            order, is_of_graph = self._order, arena is not self.arena
+            order = self._order
+            is_of_graph = arena is not self.arena
             if order is not None and (
                 is_of_graph or not order.capture
             ):  # a capture begins after earlier work
@@ -311,7 +324,8 @@ class Memory:
         start_s = time.monotonic()
         gc.collect()
         end_s = time.monotonic()
-        self._fruitless, self._next_search_s = leases, end_s + _SEARCH_WORTH * (end_s - start_s)
+        self._fruitless = leases
+        self._next_search_s = end_s + _SEARCH_WORTH * (end_s - start_s)
         return True
 
     @property
@@ -381,10 +395,14 @@ class Lease:
         num_bytes: int,
         start_bytes: int = 0,  # in the span
     ) -> None:
-        self.name, self.generation = span.name, span.generation
+        self.name = span.name
+        self.generation = span.generation
         self.offset = span.place[1][0] + start_bytes
-        self.shape, self.dtype, self.num_bytes = shape, dtype, num_bytes
-        self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
+        self.shape = shape
+        self.dtype = dtype
+        self.num_bytes = num_bytes
+        self._bytes = slice(self.offset, self.offset + num_bytes)
+        self._span = span
         self._address = memory.base + self.offset
         self._memory: Memory | None = memory
 
@@ -471,7 +489,8 @@ class Leases:
 
     def take(self, things: list[Any]) -> bool:
         """Takes all, each for its slot. False: the heap lacks the memory, and nothing has been taken."""
-        memory, taken = self.memory, list[Span]()
+        memory = self.memory
+        taken = list[Span]()
         for part in self.spans:
             span = memory.take(part.num_bytes, part.name)
             if span is None:
@@ -524,7 +543,8 @@ def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], in
     """Where leases have their places in one span, and its bytes. Where one ends before another begins, they may have
     the same memory, if they may overlap."""
     arena = Arena(0, sys.maxsize)
-    spans, parts = dict[int, tuple[int, int]](), list[_Part]()
+    spans = dict[int, tuple[int, int]]()
+    parts = list[_Part]()
     for call in events:
         if call.function is not _RELEASE:
             part = _part_of(call)
@@ -540,7 +560,8 @@ def lease_in_build(
     heap: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
 ) -> Lease:
     """Stands for the lease that a heap takes with these arguments."""
-    current, num_bytes = builder(), dtype.itemsize * math.prod(shape)
+    current = builder()
+    num_bytes = dtype.itemsize * math.prod(shape)
     assert current is not None
     # Its offset is that of a symbolic address; nothing is given back.
     memory: Any = SimpleNamespace(

@@ -61,13 +61,12 @@ class NvshmemBackend:
     they lie at addresses of our own, if possible; on several at those of NVSHMEM, by which NICs know the memory."""
 
     def __init__(self, bootstrap: Bootstrap, topology: Topology, num_bytes: int) -> None:
-        self.device, self._topology = torch.device("cuda", torch.cuda.current_device()), topology
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._topology = topology
         self._num_bytes, self._num_machines = num_bytes, self._check_peers(bootstrap)
-        self.bases, self._own, self.suspend_problem = (
-            self._start(bootstrap),
-            list[OwnAddresses](),
-            "",
-        )
+        self.bases = self._start(bootstrap)
+        self._own = list[OwnAddresses]()
+        self.suspend_problem = ""
         if topology.num_nodes == 1:
             try:
                 for base in self.bases:
@@ -84,8 +83,11 @@ class NvshmemBackend:
         import nvshmem.core as core
         from cuda.core import Device
 
-        self._bindings, self._core, num_bytes = bindings, core, self._num_bytes
-        rank, ranks = self._topology.local_rank, self._topology.ranks
+        self._bindings = bindings
+        self._core = core
+        num_bytes = self._num_bytes
+        rank = self._topology.local_rank
+        ranks = self._topology.ranks
         torch.zeros(1, device=self.device)  # creates the primary context
         device = Device(self.device.index)
         device.set_current()

@@ -215,7 +215,8 @@ class Configurations:
             return ConfigMismatch(
                 f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}"
             )
-        here, there = self._fields(number), self._fields(other)
+        here = self._fields(number)
+        there = self._fields(other)
         name = next((name for name in here if name in there and here[name] != there[name]), None)
         if name is None:
             return ConfigMismatch(
@@ -259,14 +260,17 @@ def plan_record(report: list[int]) -> list[int]:
 
 def plan_error(words: list[int]) -> SymmoeError:
     """The error of a status record of kind STATUS_PLAN; the same on every rank."""
-    code, rank = words[control.STATUS_EPOCH], words[control.STATUS_PEER]
-    limit, value = words[control.STATUS_EXPECTED], words[control.STATUS_SEEN]
+    code = words[control.STATUS_EPOCH]
+    rank = words[control.STATUS_PEER]
+    limit = words[control.STATUS_EXPECTED]
+    value = words[control.STATUS_SEEN]
     where = words[control.STATUS_WHERE]
     if code == control.PLAN_FAULT:
         return SymmoeError("the plan failed on another rank")
     if code == control.PLAN_MISMATCH:
         field = control.AGREED_FIELDS[where]
-        zero, mine = _header_value(where, limit), _header_value(where, value)
+        zero = _header_value(where, limit)
+        mine = _header_value(where, value)
         return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
     if code == control.PLAN_BAD_ID:
         return ExpertIdError(
@@ -285,7 +289,8 @@ def mismatch_error(
     configurations: Configurations, first: int, call: int, peer: int, other_call: int
 ) -> ConfigMismatch:
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
-    zero, other = control.unpack_call(call), control.unpack_call(other_call)
+    zero = control.unpack_call(call)
+    other = control.unpack_call(other_call)
     here, there = (control.PHASES[each["phase"]] for each in (zero, other))
     if here != there:
         return ConfigMismatch(
@@ -318,9 +323,7 @@ def _header_value(word: int, value: int) -> str:
     if word in _HEADER_NAMES:
         return _HEADER_NAMES[word][value]
     if word == control.HEAD_PRECISION:
-        name, options = (
-            control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1],
-            value >> control.PRECISION_BITS,
-        )
+        name = control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1]
+        options = value >> control.PRECISION_BITS
         return f"{name} with options {options:#x}" if options else name
     return str(value)

@@ -13,7 +13,8 @@ from functools import partial
 
 # Calls of a window, and windows: what is larger than all calls of these have needed is given up. A call looks at
 # windows only, because it must be quick.
-_WINDOW, _NUM_WINDOWS = 32, 4
+_WINDOW = 32
+_NUM_WINDOWS = 4
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
 _DEVIATIONS = 4  # and so many square roots more by chance, if tokens choose independently
 _BITS = 5  # room is rounded up to so many significant bits, so that sizes repeat

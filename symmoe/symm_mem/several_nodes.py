@@ -83,22 +83,31 @@ class RemoteNodes(NoRemoteNodes):
         channel: ControlChannel,
         payload: Payload,
     ) -> None:
-        self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
-        self.channel, self.payload, self.turn = channel, payload, access
-        self._waits, self._peers, self._streams = waits, waits.peers, streams
-        self._counters, self._phase = waits.peers.counters(waits.peers.rank), control.PHASE_START
+        self.topology = topology
+        self.maps = make_rank_maps(topology, waits.device)
+        self.channel = channel
+        self.payload = payload
+        self.turn = access
+        self._waits = waits
+        self._peers = waits.peers
+        self._streams = streams
+        self._counters = waits.peers.counters(waits.peers.rank)
+        self._phase = control.PHASE_START
         self.rail_rows: list[int] = []
         self._known_calls: set[int] = set()  # others may take start_timeout_s
-        self._is_first, self._has_said = True, False
-        self._ends, self._waits_since = (
-            threading.Event(),
-            math.inf,
-        )  # when the host has begun to wait for other nodes
-        self._exchange, self._begun_s, self._is_marked = 0, 0.0, False  # as _look has seen it
-        self._branch, self._is_moving = Branch(streams.rail_stream), False
+        self._is_first = True
+        self._has_said = False
+        self._ends = threading.Event()
+        self._waits_since = math.inf  # when the host has begun to wait for other nodes
+        self._exchange = 0
+        self._begun_s = 0.0
+        self._is_marked = False  # as _look has seen it
+        self._branch = Branch(streams.rail_stream)
+        self._is_moving = False
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
-            word, self._fault = self._counters[_WORD], self._counters[control.RAIL_FAULT :][:1]
+            word = self._counters[_WORD]
+            self._fault = self._counters[control.RAIL_FAULT :][:1]
             self._heard = torch.zeros(
                 (topology.num_nodes, len(word)), dtype=torch.int64, device=waits.device
             )
@@ -239,10 +248,8 @@ class RemoteNodes(NoRemoteNodes):
         self, call: int, sizes: int = 0, rail_rows: int | None = None
     ) -> Fault | Report | None:
         kind = call & ALL_BUT_PLAN
-        self._phase, self._is_first = (
-            call & 0xFF,
-            self._waits.compiles and kind not in self._known_calls,
-        )
+        self._phase = call & 0xFF
+        self._is_first = self._waits.compiles and kind not in self._known_calls
         self.channel.announce(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows or 0))
         headers = self._hear()
         if isinstance(headers, Report):
@@ -268,17 +275,16 @@ class RemoteNodes(NoRemoteNodes):
     def tell(self, fault: Fault) -> Fault | Report:
         if not self._has_said:
             self.say(fault)
-        self._has_said, self._is_first = False, self._waits.compiles and not self._known_calls
+        self._has_said = False
+        self._is_first = self._waits.compiles and not self._known_calls
         headers = self._hear()
         return headers if isinstance(headers, Report) else _first_fault(headers) or fault
 
     def has_said_why(self, peer: int) -> bool:
         """See NoRemoteNodes. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
-        own_mailbox, deadline = (
-            self._peers.mailbox(self._peers.rank),
-            time.monotonic() + self._bound_s,
-        )
+        own_mailbox = self._peers.mailbox(self._peers.rank)
+        deadline = time.monotonic() + self._bound_s
         self.channel.announce_once(WAITS)
         while True:
             with self._streams.at_once():
@@ -315,7 +321,8 @@ class RemoteNodes(NoRemoteNodes):
         self.faults = weakref.proxy(
             faults
         )  # which has this: a cycle would keep the memory of a heap that is dropped
-        ended, reference = self._ends, weakref.ref(self)
+        ended = self._ends
+        reference = weakref.ref(self)
 
         def run() -> None:
             try:
@@ -351,7 +358,8 @@ class RemoteNodes(NoRemoteNodes):
             self.payload.bound_s,
         )
         if begun != self._exchange:
-            self._exchange, self._begun_s = begun, now
+            self._exchange = begun
+            self._begun_s = now
         is_moving = begun > ended
         since = min(now, self._waits_since, self._begun_s if is_moving else now)
         is_long = now - since > min(_LONG_S, bound_s / 8)
@@ -378,7 +386,8 @@ class RemoteNodes(NoRemoteNodes):
         who is behind, of several the first. is_lost: whether the network says that a connection has closed."""
         assert self.payload.progress is not None
         self.channel.announce_once(COUNTED, sum(self.payload.progress.tolist()))
-        counted, deadline = self.channel.counted, time.monotonic() + ANSWER_S
+        counted = self.channel.counted
+        deadline = time.monotonic() + ANSWER_S
         while True:
             lost, gave_up = self.channel.look()
             is_known = gave_up or lost or len(counted) == 1 or min(counted.values()) >= 0
@@ -419,7 +428,8 @@ class RemoteNodes(NoRemoteNodes):
         """Of that node, or what one has said that gave up."""
         if gave_up is not None:
             return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
-        rank, number = self.topology.rail[node], self.channel.number
+        rank = self.topology.rail[node]
+        number = self.channel.number
         return Report(
             "", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost)
         )
@@ -462,10 +472,8 @@ def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
         for ranks in topology.nodes
         if rank in ranks
     ]
-    bases, views = (
-        peers.bases[torch.tensor(local, device=peers.bases.device)],
-        [peers.views[rank] for rank in local],
-    )
+    bases = peers.bases[torch.tensor(local, device=peers.bases.device)]
+    views = [peers.views[rank] for rank in local]
     return control.Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
 
 

@@ -54,19 +54,22 @@ class HeapParts:
         ranks_per_node: int | None,
     ) -> None:
         _warn_of_missing_group(group)
-        self.num_bytes, self.backend, self.backend_reason = num_bytes, backend, "asked for"
+        self.num_bytes = num_bytes
+        self.backend = backend
+        self.backend_reason = "asked for"
         if backend == "auto":
             has_gpu = torch.cuda.is_available()
             seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
-            self.backend, self.backend_reason = (
-                "nvshmem" if has_gpu else "host",
-                f"auto: torch sees {seen}",
-            )
+            self.backend = "nvshmem" if has_gpu else "host"
+            self.backend_reason = f"auto: torch sees {seen}"
         # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of peers.
         is_usable = _timeout_problem("start_timeout_s", start_timeout_s) is None
         start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
-        self.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
-        self.rank, self.num_ranks, is_on_host = whole.rank, whole.num_ranks, self.backend == "host"
+        self.bootstrap = Bootstrap(group)
+        whole = Bootstrap(group, start_s)
+        self.rank = whole.rank
+        self.num_ranks = whole.num_ranks
+        is_on_host = self.backend == "host"
         timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         self._program_mode, fills = whole.attempt(
             partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts)
@@ -87,13 +90,16 @@ class HeapParts:
             whole.attempt(partial(find_place, gpu)).domain
         )  # by rank, whose memory it can reach
         self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
-        node, is_single = topology.ranks, topology.num_nodes == 1
+        node = topology.ranks
+        is_single = topology.num_nodes == 1
         logger.info("rank %d: backend %s (%s)", whole.rank, self.backend, self.backend_reason)
         backend_class = host_backend.HostBackend if is_on_host else nvshmem_backend.NvshmemBackend
         self._arenas = arenas = backend_class(whole, topology, num_bytes)
-        device, views = arenas.device, tuple(make() for make in arenas.arenas)
+        device = arenas.device
+        views = tuple(make() for make in arenas.arenas)
         bases = torch.tensor(arenas.bases, dtype=torch.int64, device=device)
-        layout, group_ranks = ControlLayout(len(node), whole.num_ranks), () if is_single else node
+        layout = ControlLayout(len(node), whole.num_ranks)
+        group_ranks = () if is_single else node
         self.peers = peers = Peers(
             topology.local_rank, len(node), bases, views, layout, group_ranks
         )
@@ -104,12 +110,11 @@ class HeapParts:
         self.one_call: AbstractContextManager[None] = (
             OneCall(access, self.memory.lock, order) if order else access
         )
-        self.configurations, self.row_histories = (
-            Configurations(whole),
-            defaultdict[Hashable, RowHistory](RowHistory),
-        )
+        self.configurations = Configurations(whole)
+        self.row_histories = defaultdict[Hashable, RowHistory](RowHistory)
         self.waits = Waits(peers, self.configurations, timeout_s, start_timeout_s)
-        self.nodes, self.count_peers = None, peers
+        self.nodes = None
+        self.count_peers = peers
         if not is_single:
             from symmoe.symm_mem import several_nodes
 

@@ -40,7 +40,8 @@ class Branch:
     """A stream that leaves the current one and comes back to it. Without a stream, it changes no order."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream, self._was_entered = stream, False
+        self._stream = stream
+        self._was_entered = False
 
     def point(self) -> torch.cuda.Event | None:
         """A point after all work of the current stream so far; inside of :meth:`after`, of the branch."""
@@ -135,7 +136,8 @@ class StreamOrder:
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
-        order, stream = self._notice_stream(), current_stream(self._device.index)
+        order = self._notice_stream()
+        stream = current_stream(self._device.index)
         if stream != order.last:
             self._wait_for(order.last_mark)
             order.last = stream
@@ -181,7 +183,9 @@ class StreamOrder:
 
     def taken(self, span: tuple[int, int]) -> None:
         """The current stream is about to use (offset, size): waits for other streams that used it."""
-        order, start, end = self._notice_stream(), span[0], sum(span)
+        order = self._notice_stream()
+        start = span[0]
+        end = sum(span)
         if order.last_mark is None:
             return
         left = []
@@ -227,7 +231,9 @@ class NoStreams:
     """What callers ask of StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = rail_stream = None
-    capture, raises_at_once, eager_thread = 0, True, 0
+    capture = 0
+    raises_at_once = True
+    eager_thread = 0
     at_once = nullcontext
     is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
@@ -250,7 +256,8 @@ def capture_id(device: torch.device) -> int:
     """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    status = ctypes.c_int()
+    number = ctypes.c_ulonglong()
     asked = current_stream(device.index), ctypes.byref(status), ctypes.byref(number)
     driver = _driver()
     driver.check(driver.library().cuStreamGetCaptureInfo(*asked), "cuStreamGetCaptureInfo")
@@ -268,7 +275,8 @@ class Access:
 
     def __init__(self) -> None:
         self.is_given = self.is_open = True
-        self._pid, self._turn = os.getpid(), threading.RLock()
+        self._pid = os.getpid()
+        self._turn = threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
         # To ask for the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
@@ -321,7 +329,9 @@ class OneCall:
     streams, which the lock guards. (On CPUs Access itself is it.)"""
 
     def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder) -> None:
-        self._access, self._memory, self._streams = access, memory, streams
+        self._access = access
+        self._memory = memory
+        self._streams = streams
         self._depth = 0  # parts of a call have their place with it
 
     def __enter__(self) -> None:

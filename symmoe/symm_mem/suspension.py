@@ -28,7 +28,8 @@ def _problem(heap: HeapParts) -> SymmoeError | None:
 
 def give_back(heap: HeapParts) -> None:
     """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective."""
-    group, is_agreed = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), False
+    group = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND)
+    is_agreed = False
     heap._access.is_open = False  # no thread makes a lease any more
     try:
         group.agree(_problem(heap))  # then what peers had launched is done, too
@@ -44,7 +45,8 @@ def give_back(heap: HeapParts) -> None:
 
 def bring_back(heap: HeapParts) -> None:
     """Makes the arenas what they were, without the rows. Collective."""
-    group, poison = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND), heap.faults.poison
+    group = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND)
+    poison = heap.faults.poison
     group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
     heap._arenas.resume(group)
     heap.peers.control_block.copy_(heap._kept)

@@ -40,7 +40,8 @@ class StartupGrace:
     """
 
     def __init__(self, num_compiled: Callable[[], int]) -> None:
-        self._num_compiled, self._num_ready = num_compiled, 0
+        self._num_compiled = num_compiled
+        self._num_ready = 0
         self._last: Kind = (0, BARRIER)
         self._stretches: set[tuple[Kind, Kind]] = set()  # (a wait, the next wait)
         self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or BARRIER)
@@ -51,8 +52,10 @@ class StartupGrace:
         """Notes a barrier that is about to be entered, or a wait for a peer's signal after that of this epoch, and says
         whether it is a first wait. fault: whether this rank's arguments are wrong; then `call` (control.pack_call) has
         only the phase."""
-        last, phase = self._last, call & 0xFF
-        before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
+        last = self._last
+        phase = call & 0xFF
+        before = self._num_ready
+        self._num_ready = len(sys.modules) + self._num_compiled()
         first = before != self._num_ready
         if fault:
             first |= not any(
@@ -127,8 +130,11 @@ class Waits:
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        self.peers = peers
+        self.configurations = configurations
+        self.device = peers.bases.device
         self.kernels = kernels.kernel_getter(self.device)
         is_pinned = self.device.type == "cuda"
         self.status = torch.zeros(
@@ -140,7 +146,9 @@ class Waits:
             device="cpu",
             pin_memory=is_pinned,
         )
-        self.flight, self.compiles, self.is_inside = FlightRing(), True, False
+        self.flight = FlightRing()
+        self.compiles = True
+        self.is_inside = False
         self.startup_grace = StartupGrace(kernels.compiled_counter(self.device))
 
     def wait(
@@ -193,7 +201,8 @@ class Waits:
         """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
         nanoseconds, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
-        flight, bound_s = self.flight, self.timeout_s
+        flight = self.flight
+        bound_s = self.timeout_s
         flight.epoch += peer == BARRIER
         flight.num_launched += 1
         noted = [flight.num_launched, flight.epoch, call, peer, time.monotonic_ns(), None]

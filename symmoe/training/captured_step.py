@@ -135,7 +135,8 @@ class _Replay:
     def __init__(self, owner: CapturedStep[Any], given: Tree) -> None:
         self._inputs = [tensor.clone() for tensor in given.tensors]
         static = Tree(given.with_tensors(self._inputs))
-        self._states, self._parameters = owner.modules.states(), owner.modules.parameters
+        self._states = owner.modules.states()
+        self._parameters = owner.modules.parameters
         self._saved = [torch.empty_like(state) for state in self._states]
         self.outcome = torch.ones(
             2, dtype=torch.int32, device=owner.device
@@ -155,10 +156,8 @@ class _Replay:
             torch.clear_autocast_cache()
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
-                fits, is_right = (
-                    torch.cat(errors) != control.PLAN_OVER_BUDGET,
-                    torch.cat(errors) == control.PLAN_OK,
-                )
+                fits = torch.cat(errors) != control.PLAN_OVER_BUDGET
+                is_right = torch.cat(errors) == control.PLAN_OK
                 self.outcome.copy_(torch.stack([fits.all(), (is_right | ~fits).all()]))
             agree()
 
@@ -211,7 +210,9 @@ class CapturedStep(Generic[R]):
     def __init__(
         self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int
     ) -> None:
-        self.step, self.room, self._num_eager = step, room, num_eager
+        self.step = step
+        self.room = room
+        self._num_eager = num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
         self._signature = inspect.signature(step)

@@ -79,7 +79,8 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     def compare(*_: Any) -> None:
         while watched:
             its = watched.pop()
-            layers, sums = _layers(its), [*before, *_checksums(its, given)]
+            layers = _layers(its)
+            sums = [*before, *_checksums(its, given)]
             are_reduced = any(layer.expert_data_parallel.are_reduced for layer in layers)
             for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
                 warn(text)

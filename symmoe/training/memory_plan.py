@@ -102,11 +102,10 @@ def plan_memory(
     config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
-    experts, top_k = config.num_experts, config.top_k
-    rows, packed_rows = (
-        num_ranks * num_tokens * min(top_k, experts // num_ranks),
-        num_ranks * num_tokens,
-    )  # "worst"
+    experts = config.num_experts
+    top_k = config.top_k
+    rows = num_ranks * num_tokens * min(top_k, experts // num_ranks)
+    packed_rows = num_ranks * num_tokens  # "worst"
     if routing == "uniform":
         rows = num_tokens * top_k
         packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
@@ -146,7 +145,8 @@ class _Memory(TorchFunctionMode):
 
     def __init__(self, heap: DryHeap) -> None:
         super().__init__()
-        self._heap, self.spent = heap, 0
+        self._heap = heap
+        self.spent = 0
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -156,7 +156,8 @@ class _Memory(TorchFunctionMode):
             return args[0]
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in given:
-            storage, events = result.untyped_storage(), self._heap.events
+            storage = result.untyped_storage()
+            events = self._heap.events
             if storage.nbytes() < ENDLESS_BYTES:  # or it is an arena, of which leases are parts
                 events.append((storage.nbytes(), key))
                 weakref.finalize(storage, events.append, (None, key))
@@ -180,11 +181,9 @@ def _dry_call(
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
         room = history.room(num_tokens, config.max_row_budget)
-        x, dy, weight = (
-            empty(num_tokens, dtype),
-            empty(num_tokens, dtype),
-            empty(config.num_experts, torch.float32),
-        )
+        x = empty(num_tokens, dtype)
+        dy = empty(num_tokens, dtype)
+        weight = empty(config.num_experts, torch.float32)
         with _Memory(heap) as memory:
             rule = (config.router or RouterConfig()).rule
             routed = route_tokens(Route(x, weight, None, None, config.top_k, rule))
@@ -194,7 +193,8 @@ def _dry_call(
             y = expert_parallel_mlp(
                 x, routed.probs, experts, plan, out_shape=None, **routed_experts.words
             )
-            node, num_forward = cast(Any, y.grad_fn), len(heap.events)
+            node = cast(Any, y.grad_fn)
+            num_forward = len(heap.events)
             kept = {
                 storage_of(t): t.untyped_storage().nbytes()
                 for t in (*vars(plan).values(), *node.saved_tensors)
@@ -202,7 +202,9 @@ def _dry_call(
                 and not isinstance(t, nn.Parameter)
                 and not heap.owns(t)
             }
-            h, scores, _kept_y = node.saved_tensors[2], routed.scores, y.detach()
+            h = node.saved_tensors[2]
+            scores = routed.scores
+            _kept_y = y.detach()
             memory.spent = 0 if h is None else storage_of(h)
             del routed, h
             # Not `y.backward`: autograd would start threads, after which a process should not fork.

@@ -19,7 +19,8 @@ from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, ove
 
 # Measured on H100s (docs/decisions/0007-rows-under-gemms.md).
 _RAIL_DURING_GEMM = 1.2  # times as long rows are on rails
-_FIXED_S, _TOKEN_S = 375e-6, 20e-9  # of launches, the router and the plan
+_FIXED_S = 375e-6
+_TOKEN_S = 20e-9  # of launches, the router and the plan
 _WEIGHTS_SEEN = 0.5  # of the time of their bytes; fitted to eight steps
 
 
@@ -113,7 +114,9 @@ def plan_network(
                 f"num_expert_groups ({num_groups}) must divide {name} ({parts}), or be divisible by it: the model "
                 "knows no groups that share a rank or a node in part"
             )
-    rates, per_node, nic = rates_of(H200, config.precision), num_ranks // num_nodes, nic_gbs * 1e9
+    rates = rates_of(H200, config.precision)
+    per_node = num_ranks // num_nodes
+    nic = nic_gbs * 1e9
     of_rank, of_node = (
         chance_of_part(config.num_experts, parts, config.top_k, num_groups, router.topk_groups)
         for parts in (num_ranks, num_nodes)
@@ -168,9 +171,11 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
     are sent, placed and summed are read and written once more; rails are slower while GEMMs run; half a tile of each
     expert is computed for nothing; a part of what weights and their gradients take to be read and written; router, plan
     and launches."""
-    chosen, own = overlap(sizes, H200_SMS, rates), 1 / sizes.num_nodes
+    chosen = overlap(sizes, H200_SMS, rates)
+    own = 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
-    rail_s, tokens_bytes = sizes.rail_bytes / rail_rate, sizes.row_bytes / sizes.top_k
+    rail_s = sizes.rail_bytes / rail_rate
+    tokens_bytes = sizes.row_bytes / sizes.top_k
     own_s, others_s = (
         (share * sizes.row_bytes * sizes.is_expert_major + rows_bytes) / rates.memory_bytes
         for share, rows_bytes in ((own, tokens_bytes), (1 - own, sizes.rail_bytes))
@@ -183,10 +188,8 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
 
     def dispatch_s(flops: float, division: Division | None, row_bytes: int | None) -> float:
         on_rails_s = sizes.sent_share(row_bytes) * rail_s
-        taken_s, link_s = (
-            2 * sizes.rail_bytes / rates.memory_bytes,
-            sizes.push(row_bytes).push_bytes / rates.link_bytes,
-        )
+        taken_s = 2 * sizes.rail_bytes / rates.memory_bytes
+        link_s = sizes.push(row_bytes).push_bytes / rates.link_bytes
         if division is None:
             return on_rails_s + own_s + others_s + taken_s + link_s + gemm_s(flops)
         first_s = own_s + max(_RAIL_DURING_GEMM * on_rails_s - own_s, gemm_s(own * flops, division))
@@ -206,7 +209,8 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
         first_s = gemm_s((1 - own) * flops) + (1 - own) * read_s
         return first_s + max(_RAIL_DURING_GEMM * rail_s, meanwhile_s) + home_s + 2 * rates.launch_s
 
-    product, fc1 = sizes.product_flops, sizes.fc1_flops
+    product = sizes.product_flops
+    fc1 = sizes.fc1_flops
     weight_bytes = (
         sizes.num_experts
         / sizes.num_ranks

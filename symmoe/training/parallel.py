@@ -79,10 +79,8 @@ def parallelize(
     # The router computes in fp32 and takes tokens of any dtype; the layer's second output is an fp32 loss.
     of_router = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     of_experts = dataclasses.replace(mp_policy, output_dtype=None)
-    expert_mesh, shard = (
-        mesh[replicas],
-        partial(fully_shard, reshard_after_forward=reshard_after_forward),
-    )
+    expert_mesh = mesh[replicas]
+    shard = partial(fully_shard, reshard_after_forward=reshard_after_forward)
     placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
     for layer in shard_experts(model, mesh[EP]):
         if layer.router is not None:
@@ -163,7 +161,8 @@ def _replica_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
-    heap, linear = layer.heap, layer.experts.fc1
+    heap = layer.heap
+    linear = layer.experts.fc1
     if (heap.num_ranks, heap.rank) != (ep_mesh.size(), ep_mesh.get_local_rank()):
         raise ArgumentError(
             f"the heap's group has {heap.num_ranks} ranks and this is rank {heap.rank}; '{EP}' of the mesh has "

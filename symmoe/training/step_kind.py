@@ -87,7 +87,8 @@ class Tree:
     def __init__(self, values: dict[str, object], device: torch.device | None = None) -> None:
         self.tensors: list[torch.Tensor] = []  # in the values, each once
         self.paths: list[str] = []  # where they are
-        self._values, self._device = values, device
+        self._values = values
+        self._device = device
         self._numbers: dict[int, int] = {}
         tokens: list[Hashable] = []
         for path, value in values.items():
@@ -173,7 +174,9 @@ class Modules:
     listeners, or what the step itself sets, were found to be others."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self.num_looks, self._num_replaced = model, 0, 0
+        self._model = model
+        self.num_looks = 0
+        self._num_replaced = 0
         self._own: dict[tuple[int, str], object] = {}  # attributes that the step itself sets
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id, which no other gets as long as they are here
@@ -188,10 +191,8 @@ class Modules:
         """The number of what decides the step, but for where tensors lie."""
         if self._are_others() or sum(map(len, self._vars)) != self._num_attributes:
             self._look()
-        trained, values = (
-            list(map(_TRAINED, self.parameters)),
-            [d.get(name) for d, name in self._public],
-        )
+        trained = list(map(_TRAINED, self.parameters))
+        values = [d.get(name) for d, name in self._public]
         tensors = self._tensors()
         places = [
             list(map(of, tensors))
@@ -206,7 +207,9 @@ class Modules:
         if torch.Tensor in map(type, values) or [hooks for _, *hooks in trained] != self._hooks:
             self._look()
             return self.settings()
-        self._trained, self._values, self.places = trained, values, places
+        self._trained = trained
+        self._values = values
+        self.places = places
         tokens = [
             (type(value), repr(value) if type(value) in _CONSTANTS else id(value))
             for value in values
@@ -315,10 +318,8 @@ class Modules:
             *(vars(module)[name] for module in modules for name in _TABLES if name in vars(module)),
             *(table for table in chain.from_iterable(self._hooks) if table is not None),
         ]
-        self._full, self._empty = (
-            [table for table in tables if table],
-            [table for table in tables if not table],
-        )
+        self._full = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
         self._entries = list(chain.from_iterable(map(dict.values, self._full)))
         self._vars = list(map(vars, modules))
         self._num_attributes = sum(map(len, self._vars))
@@ -346,7 +347,9 @@ class Modules:
         self.sharded: list[Any] = [
             parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
         ]
-        self.places, self._trained, self._values = [], [], []  # unknown
+        self.places = []
+        self._trained = []
+        self._values = []  # unknown
 
 
 def _is_same(old: object, new: object) -> bool:
