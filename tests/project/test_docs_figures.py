@@ -201,3 +201,28 @@ def test_every_error_that_is_raised_has_its_section():
     raised = classes - {base for c in classes for base in c.__bases__} | {errors.ArgumentError}
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     assert {c.__name__ for c in raised} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
+
+
+def wrong_places(page: str) -> list[str]:
+    """Rows of the table of changes that do not list the files with the word of the row, and tests that exist."""
+    table = page.split("## Where to change what")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| a")]
+    wrong = []
+    for change, word, package, tests in rows:
+        listed = set(re.findall(r"`([\w/]+\.py)`", package))
+        found = {
+            path.relative_to(ROOT / "symmoe").as_posix()
+            for path in (ROOT / "symmoe").rglob("*.py")
+            if word.strip() and word.strip(" `") in path.read_text(encoding="utf-8")
+        }
+        paths = [ROOT / "tests" / path for path in re.findall(r"`([\w/]+\.py)`", tests)]
+        if found != listed or not paths or not all(path.exists() for path in paths):
+            wrong.append(change.strip())
+    return wrong
+
+
+def test_the_table_of_changes_lists_the_files_of_what_exists():
+    page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    assert wrong_places(page) == []
+    changed = page.replace("`kernels/twin/route.py`, ", "").replace("trip_checks.py", "trips.py")
+    assert wrong_places(changed) == ["a router score", "an order of sums"]  # negative control

@@ -1,7 +1,7 @@
 """The bounds of size: statements of a folder, crowded folders and classes, and how far one step goes through the
-package. `make lint` prints them. BUDGETS has the bound and, where the code is still beyond it, what has been reached and 2 %
-of room for a contribution. A test fails if anything grows beyond the larger of the two. Whoever makes something smaller
-lowers its second number.
+package. `make lint` prints them. BUDGETS has the bound and, where the code is still beyond it, what has been reached
+and 2 % of room for a contribution. A test fails if anything grows beyond the larger of the two. Whoever makes
+something smaller lowers its second number.
 
 A statement is a node `ast.stmt` that is no docstring: formatting does not change their number."""
 
