@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -125,6 +126,36 @@ EXTRAS = {  # by module, a package that it imports, and the extra that brings th
     "integrations.transformers.registry": ("transformers", "transformers"),
     "integrations.transformers.trainer": ("transformers", "transformers"),
 }
+
+
+def public_names() -> dict[str, list[str]]:
+    """By module: the names in its `__all__`, or else those of the functions and classes that it defines."""
+    import symmoe
+
+    modules = [symmoe, *(getattr(symmoe, name) for name in symmoe._PACKAGES)]
+    tree = {}
+    for module in modules:
+        own = [
+            name
+            for name, value in vars(module).items()
+            if name[0] != "_" and getattr(value, "__module__", None) == module.__name__
+        ]
+        tree[module.__name__] = sorted(getattr(module, "__all__", own))
+    return tree
+
+
+def test_the_tree_of_public_names():
+    """Prints it: `pytest -s -k tree_of_public_names`. A name means one thing wherever it stands."""
+    tree = public_names()
+    for module, names in tree.items():
+        print(module, *names, sep="\n  ")
+    assert len(tree["symmoe"]) == 16
+    meanings: dict[str, set[int]] = {}
+    for module, names in tree.items():
+        for name in names:
+            value = getattr(importlib.import_module(module), name)
+            meanings.setdefault(name, set()).add(id(value))
+    assert [name for name, values in meanings.items() if len(values) > 1] == []
 
 
 def test_a_missing_package_is_named_with_its_extra():
