@@ -65,14 +65,13 @@ class SymmetricHeap(HeapParts):
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf means no bound.
         start_timeout_s: bound, if longer, of waits for a peer that may be doing one-time work: during construction, and
-            on GPUs in the first calls of each kind, for which ranks compile kernels.
+            on GPUs in the first calls of each kind, which compile kernels.
         ranks_per_node: number of ranks that share memory; the others are reached over the network. None: all ranks on
             one machine, or in one NVLink domain. It may split these into nodes, for trials, but joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when a barrier's error is raised
     (docs/reliability.md). `SYMMOE_PROGRAMS=off` disables programs (docs/design/programs.md). With
-    `SYMMOE_FILL_MEMORY=1`, leases and memory of programs start as NaN (docs/troubleshooting.md). The constructor reads
-    all three.
+    `SYMMOE_FILL_MEMORY=1`, leases and memory of programs start as NaN (docs/troubleshooting.md). All are read here.
 
     Attributes:
         rank, num_ranks: this rank in the group, and the group's size.
@@ -462,8 +461,7 @@ class SymmetricHeap(HeapParts):
         """Ends the heap: collective, idempotent, synchronises. Waits for the peers at most `timeout_s`.
 
         After a timeout (even of this call) or an abort it is local. The arena is zeroed and freed; NVSHMEM frees only
-        collectively, otherwise the end of the process frees the memory. Tensors over the arena must not be used
-        afterwards.
+        collectively, otherwise the memory goes with the process. Tensors over the arena must not be used afterwards.
 
         Does nothing in a fork of the heap's process: the arena belongs to that process.
 

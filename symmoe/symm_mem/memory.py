@@ -251,8 +251,7 @@ class Memory:
             return self.arena.largest_free_bytes < num_bytes
 
     def give_back(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
-        """Frees (offset, size), with which the current stream is done; was_dropped: any stream may have used it
-        last."""
+        """Frees (offset, size) after the current stream's use; was_dropped: after the use of any stream."""
         if not self._access.is_given:
             return
         with self.lock:
@@ -312,9 +311,8 @@ class Memory:
             )
 
     def _collect_garbage(self) -> bool:
-        """Collects leases that only cycles of dead objects keep; whether there may be room now. A search takes a tenth
-        of a second or more: it is skipped if no lease is live, and for a while after a vain search if the leases
-        stay."""
+        """Collects leases that only cycles of dead objects keep; whether there may be room now. It takes 0.1 s or more,
+        so it is skipped if no lease is live, and for a while after a vain search if the leases stay."""
         with self.lock:
             leases = tuple(self._live)
         if not leases or (leases == self._fruitless and time.monotonic() < self._next_search_s):

@@ -304,8 +304,7 @@ def mismatch_error(
 def _difference(
     field: str, where: str, first: int, here: str, peer: int, there: str
 ) -> ConfigMismatch:
-    """The error of ranks `first` and `peer` with different values of a field. Values of fields in CHOICES are
-    indices."""
+    """The error of ranks `first` and `peer` with different values of a field (in CHOICES: indices)."""
     if field in CHOICES and here.isdigit():
         here, there = (str(CHOICES[field][int(index)]) for index in (here, there))
     return ConfigMismatch(

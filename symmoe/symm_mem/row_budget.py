@@ -93,7 +93,7 @@ class RowHistory:
 
 @functools.lru_cache(maxsize=1024)
 def with_margin(number: int, factor: float | None = None) -> int:
-    """The rows that a call gets if the largest recent call needed `number`; factor: exactly this multiple."""
+    """The rows that a call gets if the largest recent call needed `number`; factor: this multiple instead."""
     if factor is not None:
         return math.ceil(factor * number)
     number += -(-number // _MARGIN) + _DEVIATIONS * math.isqrt(number)
