@@ -349,8 +349,8 @@ class RemoteNodes(NoRemoteNodes):
         self._started.clear()  # it would keep connections open
 
     def _look(self) -> bool:
-        """Records an overdue exchange, and shows peers of this node whether this rank waits for its rail. Whether to
-        continue. Without a problem it calls no CUDA function: a call from a thread that is not capturing would end a
+        """Records an overdue exchange, and shows this node's peers whether this rank waits for its rail. Whether to go
+        on. Without a problem it calls no CUDA function: a call from a thread that is not capturing would end a
         capture."""
         assert self.payload.progress is not None
         (begun, ended), now, bound_s = (
@@ -382,10 +382,9 @@ class RemoteNodes(NoRemoteNodes):
         return False
 
     def _find_missing(self, is_lost: bool) -> Report:
-        """The report of the rank that this rank misses in an exchange on the device, or that another rank has reported
-        as missing. NCCL does not name it. So hosts exchange the progress of their devices: missing is a host without an
-        answer, or else the one that is behind, the first of several. is_lost: whether the network reports a closed
-        connection."""
+        """The report of the rank that is missing in an exchange on the device, found here or by another rank. NCCL does
+        not name it. So hosts exchange the progress of their devices: missing is a host without an answer, or else the
+        one that is behind, the first of several. is_lost: whether the network reports a closed connection."""
         assert self.payload.progress is not None
         self.channel.announce_once(COUNTED, sum(self.payload.progress.tolist()))
         counted = self.channel.counted
@@ -399,8 +398,7 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
-        """The host waits for its rail in this context. After an error its node sees the wait until the error is
-        known."""
+        """The host waits for its rail in this context. After an error its node sees the wait until it ends."""
         if self.payload.progress is None:
             write_word(self._counters[control.ON_RAIL], 1)
             yield

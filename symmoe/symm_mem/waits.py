@@ -164,8 +164,7 @@ class Waits:
         """Waits for every rank, like SymmetricHeap.barrier, or for the signal of `peer`. A barrier is collective.
 
         Args:
-            call: control.pack_call of the values on which ranks must agree, without the plan; for a signal only the
-                phase.
+            call: control.pack_call of the values to agree on, without the plan; for a signal only the phase.
             plan: the plan's generation, on which ranks must agree, too.
             fault: whether this rank fails the call.
         """
