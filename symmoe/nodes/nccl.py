@@ -92,8 +92,7 @@ class Nccl:
     def exchange(
         self, communicator: int, sends: _Messages, receives: _Messages, stream: int
     ) -> None:
-        """Sends and receives (address, bytes, rank) on a CUDA stream, at once. Messages to one rank keep their
-        order."""
+        """Sends and receives (address, bytes, rank) on a CUDA stream, at once, in order for each rank."""
         self._call("ncclGroupStart")
         try:
             for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
@@ -216,8 +215,7 @@ class NcclRail(Payload):
             self.bytes_per_s = self._measure()
 
     def _measure(self) -> float:
-        """Bytes per second that this rank sends while the whole rail sends. Collective over it; waits for the
-        device."""
+        """Bytes per second that this rank sends while all send. Collective over the rail; waits for the device."""
         message = _MEASURED_BYTES // (self._num_nodes - 1)
         rows = torch.empty((2, self._num_nodes, message), dtype=torch.uint8, device=self._device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

@@ -1,5 +1,4 @@
-"""The place of a rank, and the ranks of each node of a group: every rank computes the same from the places of all
-ranks."""
+"""The place of a rank, and the ranks of each node: all ranks compute the same from the places of all."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class ObjectSlot:
     """An object from an earlier entry, or a whole tensor, unchanged."""
 
     slot: int
-    offset_bytes = 0  # as in Memory
+    offset_bytes = 0  # as in TensorRef
 
     def get(self, frame: Frame) -> Any:
         return frame.things[self.slot]
