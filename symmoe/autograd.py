@@ -122,8 +122,7 @@ def transform_problem() -> ArgumentError | None:
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:
-    """Reports to autograd that a kernel has written into `tensor`, so that backward rejects its earlier saved
-    contents."""
+    """Reports to autograd that a kernel wrote into `tensor`, so that backward rejects its earlier saved contents."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     return tensor

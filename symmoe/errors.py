@@ -34,7 +34,7 @@ class ArgumentError(SymmoeError, ValueError):
 
 
 class ExpertIdError(ArgumentError):
-    """`topk_idx` holds an id that is neither -1 nor in [0, num_experts)."""
+    """`topk_idx` contains an id that is neither -1 nor in [0, num_experts)."""
 
 
 class ConfigMismatch(SymmoeError):
@@ -46,7 +46,7 @@ class CapacityError(SymmoeError):
 
 
 class HeapExhausted(SymmoeError):
-    """The arena has no room for another lease. The text names the lease, its size, the free bytes, and a sufficient
+    """The arena has no room for another lease. The text names the lease, its size, free bytes, and a sufficient
     heap."""
 
 

@@ -168,7 +168,7 @@ def tensor_problem(
     dtypes: tuple[torch.dtype, ...] | None,
     device: torch.device | None,
 ) -> Problem:
-    """The error if the argument `name` is no tensor that kernels can read, or None. shape, dtypes, device: None is
+    """The error if the argument `name` is no tensor that kernels can read, or None. None of shape, dtypes, device:
     unknown.
 
     shape: a word stands for any size, and "..." in front for any dimensions.

@@ -72,7 +72,7 @@ class ControlChannel:
         self._is_open = True
         self._said_once = set[int]()
         self._sends = threading.Lock()
-        self._takes = threading.RLock()  # a signal handler may give up
+        self._takes = threading.RLock()  # a signal handler may abort
         self._incomplete = dict.fromkeys(links, b"")  # the received part of the next header
         self.number = 0
         self.counted = dict.fromkeys(links, -1)

@@ -84,8 +84,8 @@ class Payload:
         and after :meth:`begin`."""
 
     def settle(self) -> None:
-        """After an exception, which may have come between two counts: every begun exchange counts as ended after the
-        current stream's earlier work."""
+        """After an exception, maybe one between two counts: every begun exchange counts as ended after the current
+        stream's earlier work."""
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         """Begins to send and to receive messages. Messages to a node keep their order. Does not wait. On GPUs the

@@ -212,7 +212,7 @@ class Builder(TorchDispatchMode):
         operations = tuple(self.operations)
         return Program(len(self._looks), tuple(self.entries), templates, operations=operations)
 
-    # -- what is noted --------------------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------------------------
 
     def call(
         self,

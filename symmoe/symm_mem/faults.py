@@ -178,7 +178,7 @@ class Faults:
     def _end_call(self) -> tuple[list[int], SymmoeError | None]:
         """Lets the next barrier count again. The record, and the error if ranks need not agree on it."""
         words = [int(word) for word in self._words]
-        self.unraised = None  # every rank raises what is on record instead
+        self.unraised = None  # every rank raises the error on record instead
         if words[control.STATUS_KIND] in (
             control.STATUS_TIMEOUT,
             control.STATUS_ABORT,
@@ -194,7 +194,7 @@ class Faults:
         self._flight.epoch = int(
             self._counters[control.BARRIER_EPOCH]
         )  # some launched barriers have not counted
-        self._streams.synchronize()  # the next call may come on another stream
+        self._streams.synchronize()  # the next call may be on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
         return words, None
 
@@ -235,7 +235,7 @@ class Faults:
         if told is None or UNKNOWN in (
             told.origin,
             fault.origin,
-        ):  # else the record says which it is
+        ):  # else the record names the error
             fault = answer
         if own is not None and fault.origin == self._rank:
             error = own
@@ -271,7 +271,7 @@ class Faults:
             return
         if (
             self._words[control.STATUS_KIND] == control.STATUS_OK
-        ):  # what is found from now on follows from this
+        ):  # later errors follow from this one
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
         self._give_up(replace(report, reason=report.reason or str(self._gone(report))))
 
@@ -358,7 +358,7 @@ class Faults:
         self._others.give_up(report.sender, report)
         self._others.leave()
 
-    # -- told -----------------------------------------------------------------------------------------------------
+    # -- sent -----------------------------------------------------------------------------------------------------
 
     @outside_transforms()
     def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:

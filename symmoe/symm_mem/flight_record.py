@@ -112,7 +112,7 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
         described["signal_of"] = peer
     elif call & 0xFF not in (control.PHASE_PLAN, control.PHASE_NODES_PLAN) and (
         fields["hidden"] or fields["probs"] or fields["replicas"]
-    ):  # a trip; with replicas, as of a plan, the other fields hold the number of a configuration
+    ):  # a trip; with replicas, as of a plan, the other fields are the number of a configuration
         others = ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule")
         for name in (*(() if fields["replicas"] else others), "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]

@@ -198,7 +198,7 @@ class SymmetricHeap(HeapParts):
             phase: as in :meth:`lease`.
 
         Raises:
-            StaleLease: the heap owns the memory, but no live lease holds it.
+            StaleLease: the heap owns the memory, but it belongs to no live lease.
         """
         if (current := builder()) is not None:
             return current.offset_of(tensor)
@@ -220,7 +220,7 @@ class SymmetricHeap(HeapParts):
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now, plus all bytes that captured graphs hold."""
+        """Bytes that are leased now, plus all bytes of captured graphs."""
         return self.memory.leased_bytes
 
     def release_graphs(self) -> None:

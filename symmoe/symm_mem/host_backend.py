@@ -1,4 +1,4 @@
-"""The host backend: one anonymous shared-memory file per rank, mapped by every rank of the group; free memory.
+"""The host backend: one anonymous shared-memory file per rank, mapped by every rank, and the free memory for them.
 
 A memfd has no name, so no file remains however a process ends. A peer opens it through /proc/<pid>/fd, which requires
 the same user and the same pid namespace.

@@ -326,7 +326,7 @@ class Memory:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now, plus all bytes that captured graphs hold."""
+        """Bytes that are leased now, plus all bytes of captured graphs."""
         with self.lock:
             self._take_back_dropped()
             return self.arena.used_bytes
@@ -342,7 +342,7 @@ class Memory:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that captured CUDA graphs hold, leased in them or not."""
+        """Bytes of captured CUDA graphs, leased in them or not."""
         return sum(arena.capacity_bytes for arena in self._graph_arenas.values())
 
 
@@ -361,7 +361,7 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
 
 def ended_lease(tensor: torch.Tensor) -> Span | None:
     """The span of `tensor`'s lease, if the lease was released or its heap closed; else None."""
-    if tensor.layout != torch.strided:  # such a tensor has no storage
+    if tensor.layout != torch.strided:  # other layouts have no storage
         return None
     span = getattr(tensor.untyped_storage(), "_lease_span", None)
     return span if span is not None and span.end else None
@@ -420,7 +420,7 @@ class Lease:
         return self._address
 
     def peer(self, rank: int) -> torch.Tensor:
-        """The same byte range of rank `rank`'s arena as a tensor: that rank's lease of the same name if all ranks lease
+        """This byte range in rank `rank`'s arena, as a tensor: that rank's lease of the same name if all ranks lease
         and release in the same order. ArgumentError, on this rank only: the group has no such rank."""
         if self._memory is None:
             raise StaleLease(

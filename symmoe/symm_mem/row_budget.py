@@ -45,7 +45,7 @@ class RowHistory:
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
-        # By the bits of the number of tokens, because a small call holds little: windows, each the number of its calls
+        # By the bits of the number of tokens, because a small call needs little: windows, each the number of its calls
         # and the largest numbers that they have noted.
         self._windows: dict[int, deque[tuple[int, ...]]] = defaultdict(
             partial(deque, maxlen=_NUM_WINDOWS)

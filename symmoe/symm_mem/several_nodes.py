@@ -159,7 +159,7 @@ class RemoteNodes(NoRemoteNodes):
     def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
         """A context after :meth:`meet` in which tensors go to and come from every other node (see Payload.begin), while
         the host, and on GPUs the current stream, do other work. Collective over the group; one at a time. At its end
-        all tensors have arrived, also after an exception, unless a peer is gone. Yields a function that waits for them,
+        all tensors have arrived, also after an exception, unless a peer is lost. Yields a function that waits for them,
         on GPUs for later work of the current stream. Received tensors are valid only after the next barrier, or if the
         kernel `other_counts` has found no failure."""
         with self.turn:
@@ -189,8 +189,8 @@ class RemoteNodes(NoRemoteNodes):
                 kernels.for_device(self._heard.device).receive_fault_flags(self._heard, self._fault)
 
     def abandon(self) -> None:
-        """Waits for the transfer after an exception. The exception is raised, not the error of a peer that is gone. The
-        peers' fault flags belong to a call that is over."""
+        """Waits for the transfer after an exception. The exception is raised, not the error of a lost peer. The peers'
+        fault flags belong to a call that is over."""
         with suppress(SymmoeError):
             self.end()
         self.payload.settle()
@@ -331,7 +331,7 @@ class RemoteNodes(NoRemoteNodes):
                     if nodes is None or not nodes._look():
                         return
                     del nodes
-            except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
+            except Exception as problem:  # noqa: BLE001 - e.g. a broken GPU
                 logger.warning(
                     "exchanges between nodes are no longer watched: %s: %s",
                     type(problem).__name__,
@@ -376,7 +376,7 @@ class RemoteNodes(NoRemoteNodes):
         is_lost = bool(lost or self.payload.problem())
         if not (is_lost or gave_up or now - self._begun_s > bound_s):
             return True
-        with suppress(ReferenceError):  # the heap has gone
+        with suppress(ReferenceError):  # the heap was freed
             self.overdue = self._find_missing(is_lost)
             self.faults.note_overdue(self.overdue)
         return False

@@ -1,4 +1,4 @@
-"""How a heap begins: ranks agree on its arguments, find who shares memory with whom, and map each other's arenas."""
+"""How a heap begins: ranks agree on its arguments, find the ranks that share memory, and map each other's arenas."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class StartupGrace:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
             )
-        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
+        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they may follow any call
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
             first |= (last, self._last) not in self._stretches
             self._stretches.add((last, self._last))
