@@ -1,4 +1,4 @@
-"""Tensors over memory that torch has not allocated."""
+"""Tensors over memory that torch did not allocate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _new_capsule = _capsule_type(("PyCapsule_New", ctypes.pythonapi))
 
 
 class _DLManagedTensor(ctypes.Structure):
-    """DLPack's, with the fields of the structures in it."""
+    """DLPack's struct, with the fields of its inner structs."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -35,9 +35,9 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 class AddressRange:
-    """`num_bytes` at `address`, from which tensors are made that own nothing and free nothing: through DLPack, which
-    lets the maker name the device. (The CUDA array interface would ask the driver where the memory lives, and torch
-    would silently copy a peer's memory here.)"""
+    """`num_bytes` at `address`, for tensors that own and free nothing. They are made through DLPack, which lets the
+    maker name the device. (The CUDA array interface would ask the driver for the memory's device, and torch would
+    silently copy a peer's memory to this one.)"""
 
     def __init__(self, address: int, num_bytes: int, device: torch.device) -> None:
         self._shape = (ctypes.c_int64 * 1)(num_bytes)

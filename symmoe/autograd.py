@@ -1,4 +1,4 @@
-"""What autograd must know of memory that kernels write into behind its back."""
+"""What autograd must know about memory that kernels write without autograd."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from symmoe.torch_internals import keeps_graph, version_of
 
 
 class Function(torch.autograd.Function):
-    """torch's Function, but whoever differentiates its gradients gets an error. `of`: what users know it by.
+    """torch's Function, but differentiating its gradients is an error. `of`: its name for users.
 
-    torch's once_differentiable sees only the gradients that backward is given. The results depend on what forward has
-    saved, too: where only that takes a gradient, the second order would be dropped without a word.
+    torch's once_differentiable sees only the gradients that backward gets. The results also depend on forward's saved
+    tensors: if only these require a gradient, the second order would be dropped silently.
     """
 
     of: str
@@ -25,7 +25,7 @@ class Function(torch.autograd.Function):
 
         @classmethod
         def apply(cls, *args: Any) -> Any:
-            """What forward returns."""
+            """Returns the result of forward."""
 
     def __init_subclass__(cls) -> None:
         first_order = cls.backward
@@ -34,8 +34,8 @@ class Function(torch.autograd.Function):
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             if not torch.is_grad_enabled():  # without create_graph
                 return first_order(ctx, *gradients)
-            # On what the results depend are inputs of the node, too: torch.autograd.grad goes to some tensors only, and
-            # must not go past it.
+            # All tensors on which the results depend are inputs of the node: torch.autograd.grad visits only some
+            # tensors, and must not bypass it.
             ctx = _Unpacked(ctx)
             with torch.no_grad():
                 found = first_order(ctx, *gradients)
@@ -47,7 +47,7 @@ class Function(torch.autograd.Function):
 
 
 class _Unpacked:
-    """A context of autograd whose saved tensors are unpacked, which checkpoints allow once."""
+    """A context of autograd whose saved tensors are unpacked: checkpoints allow that only once."""
 
     def __init__(self, ctx: Any) -> None:
         vars(self).update(ctx=ctx, saved_tensors=ctx.saved_tensors)
@@ -60,8 +60,8 @@ class _Unpacked:
 
 
 class _EndOfGraph(torch.autograd.Function):
-    """Gradients that raise where they are differentiated: autograd goes there before it goes through any call of the
-    forward pass, so all ranks raise, and none waits for another."""
+    """Gradients that raise when they are differentiated: autograd reaches them before any call of the forward pass, so
+    all ranks raise, and no rank waits for another."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ class _EndOfGraph(torch.autograd.Function):
 
 
 def no_second_order(of: str) -> NoReturn:
-    """ArgumentError: gradients of what users know as `of` are differentiated."""
+    """Raises ArgumentError: the gradients of `of`, its name for users, are differentiated."""
     raise ArgumentError(
         f"create_graph (True) was given to differentiate gradients of {of} again, as a gradient penalty does; second "
         "order gradients of it are not supported, the kernels compute those of the first order"
@@ -84,8 +84,8 @@ def no_second_order(of: str) -> NoReturn:
 
 
 class Context(Protocol):
-    """What autograd gives to forward and backward of a Function. (torch's own FunctionCtx leaves half of it out.) Other
-    attributes are what forward sets for backward."""
+    """The argument of a Function's forward and backward. (torch's own FunctionCtx omits half of it.) Forward sets other
+    attributes for backward."""
 
     saved_tensors: tuple[Any, ...]  # each a tensor, or None
     needs_input_grad: tuple[bool, ...]
@@ -94,25 +94,25 @@ class Context(Protocol):
         """Keeps tensors for backward, which finds them in `saved_tensors`."""
 
     def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
-        """Outputs that have no gradient."""
+        """Marks outputs that have no gradient."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """False: backward gets None, not zeros, for an output that nobody differentiates."""
+        """False: backward gets None, not zeros, for an output without a gradient."""
 
     def __getattr__(self, name: str) -> Any:
-        """What forward has set."""
+        """An attribute that forward has set."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it."""
+        """Sets an attribute."""
 
 
 def is_in_backward() -> bool:
-    """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
+    """Whether autograd's engine runs the caller, e.g. a forward pass that a checkpoint repeats."""
     return torch_internals.graph_task_id() >= 0
 
 
 def transform_problem() -> ArgumentError | None:
-    """The error inside a transform of torch.func and in forward-mode AD, or None."""
+    """The error of a call inside a transform of torch.func or in forward-mode AD, or None."""
     if not torch_internals.is_transformed():
         return None
     return ArgumentError(
@@ -122,7 +122,7 @@ def transform_problem() -> ArgumentError | None:
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells autograd that a kernel has written into `tensor`, so that backward refuses its earlier saved contents."""
+    """Reports to autograd that a kernel wrote into `tensor`, so that backward rejects its earlier saved contents."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     return tensor
@@ -135,7 +135,7 @@ class Unmodified:
         self._versions = [(name, tensor, version_of(tensor)) for name, tensor in tensors.items()]
 
     def check(self) -> None:
-        """StaleRows: one of the tensors has been written to, or is memory of a lease that has been released."""
+        """StaleRows: one of the tensors was written to, or its lease was released."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise StaleRows(
@@ -145,11 +145,11 @@ class Unmodified:
 
 
 class GradientBuffer:
-    """A caller's buffer for the gradient of one input, in the context of a graph node, until the graph is spent.
+    """A caller's buffer for the gradient of one input, in the context of a graph node, until the graph is freed.
 
     Autograd does not save the buffer: its contents do not matter until backward, and hooks on saved tensors may return
-    a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept. tensor:
-    the buffer; None if the caller gave none, or if it has been released.
+    a copy. It is released when autograd frees its saved tensors, so a kept loss keeps no lease alive. tensor: the
+    buffer; None if the caller gave none, or after its release.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -158,7 +158,7 @@ class GradientBuffer:
         self._is_given = tensor is not None
 
     def problem(self) -> ArgumentError | None:
-        """What keeps a backward pass from writing into the buffer, or None."""
+        """The error if a backward pass cannot write into the buffer, or None."""
         if self.tensor is not None:
             return in_flight_problem(self._name, self.tensor)
         if not self._is_given:
@@ -169,10 +169,10 @@ class GradientBuffer:
         )
 
     def hand_on(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What backward returns for `gradient`, which is the buffer if there is one and it has been written.
+        """The tensor that backward returns for `gradient`, which is the written buffer if there is one.
 
-        A second reference to it lives until the pass ends: it keeps autograd from making the buffer's memory the
-        `.grad` of a leaf, and it tells :func:`in_flight_problem` whether autograd still needs it.
+        A second reference to it lives until the pass ends. So autograd cannot make the buffer's memory the `.grad` of a
+        leaf, and :func:`in_flight_problem` sees whether autograd still needs it.
         """
         if self.tensor is None:
             return gradient
@@ -194,7 +194,7 @@ class GradientBuffer:
 
 
 def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
-    """The error if `buffer` holds a gradient that autograd has been given and has not used up, or None."""
+    """The error if `buffer` contains a gradient that autograd has received and not yet used, or None."""
     start = buffer.data_ptr()
     end = buffer.data_ptr() + buffer.nbytes
     for other_start, other_end, gradient in getattr(buffer.untyped_storage(), "_gradients", ()):
@@ -208,5 +208,5 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
-    # Autograd holds one more than Python until the gradient has been used or added up.
+    # Autograd has one more reference than Python until it has used or added up the gradient.
     return gradient is not None and torch_internals.num_references(gradient) > 1

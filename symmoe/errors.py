@@ -1,7 +1,7 @@
 """Every exception that symmoe raises. All derive from :class:`SymmoeError`.
 
-An error found by one rank travels to its peers as (class, text), so that every rank raises the same type in the same
-call. Only classes in :data:`TRAVELLING` travel; their constructor takes the finished text and nothing else.
+An error of one rank is sent to its peers as (class, text), so that every rank raises the same type in the same call.
+Only classes in :data:`TRAVELLING` are sent; their constructor takes the finished text and nothing else.
 """
 
 from __future__ import annotations
@@ -30,51 +30,52 @@ class SymmoeError(Exception):
 
 
 class ArgumentError(SymmoeError, ValueError):
-    """An argument is wrong: shape, dtype, device, layout or value. The text names it, what was given and what fits."""
+    """An argument is wrong: shape, dtype, device, layout or value. The text names it, its value and valid ones."""
 
 
 class ExpertIdError(ArgumentError):
-    """`topk_idx` holds an id that is neither -1 nor in [0, num_experts)."""
+    """`topk_idx` contains an id that is neither -1 nor in [0, num_experts)."""
 
 
 class ConfigMismatch(SymmoeError):
-    """Ranks disagree on something they must agree on. The text lists the field and every rank's value."""
+    """Ranks disagree on a value that must be equal. The text lists the field and every rank's value."""
 
 
 class CapacityError(SymmoeError):
-    """A rank is routed more rows than its static capacity holds, and `overflow="raise"`."""
+    """A rank is routed more rows than its static capacity, and `overflow="raise"`."""
 
 
 class HeapExhausted(SymmoeError):
-    """The arena cannot hold another lease. The text names the lease, its size, what is free, and what heap would do."""
+    """The arena has no room for another lease. The text names the lease, its size, free bytes, and a sufficient
+    heap."""
 
 
 class HeapClosed(SymmoeError):
-    """The heap was used after `close()`, or in a process that has been forked from the one that made it."""
+    """The heap was used after `close()`, or in a fork of the process that made it."""
 
 
 class HeapSuspended(SymmoeError):
-    """The heap was used between `suspend()` and `resume()`, while it has no memory."""
+    """The heap was used between `suspend()` and `resume()`, when it has no memory."""
 
 
 class ConcurrentUse(SymmoeError):
-    """A thread made a call on a heap on which another thread was in one."""
+    """A thread made a call on a heap while another thread was in a call on it."""
 
 
 class HeapPoisoned(SymmoeError):
-    """A peer timed out or a rank gave up earlier; nothing but `close()` works on this heap any more."""
+    """A peer timed out or a rank aborted earlier; only `close()` works on this heap."""
 
 
 class WrongResult(SymmoeError):
-    """A result differs from its reference: what is wrong is not timed."""
+    """A result differs from its reference: wrong results are not timed."""
 
 
 class StaleLease(SymmoeError):
-    """A lease was used or released after it had been released, or its memory used after its heap was closed."""
+    """A lease was used or released after its release, or its memory was used after its heap was closed."""
 
 
 class StalePlan(SymmoeError):
-    """A plan was used in an order it does not allow: combined before anything was dispatched with it."""
+    """A plan was used in a wrong order: combined before a dispatch with it."""
 
 
 class StaleRows(SymmoeError):
@@ -82,15 +83,15 @@ class StaleRows(SymmoeError):
 
 
 class CheckpointError(SymmoeError):
-    """A checkpoint cannot be read or written, or is not that of the model. The text names the file or the key."""
+    """A checkpoint cannot be read or written, or belongs to another model. The text names the file or the key."""
 
 
 class BackendUnavailable(SymmoeError):
-    """The symmetric heap cannot be built here. The text names what is missing and how to get it."""
+    """The symmetric heap cannot be built here. The text names the missing part and how to get it."""
 
 
 class PeerError(SymmoeError):
-    """A peer has ended, gave up or came too late. The heap cannot be used again; `close()` is local from here on.
+    """A peer has ended, has aborted or was too late. The heap cannot be used again; `close()` is local from here on.
 
     Attributes:
         rank: the peer (rank in the EP group).
@@ -103,13 +104,13 @@ class PeerTimeout(PeerError):
     """A peer did not arrive at a barrier in time.
 
     Attributes:
-        node: of the missing peer, if the group spans several; else None.
+        node: the missing peer's node, if the group spans several; else None.
         phase: the barrier's name, e.g. "dispatch: arrived".
-        expected: the epoch that was waited for.
+        expected: the epoch for which this rank waited.
         seen: the last epoch the peer had reached.
         bound, bound_s: name and value of the heap's bound, timeout_s or start_timeout_s.
-        reported_by: the rank whose wait ended first and that told the others; None: this one.
-        is_lost: whether it was not waited for to the end, because the connection between nodes has closed.
+        reported_by: the rank whose wait ended first and that reported it; None: this one.
+        is_lost: whether the wait ended early, because the connection between nodes has closed.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class PeerTimeout(PeerError):
 
 
 class PeerAborted(PeerError):
-    """A peer has given up: it called `heap.abort`, or an exception left its `with heap:` block, for this `reason`."""
+    """A peer has aborted: it called `heap.abort`, or an exception left its `with heap:` block, for this `reason`."""
 
     def __init__(self, *, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} gave up: {reason}")
@@ -152,8 +153,8 @@ class PeerAborted(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction, or in collective work of the host: the
-    process of that peer has ended."""
+    """The connection to a peer broke while a heap was under construction, or in collective work of the host: that
+    peer's process has ended."""
 
     def __init__(self, *, rank: int, problem: str) -> None:
         super().__init__(f"lost rank {rank}: {problem}")
@@ -161,7 +162,7 @@ class PeerLost(PeerError):
 
 
 def choice_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentError | None:
-    """The error of an argument that takes one of these words, if it is another, or None."""
+    """The error of an argument whose value is none of these words, or None."""
     if isinstance(word, str) and word in words:  # an array would compare with each element
         return None
     return ArgumentError(f"{name} ({word!r}) must be one of {words}")
@@ -172,9 +173,9 @@ _INSIDE = (*[folder + os.sep for folder in _FOLDERS], contextlib.__file__)
 
 
 def users_line() -> tuple[str, int]:
-    """File and number of the innermost line that runs outside of this package and torch."""
+    """File and number of the innermost line outside of this package and torch."""
     frame = inspect.currentframe()
-    # contextlib: in between where a context of the package runs.
+    # contextlib's frames lie between when a context of the package runs.
     while frame and frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     assert frame is not None  # in CPython
@@ -193,7 +194,7 @@ _shown: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}  # Pytho
 def raise_for(problem: Exception | None) -> None:
     """Raises the problem if there is one.
 
-    The caller keeps no name for it: that would tie the traceback, and every tensor in its frames, into a cycle.
+    The caller must keep no name for it: a name would tie the traceback, and all tensors in its frames, into a cycle.
     """
     try:
         if problem is not None:
@@ -219,7 +220,7 @@ TRAVELLING: tuple[type[SymmoeError], ...] = (
     HeapSuspended,
 )
 
-FAULT_BYTES = 512  # one travelling error: 2 bytes class, 2 bytes length, UTF-8 text, zero padding
+FAULT_BYTES = 512  # one encoded error: 2 bytes class, 2 bytes length, UTF-8 text, zero padding
 
 
 def encode(error: SymmoeError) -> bytes:
@@ -234,7 +235,7 @@ def encode(error: SymmoeError) -> bytes:
 
 
 def decode(payload: bytes, *, rank: int) -> SymmoeError:
-    """The error that rank `rank` sent, as the same class with the rank put before the text; -1: no rank is."""
+    """The error that rank `rank` sent, in its class, with the rank before the text; -1: no single rank."""
     kind = int.from_bytes(payload[:2], "little") - 1  # stored from 1, so that no error is all zeros
     cls = TRAVELLING[kind] if 0 <= kind < len(TRAVELLING) else SymmoeError
     return cls(decode_text(payload) if rank < 0 else f"on rank {rank}: {decode_text(payload)}")

@@ -1,6 +1,6 @@
-"""Every private name of torch that symmoe reads: what a new torch may break is here.
+"""Every private name of torch that symmoe reads: a new torch may break these.
 
-Where a name is gone, there is another way that is as right, or whoever needs it gets an error that says so.
+For a missing name there is an equally correct replacement, or its users get an error that names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _missing(name: str, *args: object) -> NoReturn:
 
 
 def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:
-    """What has this name in torch, or otherwise what does the same; a function that raises if there is neither."""
+    """The object with this name in torch, or else the replacement; without either, a function that raises."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, _GONE)
@@ -54,7 +54,7 @@ def _over_memory_of(
 
 
 def _attribute(name: str) -> Callable[[Any], Any]:
-    """A function from an object of torch to this attribute."""
+    """A function that reads this attribute of an object of torch."""
 
     def read(thing: Any) -> Any:
         value = getattr(thing, name, _GONE)
@@ -63,7 +63,7 @@ def _attribute(name: str) -> Callable[[Any], Any]:
     return read
 
 
-# Same as torch.cuda.current_device if CUDA is in use, in a fifth of the time; and the handle of its current stream.
+# torch.cuda.current_device, if CUDA is in use, in a fifth of the time; and the handle of a device's current stream.
 current_device: Callable[[], int] = _named("_C._cuda_getDevice", torch.cuda.current_device)
 current_stream: Callable[[int], int] = _named(
     "_C._cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -75,20 +75,20 @@ empty_strided: dict[str, Callable[..., torch.Tensor]] = {
     )
     for kind in ("cpu", "cuda")
 }
-# A tensor (base, shape, stride, offset in elements) over the memory of another one, which autograd takes for no view.
+# A tensor (base, shape, stride, offset in elements) over another one's memory; for autograd it is no view.
 over_memory_of: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = (
     _named("_C._dynamo.guards._reinterpret_tensor", _over_memory_of)
 )
 gpu_sleep: Callable[[int], None] = _named("cuda._sleep")
-SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
+SLEEP_KERNEL = "spin_kernel"  # the kernel of gpu_sleep
 
 graph_task_id: Callable[[], int] = _named(
     "_C._current_graph_task_id"
-)  # of the backward pass that calls; or -1
+)  # of the calling backward pass; or -1
 next_node_number: Callable[[], int] = _named("_C._autograd._get_sequence_nr")  # in this thread
 _running_node: Callable[[], Any] = _named("_C._current_autograd_node")
 _number_of: Callable[[Any], Callable[[], int]] = _attribute("_sequence_nr")
-# Whether that pass leaves its graph for another one. Who keeps memory for one that never comes is right as well.
+# Whether that pass keeps its graph for another one. Keeping memory without another pass is correct, too.
 keeps_graph: Callable[[], bool] = _named(
     "_C._autograd._get_current_graph_task_keep_graph", lambda: True
 )
@@ -97,8 +97,8 @@ call_after_backward: Callable[[Callable[[], object]], None] = _named(
 )
 num_references: Callable[[torch.Tensor], int] = _named(
     "Tensor._use_count"
-)  # all of Python's count as one
-# The pair of hooks that sees what is saved for backward now; None: nobody does. True: also while something is traced.
+)  # all Python references count as one
+# The hooks on tensors that are saved for backward now; None: there are none. Argument True: also during a trace.
 saved_tensor_hooks: Callable[[bool], object] = _named(
     "_C._autograd._top_saved_tensors_default_hooks", lambda _: ()
 )
@@ -121,13 +121,15 @@ reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = (
     torch.ops.aten._unsafe_view.default
 )  # no view
 
-# Where it is gone, a torch.export with such a tuple cannot be saved.
+# Without it, a torch.export with such a tuple cannot be saved.
 register_namedtuple: Callable[..., object] = _named(
     "utils._pytree._register_namedtuple", lambda kind, **names: None
 )
 
 store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_process_group_store")
-DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
+DDP_IGNORED = (
+    "_ddp_params_and_buffers_to_ignore"  # if DDP ignores it, MoELayer finds the experts in DDP
+)
 _active_ddp_of: Callable[[Any], DistributedDataParallel | None] = _attribute("_active_ddp_module")
 ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute(
     "_module_parameters"
@@ -148,17 +150,19 @@ non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute(
     "_non_persistent_buffers_set"
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REPLACEABLE: set[Callable[..., Any]] = {torch.nn.Module.forward}  # that of modules without a call
+_REPLACEABLE: set[Callable[..., Any]] = {
+    torch.nn.Module.forward
+}  # the forward of modules without a call
 
 
 def running_node_number() -> int:
-    """The number, in the thread that made it, of the node of a graph that autograd runs; -1: it runs none."""
+    """The number of the graph node that autograd runs, in the thread that made it; -1: it runs none."""
     node = _running_node()
     return -1 if node is None else _number_of(node)()
 
 
 def fills_memory() -> bool:
-    """Whether torch fills new memory with NaN where it uses deterministic algorithms only."""
+    """Whether torch fills new memory with NaN when it uses deterministic algorithms only."""
     return bool(getattr(torch.utils.deterministic, "fill_uninitialized_memory", False))
 
 
@@ -169,7 +173,7 @@ def is_transformed() -> bool:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """In this context torch.func transforms nothing, e.g. no words that a rank writes to tell its peers of an error."""
+    """In this context torch.func transforms nothing, e.g. no words of a rank's error report to its peers."""
     if transform_level() is None:
         yield
         return
@@ -187,8 +191,8 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:
-    """Whether it has chosen its buckets, and is past the ten passes of which it times each, and in each next one waits
-    for the device; then it times no others, every hundredth."""
+    """Whether DDP has chosen its buckets, and has finished the ten passes that it times, waiting for the device in each
+    next one. If so, it no longer times every hundredth pass."""
     is_past = int(_ddp_record(ddp)().get("iteration", 0)) >= 10
     if is_past:
         _ddp_rate(ddp)(2**31 - 1)
@@ -197,8 +201,8 @@ def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:
 
 @contextmanager
 def redirected_streams() -> Iterator[None]:
-    """In this context nodes of autograd that were made on a stream outside of a capture run on one in it, where torch
-    can do that (2.13)."""
+    """In this context autograd nodes that were made on a stream outside of a capture run on a stream of the capture,
+    where torch can do this (2.13)."""
     was = _redirects()
     _redirect(True)
     try:
@@ -208,18 +212,18 @@ def redirected_streams() -> Iterator[None]:
 
 
 def replaceable(forward: _Forward) -> _Forward:
-    """Marks the forward of a class of this package: kernels may take the place of a call of it."""
-    # By identity: a mark on the function would be copied by functools.wraps, to what somebody puts in its place.
+    """Marks the forward of a class of this package: kernels may replace a call of it."""
+    # By identity: functools.wraps would copy a mark on the function to a user's replacement.
     _REPLACEABLE.add(forward)
     return forward
 
 
 def look_of(module: torch.nn.Module | None) -> list[object]:
-    """Everything on which it depends whether the parameters of a module, and the calls of its parts, are as kernels
-    need them: equal ones are of modules that are alike. Asked for in every call: it has to be quick."""
+    """Every property that decides whether a module's parameters, and the calls of its parts, fit the kernels: modules
+    with equal results are alike. Called in every call: it must be quick."""
     look: list[object] = []
     modules = [module]
-    for m in modules:  # which grows by the children
+    for m in modules:  # the list grows by the children
         if m is not None:
             own = vars(m)
             is_sharded = own.get("_is_fsdp_managed_module", False)
@@ -240,9 +244,9 @@ def look_of(module: torch.nn.Module | None) -> list[object]:
 
 
 def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
-    """What sees or changes the call of a module, and so would be left out if kernels took its place, in words; None:
-    nothing. That is a forward that is not :func:`replaceable`, of the class or of the instance, and hooks of the
-    module; `everywhere`: also those of all modules."""
+    """The part around a module's call that kernels would omit if they replaced it, in words, or None: a forward that is
+    not :func:`replaceable`, of the class or of the instance, or hooks of the module; `everywhere`: also hooks of all
+    modules."""
     if any(map(vars(m).get, HOOKS)):
         return "a " + ", ".join(kind[1:-1] for kind in HOOKS if vars(m)[kind])
     if "forward" in vars(m):
@@ -253,5 +257,5 @@ def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number of the tensor's memory, the same for all tensors over it."""
+    """A number of the tensor's memory, equal for all tensors over it."""
     return address_in_python(tensor.untyped_storage())  # type: ignore[arg-type]  # of storages, too

@@ -1,6 +1,6 @@
-"""Checks of arguments before anything is computed: words, sizes, tensors to read, buffers for results, grouped layers.
+"""Checks of arguments before any computation: words, sizes, tensors to read, buffers for results, grouped layers.
 
-Every function says what is wrong with what a caller brings, by the names of arguments. None looks at device memory.
+Every function reports errors in a caller's arguments by their names. None reads device memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AuxLoss = Literal["micro_batch", "sequence", "global"]
 DropPolicy = Literal["probs", "position"]
 Balance = Literal["none", "replicas"]
 
-# Words by the name of the argument that takes them. A name means the same everywhere.
+# Allowed words by argument name. A name has the same meaning everywhere.
 CHOICES: dict[str, tuple[str, ...]] = {
     "overflow": get_args(Overflow),
     "order": get_args(Order),
@@ -51,14 +51,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "balance": get_args(Balance),
 }
 
-_PLAIN = (
-    torch.Tensor.__torch_dispatch__
-)  # the attribute of tensor classes that keep their own memory
+_PLAIN = torch.Tensor.__torch_dispatch__  # of tensor classes that have their own memory
 
 
 def check_kind(name: str, value: object, kind: Any, what: str = "") -> None:
-    """Raises an ArgumentError if the argument `name` is not of this kind, a class, or of several. what: how the text
-    calls them."""
+    """Raises an ArgumentError unless the argument `name` is of this class, or of one of several. what: the name of the
+    kind in the text."""
     if not isinstance(value, kind):
         raise ArgumentError(
             f"{name} ({type(value).__name__}) must be {what or f'a {kind.__name__}'}"
@@ -76,8 +74,8 @@ def check_model(model: object, name: str = "model") -> None:
 
 
 def modules_of(model: nn.Module, kind: type[M], *, name: str = "model", needs: str = "") -> list[M]:
-    """The modules of this kind in the argument `name`, in its order. Raises as :func:`check_model` does, and if there
-    are none of what it `needs`."""
+    """The modules of this kind in the argument `name`, in its order. Raises as :func:`check_model` does, and if it has
+    none of the kind that it `needs`."""
     check_model(model, name)
     found = [module for module in model.modules() if isinstance(module, kind)]
     if needs and not found:
@@ -86,7 +84,7 @@ def modules_of(model: nn.Module, kind: type[M], *, name: str = "model", needs: s
 
 
 def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
-    """Raises an ArgumentError if the argument `name` is not a finite number of at least that."""
+    """Raises an ArgumentError unless the argument `name` is a finite number of at least `at_least`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
     if not math.isfinite(value) or value < at_least:
@@ -94,19 +92,19 @@ def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
 
 
 def choices_problem(**words: object) -> ArgumentError | None:
-    """The error for the first argument whose word it does not take, or None."""
+    """The error of the first argument whose word is not allowed, or None."""
     problems = (choice_problem(name, word, CHOICES[name]) for name, word in words.items())
     return next(filter(None, problems), None)
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:
-    """What keeps one of the named values from being a size, an integer (NumPy's, too) of at least 1, or None."""
+    """The error of the first named value that is no size, an integer (NumPy's, too) of at least 1, or None."""
     for name, value in sizes.items():
         try:
-            size = operator.index(value)  # type: ignore[arg-type]  # a TypeError, if it is none
+            size = operator.index(value)  # type: ignore[arg-type]  # a TypeError if it is no integer
         except TypeError:
             size = None
-        # A bool is taken for an int, but top_k=True is a mistake.
+        # A bool is an int for Python, but top_k=True is a mistake.
         if size is None or isinstance(value, bool):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
         if size < 1:
@@ -115,7 +113,7 @@ def size_problem(**sizes: object) -> ArgumentError | None:
 
 
 def parameter_dtype_problem(dtype: object) -> ArgumentError | None:
-    """What keeps `dtype` from being that of parameters and of rows that travel, or None."""
+    """The error if `dtype` cannot be the dtype of parameters and transferred rows, or None."""
     if isinstance(dtype, torch.dtype) and dtype in control.DTYPES:
         return None
     return ArgumentError(f"dtype ({dtype!r}) must be one of {', '.join(map(str, control.DTYPES))}")
@@ -135,10 +133,10 @@ def stale_problem(name: str, tensor: object) -> StaleLease | None:
 
 
 def memory_problem(name: str, tensor: object) -> Problem:
-    """What keeps kernels from reading or writing the memory of `tensor` as its strides say, or None; wherever it is."""
+    """The error if kernels cannot read or write the memory of `tensor` by its strides, or None; on any device."""
     if not isinstance(tensor, torch.Tensor):
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
-    if torch.compiler.is_compiling():  # it passes tensors without memory, and runs no kernels
+    if torch.compiler.is_compiling():  # tensors have no memory then, and no kernels run
         return None
     if is_transformed():
         return transform_problem()
@@ -152,7 +150,7 @@ def memory_problem(name: str, tensor: object) -> Problem:
     ):
         kind = type(
             tensor
-        ).__name__  # FakeTensorMode's are taken under a mode: operators there need no memory
+        ).__name__  # FakeTensors are valid under a mode: operators there need no memory
     elif not has_storage(tensor):  # of a backward pass with is_grads_batched
         kind = "a tensor of vmap"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -170,7 +168,8 @@ def tensor_problem(
     dtypes: tuple[torch.dtype, ...] | None,
     device: torch.device | None,
 ) -> Problem:
-    """What keeps the argument `name` from being a tensor that kernels read, or None. None for what it must be: unknown.
+    """The error if the argument `name` is no tensor that kernels can read, or None. None of shape, dtypes, device:
+    unknown.
 
     shape: a word stands for any size, and "..." in front for any dimensions.
     """
@@ -218,11 +217,11 @@ def buffer_problem(
     inputs: tuple[torch.Tensor, ...] = (),
     heap: SymmetricHeap | None = None,
 ) -> Problem:
-    """What keeps the argument `name` from taking a result, or None. shape, dtype, device: as in tensor_problem.
+    """The error if the argument `name` cannot take a result, or None. shape, dtype, device: as in tensor_problem.
 
     Args:
-        inputs: tensors it must not overlap: those read or saved for backward, and other buffers.
-        heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
+        inputs: tensors that it must not overlap: inputs, tensors saved for backward, and other buffers.
+        heap: the heap that must own the buffer, because peers access it; None: any memory.
     """
     if error := tensor_problem(
         name, buffer, shape=shape, dtypes=None if dtype is None else (dtype,), device=device
@@ -245,8 +244,8 @@ def buffer_problem(
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Contiguous memory that a call writes, and from when to when its contents matter, both included, in any unit; a
-    call that is one step needs no times."""
+    """Contiguous memory that a call writes, and the first and last time when its contents matter, both included, in any
+    unit; a call of one step needs no times."""
 
     name: str
     tensor: torch.Tensor
@@ -256,7 +255,7 @@ class Buffer:
 
 def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> ArgumentError | None:
     """The error if a buffer shares memory with an input, or with another buffer while both matter, or None. inputs:
-    what is read or saved for backward, at any time; what is no dense tensor is skipped."""
+    values that are read or saved for backward, at any time; values that are no dense tensors are skipped."""
     if not buffers:
         return None
     spans = [(_span(buffer.tensor), buffer) for buffer in buffers]
@@ -287,7 +286,7 @@ def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> Argu
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first element and of the end of the last one."""
+    """Addresses of the first element's start and of the last element's end."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():  # or empty
         return start, start + tensor.numel() * tensor.element_size()
@@ -298,7 +297,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two ranges of addresses share one; an empty range shares none."""
+    """Whether two ranges of addresses overlap; an empty range overlaps none."""
     return max(span[0], other[0]) < min(span[1], other[1])
 
 
@@ -306,7 +305,7 @@ def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype to compute with x in: autocast's where it is enabled, else that of x."""
+    """The dtype to compute with x in: autocast's if it is enabled, else the dtype of x."""
     device_type = x.device.type
     return (
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
@@ -314,8 +313,8 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class RowsLike(NamedTuple):
-    """What is known of rows, which another module may still have to make: their shape without features, the dtype to
-    compute in, and their device. None for what is unknown."""
+    """The known properties of rows that another module may not have made yet: their shape without features, the dtype
+    to compute in, and their device. None: unknown."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -328,8 +327,8 @@ class RowsLike(NamedTuple):
 
 
 def call_problem(**modules: torch.nn.Module) -> ArgumentError | None:
-    """The error for the first of the modules, by name, that has something around its call or in place of its forward,
-    which is left out where kernels take the place of the call; or None. Hooks of all modules see what is called."""
+    """The error of the first module, by name, with hooks around its call or a replaced forward, which kernels would
+    omit when they replace the call; or None. Hooks of all modules still see the calls."""
     for name, module in modules.items():
         if (found := around_call(module, everywhere=False)) is not None:
             return ArgumentError(
@@ -342,7 +341,7 @@ def call_problem(**modules: torch.nn.Module) -> ArgumentError | None:
 
 
 def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:
-    """What is wrong with a factor per row of `rows`, or None."""
+    """The error of a factor per row of `rows`, or None."""
     if not isinstance(scale, torch.Tensor) or scale.layout is not torch.strided:
         return memory_problem(name, scale)
     shape = scale.shape if rows.shape is None else rows.shape
@@ -359,6 +358,6 @@ def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:
 
 
 def kernel_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if it is not contiguous or where kernels cannot read it in full accesses."""
+    """x, or a copy if it is not contiguous or not aligned for full accesses of kernels."""
     x = x.contiguous()
     return x if x.data_ptr() % control.ACCESS_BYTES == 0 else x.clone()

@@ -1,4 +1,4 @@
-"""Packages that only a part of symmoe needs, by the extra of pyproject.toml that brings them."""
+"""Packages that only a part of symmoe needs, by the extra of pyproject.toml that installs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """A block that imports packages of an extra. ImportError: one is missing; the text says how to get it."""
+    """A block that imports packages of an extra. ImportError: one is missing; the text names the fix."""
     try:
         yield
     except ModuleNotFoundError as error:

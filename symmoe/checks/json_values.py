@@ -1,4 +1,4 @@
-"""JSON as dataclasses: files may come from anywhere."""
+"""JSON as dataclasses: files may come from any source."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 
 def typed(kind: Any, value: Any, name: str, *, exactly: bool = True) -> Any:
-    """A value of JSON as a dataclass, a list, a dict or a plain value, with the types of the annotations all the way
-    down: texts are Unicode, floats finite. name: what the value is, for errors. exactly: objects have all fields of
-    their dataclass and no others; if not, those with defaults may be missing. ValueError: it is something else; the
-    text names the field."""
+    """A value of JSON as a dataclass, a list, a dict or a plain value, with the types of the annotations at every
+    depth: texts are Unicode, floats finite. name: the value's name in errors. exactly: objects have exactly the fields
+    of their dataclass; otherwise fields with defaults may be missing. ValueError: the value has another form; the text
+    names the field."""
     of = get_args(kind)
     if kind is Any:
         return value

@@ -1,7 +1,7 @@
-"""What the ranks of a rail say to each other before anything travels: where they are, and what has gone wrong. A header
-comes before every exchange. A rank with an error sends it in place of that, and nobody goes on; a rank that gives up
-sends that, for whoever waits for it next, before it closes. Where an exchange on the devices does not end, hosts tell
-each other how far theirs have come."""
+"""Messages between the hosts of a rail before data travels: their positions and errors. A header precedes every
+exchange. A rank with an error sends the error instead, and no rank continues. A rank that aborts sends that, for the
+next rank that waits for it, before it closes. If an exchange on the devices does not end, hosts report the progress of
+their devices to each other."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ _MAX_S = 1e6  # of a wait, which is counted in ms
 _LONGER_S = {
     WAITS: 0.25,
     COUNTED: 0.5,
-}  # that a rank waits which hears this: its sender is to say who is missing
-ANSWER_S = 0.4  # that a host which lives takes at most to say what its device has counted
+}  # more wait after such a header: its sender will name the missing rank
+ANSWER_S = 0.4  # the longest time in which a live host reports its device's count
 _LAST_WORDS_S = (
-    2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
+    2.0  # for a disconnected rail peer to send the reason, if it lives; it takes no time
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a rank says."""
+    """A message of a rank."""
 
     kind: int  # GOES_ON, FAILED, GAVE_UP, WAITS; UNRAISED: the rank has left the call that failed, and keeps the error
-    number: int = 0  # how many headers it has sent; COUNTED: begins and ends of exchanges that its device has counted
-    call: int = 0  # what the ranks must agree on, as in control.pack_call
-    sizes: int = 0  # the same, of what says how long the messages are that follow
-    rail_rows: int = (
-        0  # that fit in a message of the rank, where that says it; ranks need not have the same
+    number: int = (
+        0  # of headers sent so far; COUNTED: of begins and ends of exchanges on its device
     )
-    origin: int = -1  # the rank of the group that has the error, or that gave up; -1: no one rank
+    call: int = 0  # the values on which ranks must agree, as in control.pack_call
+    sizes: int = 0  # also to agree on, for the lengths of the messages that follow
+    rail_rows: int = 0  # rows that fit in the rank's messages, if sent; may differ between ranks
+    origin: int = -1  # the rank of the group that has the error or aborted; -1: not a single rank
     message: bytes = b""  # of an error or of a report
 
     def pack(self) -> bytes:
-        """_HEADER_BYTES bytes."""
+        """The header as _HEADER_BYTES bytes."""
         return (_WORDS.pack(*astuple(self)[:-1]) + self.message).ljust(_HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, packed: bytes) -> Header:
-        """The header that was packed."""
+        """The header from packed bytes."""
         return cls(*[*_WORDS.unpack_from(packed), packed[_WORDS.size :]])
 
 
 class ControlChannel:
-    """This rank's place on its rail. What a rank says when it gives up waits until somebody listens. links: by node, of
-    all others; the channel closes them.
+    """This rank's place on its rail. The last message of an aborting rank stays until a peer reads it. links: to all
+    other nodes, by node; the channel closes them.
 
     Attributes:
-        number: how many headers this rank has sent for others to wait for.
-        counted: by other node, what its host has said that its device has COUNTED; -1: nothing.
+        number: number of headers that this rank has sent and others wait for.
+        counted: by other node, the COUNTED number of its device; -1: not received.
     """
 
     def __init__(self, links: Mapping[int, Link]) -> None:
@@ -72,22 +72,22 @@ class ControlChannel:
         self._is_open = True
         self._said_once = set[int]()
         self._sends = threading.Lock()
-        self._takes = threading.RLock()  # a signal handler may give up
-        self._incomplete = dict.fromkeys(links, b"")  # what has come of the next header
+        self._takes = threading.RLock()  # a signal handler may abort
+        self._incomplete = dict.fromkeys(links, b"")  # the received part of the next header
         self.number = 0
         self.counted = dict.fromkeys(links, -1)
         for link in links.values():
             link.receives.setblocking(False)
 
     def announce(self, header: Header) -> None:
-        """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
+        """Sends a header to all nodes; :meth:`receive` comes next. Does not wait."""
         self.number += 1
         self._said = replace(header, number=self.number)
         self._problem = self._send(self._said)
 
     def receive(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included. Collective over the rail. RailBroken: a node did not answer in
-        time, or its connection has closed, or a node has said that it gave up."""
+        time, or its connection has closed, or a node has aborted."""
         deadline = time.monotonic() + timeout_s
         headers = [self._said] * (len(self._links) + 1)
         try:
@@ -102,20 +102,20 @@ class ControlChannel:
         except RailBroken as broken:
             broken.said = (
                 broken.said or self.look()[1]
-            )  # before this rank came, or while another one is late
+            )  # from before this rank waited, or while another is late
             raise
         return headers
 
     def announce_once(self, kind: int, number: int = 0) -> None:
-        """Tells all nodes what nobody waits for. WAITS: this rank waits for one of its own node, which may wait for its
-        rail. COUNTED: see Header; it asks the others for theirs. Does not wait. From any thread."""
+        """Sends a message that no node waits for. WAITS: this rank waits for a rank of its own node, which may wait for
+        its rail. COUNTED: see Header; requests the others' numbers. Does not wait. From any thread."""
         if kind not in self._said_once:
             self._said_once.add(kind)
             self._send(Header(kind, number))
 
     def look(self) -> tuple[set[int], Header | None]:
-        """The nodes whose connections are known to have closed, and what one has said that gave up; notes
-        :attr:`counted`. Takes nothing that :meth:`hear` waits for. Local; from any thread."""
+        """The nodes whose connections have closed, and the message of one that has aborted; records :attr:`counted`.
+        Leaves all headers for :meth:`receive`. Local; from any thread."""
         asked = select.poll()
         lost = set[int]()
         gave_up = None
@@ -138,8 +138,8 @@ class ControlChannel:
         return lost, gave_up
 
     def give_up(self, origin: int, message: bytes) -> None:
-        """Tells whoever can still be told, once; those that have gone are not to hear that they have. Local; waits for
-        nobody. From any thread."""
+        """Sends the abort message, once, to all nodes with an open connection; the others need none. Local; does not
+        wait. From any thread."""
         is_open = self._is_open
         self._is_open = False
         if is_open:
@@ -148,8 +148,7 @@ class ControlChannel:
             )
 
     def last_message(self, node: int) -> Header | None:
-        """What a node whose connection has closed has said when it gave up, after all that it has said before, if it
-        did."""
+        """The abort message of a node whose connection has closed, after all its earlier messages, or None."""
         deadline = time.monotonic() + _LAST_WORDS_S
         with contextlib.suppress(RailBroken):
             while (said := self._receive(node, deadline)).kind != GAVE_UP:
@@ -166,7 +165,7 @@ class ControlChannel:
     def _send(self, header: Header, but: Collection[int] = ()) -> RailBroken | None:
         problem = None
         packed = header.pack()
-        with self._sends:  # a header is not cut by one of another thread
+        with self._sends:  # headers of two threads must not mix
             for node in [each for each in self._links if each not in but]:
                 try:
                     self._links[node].sends.sendall(packed)
@@ -198,7 +197,7 @@ class ControlChannel:
         return self._unpack(node, packed)
 
     def _unpack(self, node: int, packed: bytes) -> Header:
-        """What a node has said; notes :attr:`counted`."""
+        """The header of a node; records :attr:`counted`."""
         said = Header.unpack(packed)
         if said.kind == COUNTED:
             self.counted[node] = said.number

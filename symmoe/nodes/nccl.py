@@ -1,8 +1,8 @@
-"""Payload between GPUs of several nodes: NCCL's send and recv on the current stream, for which the host does not wait.
+"""Payload between GPUs of several nodes: NCCL's send and recv on the current stream, without a wait of the host.
 
-NCCL is called by ctypes, in the library that torch has loaded: torch's process group ends the whole process when a peer
-is lost, and has streams of its own, so that one cannot say what its work has to come after in a graph. NCCL itself
-waits for ever: the device counts in the host's memory what it has begun and ended, for who watches
+NCCL is called by ctypes, in the library that torch has loaded. Torch's process group ends the whole process when a peer
+is lost, and has its own streams, so that a graph cannot order its work. NCCL itself waits without a bound: the device
+counts the exchanges that it has begun and ended in the host's memory, for a watching thread
 (symm_mem/several_nodes.py).
 """
 
@@ -26,7 +26,7 @@ _UNIQUE_ID_BYTES = 128
 _SUCCESS = 0
 _IN_PROGRESS = 7  # ncclResult_t
 _UINT8 = 1  # ncclDataType_t
-_MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
+_MOMENT_S = 0.5  # for launched work to end, when a rail ends
 _POLL_S = 1e-3
 _ID = "id"
 _FAILED = "failed"  # keys in the store of a rail
@@ -60,7 +60,7 @@ class NcclError(Exception):
 
 
 class Nccl:
-    """The library. BackendUnavailable: there is none."""
+    """The library. BackendUnavailable: it is missing."""
 
     def __init__(self) -> None:
         try:
@@ -83,7 +83,7 @@ class Nccl:
         return bytes(made)
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
-        """A communicator on the current GPU. Collective; waits for the others as long as it takes."""
+        """A communicator on the current GPU. Collective; waits for the others without a bound."""
         communicator = ctypes.c_void_p()
         made = _UniqueId.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
@@ -92,7 +92,7 @@ class Nccl:
     def exchange(
         self, communicator: int, sends: _Messages, receives: _Messages, stream: int
     ) -> None:
-        """Sends and receives (address, bytes, rank) on a CUDA stream, at once. Messages to a rank keep their order."""
+        """Sends and receives (address, bytes, rank) on a CUDA stream, at once, in order for each rank."""
         self._call("ncclGroupStart")
         try:
             for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
@@ -102,13 +102,13 @@ class Nccl:
             self._call("ncclGroupEnd")
 
     def problem(self, communicator: int) -> str:
-        """What has gone wrong with what was launched; "": nothing so far."""
+        """The error of the launched work so far, or ""."""
         result = ctypes.c_int()
         self._call("ncclCommGetAsyncError", communicator, ctypes.byref(result))
         return "" if result.value in (_SUCCESS, _IN_PROGRESS) else self._text(result.value)
 
     def abort(self, communicator: int) -> None:
-        """Ends a communicator, and the kernels that wait for its peers. Local. No other call may use it afterwards."""
+        """Ends a communicator, and the kernels that wait for its peers. Local. Later calls must not use it."""
         self._library.ncclCommAbort(communicator)
 
     def _text(self, result: int) -> str:
@@ -121,8 +121,8 @@ class Nccl:
 
 
 class NcclRail(Payload):
-    """A rail for tensors on the current GPU, by this library; the other arguments are those of GlooRail. Construction
-    is collective over the rail and synchronises. BackendUnavailable: see connect_together."""
+    """A rail for tensors on the current GPU, by this library; other arguments are as in GlooRail. Construction is
+    collective over the rail and synchronises. BackendUnavailable: see connect_together."""
 
     progress: torch.Tensor
     counts: torch.Tensor
@@ -135,11 +135,11 @@ class NcclRail(Payload):
         self._num_nodes = num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._communicator = 0
-        self._turn = threading.Lock()  # of those who use it
+        self._turn = threading.Lock()  # of the threads that use it
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)
-        self.count(BEGUN)  # so that it is not launched for the first time while ranks exchange
+        self.count(BEGUN)  # its first launch must not come while ranks exchange
         self.counts.zero_()
         torch.cuda.synchronize(self._device)
         self.progress.zero_()
@@ -148,14 +148,12 @@ class NcclRail(Payload):
             own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
             connect_together(make_id, self._connect, own_store, node=node, timeout_s=timeout_s)
         except BackendUnavailable:
-            self.end()  # first messages that wait for ever
+            self.end()  # first messages that would wait forever
             raise
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         with self._turn:
-            if (
-                self._communicator
-            ):  # who has ended it has seen to it that nobody uses what does not come
+            if self._communicator:  # after the end, missing tensors are not used
                 captures = torch.cuda.is_current_stream_capturing()
                 self.num_launched += not captures
                 self.is_captured |= captures
@@ -183,7 +181,7 @@ class NcclRail(Payload):
         deadline = time.monotonic() + _MOMENT_S
         while self._communicator and self.is_moving and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        # A host that waits inside NCCL for a rank that is lost does not give the turn back before this has happened.
+        # A host that waits inside NCCL for a lost rank keeps the turn until the communicator has ended.
         has_turn = self._turn.acquire(timeout=_MOMENT_S)
         communicator = self._communicator
         self._communicator = 0
@@ -217,7 +215,7 @@ class NcclRail(Payload):
             self.bytes_per_s = self._measure()
 
     def _measure(self) -> float:
-        """Bytes per second that this rank sends while all of the rail do. Collective over it; waits for the device."""
+        """Bytes per second that this rank sends while all send. Collective over the rail; waits for the device."""
         message = _MEASURED_BYTES // (self._num_nodes - 1)
         rows = torch.empty((2, self._num_nodes, message), dtype=torch.uint8, device=self._device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -248,11 +246,11 @@ def connect_together(
     node: int,
     timeout_s: float,
 ) -> None:
-    """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail. NCCL itself has no
-    bound, and does not tell the others when one fails. A thread that is given up ends when NCCL lets it, and has to
-    undo what it has done. make_id: of one of the ranks, makes the id by which they find each other; None on the others.
+    """Returns when connect(id, is_given_up) has returned, in a separate thread. Collective over the rail. NCCL itself
+    has no bound, and does not inform the others when one rank fails. An abandoned thread ends when NCCL returns, and
+    must undo its work. make_id: on one of the ranks, makes the id by which they find each other; None on the others.
     store: of torch, for this rail and this attempt. BackendUnavailable: one of both functions has failed, here or on
-    another rank, or it takes longer."""
+    another rank, or needs longer."""
     is_given_up = threading.Event()
 
     def run() -> None:
@@ -279,7 +277,7 @@ def connect_together(
             thread.join(_CONNECT_POLL_S)
             has_ended = (
                 not thread.is_alive()
-            )  # before the look into the store, where it says what has failed
+            )  # before the store is read, where it reports a failure
             if store.check([_FAILED]):
                 raise BackendUnavailable(store.get(_FAILED).decode())
             if not has_ended and time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""What travels between nodes, and by what: tensors, by gloo or, on GPUs, by NCCL. Hosts have a control channel.
+"""Transfers of tensors between nodes, by gloo or, on GPUs, by NCCL. Hosts have a control channel.
 
-The process group of gloo is made here, on a store that the ranks have in common, and nobody else knows it: a rail that
-breaks, or is aborted, leaves the groups of the trainer as they are.
+Gloo's process group is made here, on a store that the ranks share, and is private: a rail that breaks, or is aborted,
+leaves the trainer's groups unchanged.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 _MAX_S = 1e9
-_CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that another rank is to make
+_CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection by another rank
 
 
 class RailBroken(Exception):
-    """A node's end of the rail did not answer in time (`is_late`), or its connection has closed, or some node has said
-    that it gave up (`said`, a Header). For the heap, which says so to the user in terms of ranks."""
+    """A node did not answer in time (`is_late`), or its connection has closed, or some node has aborted (`said`, a
+    Header). The heap reports this to the user in terms of ranks."""
 
     def __init__(self, node: int, *, is_late: bool, problem: object, said: Any = None) -> None:
         super().__init__(str(problem).split("\n", 1)[0])
@@ -36,15 +36,15 @@ BEGUN, ENDED = range(2)  # indices of Payload.progress
 
 
 class Payload:
-    """Moves the tensors of exchanges between the ranks with the same index on all nodes, which have met.
+    """Moves the tensors of exchanges between the ranks of a rail, after they have met.
 
     Attributes:
-        progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
-            they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
-        counts: the same on the device; None: :meth:`wait` has something to wait for.
-        num_launched: how many exchanges the host has begun.
-        is_captured: whether graphs have exchanges, whose replays the host does not count.
-        bytes_per_s: what a rank sends while all do, measured at the start; infinite where that decides nothing (CPUs).
+        progress: int64 [2] in the host's memory, the numbers of exchanges that the device has begun and ended, if they
+            are on its stream; then a thread must watch them. None: :meth:`wait` bounds them.
+        counts: `progress` on the device; None: the host waits in :meth:`wait`.
+        num_launched: number of exchanges that the host has begun.
+        is_captured: whether graphs contain exchanges, whose replays the host does not count.
+        bytes_per_s: the rate of a rank while all send, measured at the start; infinite where it is unused (CPUs).
     """
 
     progress: torch.Tensor | None = None
@@ -52,14 +52,12 @@ class Payload:
     bytes_per_s = math.inf
     num_launched = 0
     is_captured = False
-    _bounds: tuple[tuple[int, float], ...] = (
-        (0, math.inf),
-    )  # the exchange from which on each holds
+    _bounds: tuple[tuple[int, float], ...] = ((0, math.inf),)  # from this exchange on each holds
     _num_others = 0  # exchanges that the device has counted, and the host has not
 
     def bound(self, timeout_s: float) -> None:
-        """What begins from now on may take so long, for who watches. Before BEGUN is counted, after which what is about
-        to begin moves."""
+        """Sets the bound of later exchanges, for the watching thread. Call it before BEGUN is counted: after that, the
+        next exchange counts as moving."""
         if self.progress is None:
             return
         if not self.is_moving:
@@ -70,52 +68,52 @@ class Payload:
 
     @property
     def bound_s(self) -> float:
-        """How long the exchange may take that moves; the longest one's where replays may be among what moves."""
+        """The bound of the moving exchange; the longest bound if replays may be moving."""
         ended = 0 if self.progress is None else self.progress.tolist()[ENDED] - self._num_others
         its = [bound_s for first, bound_s in self._bounds if first <= ended or self.is_captured]
         return max(its) if self.is_captured else its[-1]
 
     @property
     def is_moving(self) -> bool:
-        """Whether an exchange has begun, or is about to, that has not ended on the device."""
+        """Whether an exchange that has begun, or is about to, has not ended on the device."""
         begun, ended = (0, 0) if self.progress is None else self.progress.tolist()
         return begun > ended or ended < self.num_launched
 
     def count(self, which: int) -> None:
-        """On a device, its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before and after
-        :meth:`begin`."""
+        """Records on the device that its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before
+        and after :meth:`begin`."""
 
     def settle(self) -> None:
-        """After an exception, which may have come between two counts: all that has begun ends with what the current
-        stream has before this."""
+        """After an exception, maybe one between two counts: every begun exchange counts as ended after the current
+        stream's earlier work."""
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
-        """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
-        wait. On GPUs that is work of the stream (None: the current one), and no error is raised. sends, receives:
-        contiguous tensors whose sizes fit each other, which must stay as they are until :meth:`wait` has returned.
-        Empty ones, and those of this node, do not travel. RailBroken: a connection has closed."""
+        """Begins to send and to receive messages. Messages to a node keep their order. Does not wait. On GPUs the
+        transfer is work of the stream (None: the current one), and no error is raised. sends, receives: contiguous
+        tensors of matching sizes, which must stay unchanged until :meth:`wait` has returned. Empty ones, and those of
+        this node, are skipped. RailBroken: a connection has closed."""
         raise NotImplementedError
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        """Returns when what was begun has ended; on GPUs at once: work of the stream on which it was begun comes later.
-        RailBroken: that took longer, or a connection has closed."""
+        """Returns when the transfer has ended; on GPUs at once: later work of its stream comes after it. RailBroken: it
+        takes longer, or a connection has closed."""
 
     def problem(self) -> str:
-        """What the network has reported about exchanges on the device; "": nothing."""
+        """The network's error in exchanges on the device, or ""."""
         return ""
 
     def end(self) -> None:
-        """Ends what is under way on the device, a moment later. Local; does nothing the second time."""
+        """Ends exchanges that are moving on the device, a moment later. Local; a second call does nothing."""
 
     def close(self) -> None:
-        """Ends the rail. Local; waits for nobody."""
+        """Ends the rail. Local; does not wait for peers."""
         self.end()
 
 
 class GlooRail(Payload):
-    """A rail for tensors on CPUs, by this name in a store of torch that its ranks have in common. Construction is
-    collective over the rail, within timeout_s. RuntimeError: ranks cannot connect; on those that are connected to,
-    after timeout_s."""
+    """A rail for tensors on CPUs, by this name in a torch store that its ranks share. Construction is collective over
+    the rail, within timeout_s. RuntimeError: ranks cannot connect; raised after timeout_s on the ranks that wait for a
+    connection."""
 
     def __init__(
         self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
@@ -153,4 +151,4 @@ class GlooRail(Payload):
     def close(self) -> None:
         if self._group is not None:
             self._group.abort()
-            self._group = None  # which closes the connections
+            self._group = None  # this closes the connections

@@ -1,7 +1,7 @@
-"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try ("Start" in
-docs/design/nodes.md). Each rank listens where gloo is going to, and its rail peers connect to it. A rank sends on the
-connections that it has made, and receives on those that it has accepted: then it has never anything unread where it
-sends, and what it has said arrives although it closes right after it."""
+"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL do ("Start" in
+docs/design/nodes.md). Each rank listens where gloo will, and its rail peers connect to it. A rank sends on the
+connections that it has made, and receives on those that it has accepted. So the sending side never has unread data, and
+messages arrive even if the rank closes right after them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _IPV6_ADDRESSES = Path(
 )  # a line for each: 32 hexadecimal digits first, the device last
 _LOOPBACK = "127.0.0.1"
 _RANK_BYTES = 4
-REACH_S = 10.0  # for connections: three tries, as Linux does them
-_SEND_S = 5.0  # that a peer may leave what it is sent in its connection: hosts are never more than a header ahead
+REACH_S = 10.0  # for connections: three attempts of Linux
+_SEND_S = 5.0  # for a peer to read its messages: hosts are never more than a header ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a rank listens."""
+    """The address at which a rank listens."""
 
     device: str  # name of the network device; "": not known
     host: str = ""
-    port: int = 0  # 0: nobody listens, as the address of the device is not known
+    port: int = 0  # 0: the rank does not listen, as the device's address is unknown
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only its own machine reaches it."""
+        """Whether only its own machine can reach it."""
         return bool(self.host) and ip_address(self.host.partition("%")[0]).is_loopback
 
     def __str__(self) -> str:
@@ -51,15 +51,14 @@ class Endpoint:
 
 
 class Listener:
-    """Listens at `endpoint`, where gloo does: at the device that GLOO_SOCKET_IFNAME names, or at the address of the
-    host's name. A context manager; the peers have to have tried before it ends. BackendUnavailable: there is no such
-    device."""
+    """Listens at `endpoint`, like gloo: at the device named by GLOO_SOCKET_IFNAME, or at the address of the host's
+    name. A context manager; peers must connect before it ends. BackendUnavailable: there is no such device."""
 
     _socket: socket.socket | None = None
 
     def __init__(self) -> None:
         device = os.environ.get(DEVICE_VARIABLE, "").split(",")[0]
-        self.endpoint = Endpoint(device)  # without an address it listens nowhere, which peers find
+        self.endpoint = Endpoint(device)  # without an address it does not listen; peers find this
         for address in filter(None, [_address_of(device)] if device else _addresses_of_host()):
             with contextlib.suppress(OSError):
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -81,8 +80,8 @@ class Listener:
     def accept(
         self, ranks: Collection[int], token: bytes, timeout_s: float
     ) -> dict[int, socket.socket]:
-        """The connections of these ranks, by rank, who have connected and said :func:`hello`; of nobody else. OSError:
-        that takes longer."""
+        """The connections of these ranks, by rank, after each has sent :func:`hello`; closes all others. OSError: it
+        takes longer."""
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}
@@ -102,35 +101,33 @@ class Listener:
 
 
 class Link(NamedTuple):
-    """Two connections with a rank of another node: this rank has made that on which it sends."""
+    """Two connections with a rank of another node: this rank has made the one on which it sends."""
 
     sends: socket.socket
     receives: socket.socket
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes both connections."""
         self.sends.close()
         self.receives.close()
 
 
 def hello(token: bytes, rank: int) -> bytes:
-    """What a rank says first on a connection that it has made. token: of the rails of one heap."""
+    """The first message of a rank on a connection that it has made. token: of the rails of one heap."""
     return token + rank.to_bytes(_RANK_BYTES, "little")
 
 
 def connect(
     others: Mapping[int, Endpoint], timeout_s: float
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """Connections with the others, by rank, and why there is none with some. Local; takes at most timeout_s."""
+    """Connections to the others, by rank, and the reasons for those that failed. Local; takes at most timeout_s."""
 
     def attempt(endpoint: Endpoint) -> socket.socket | str:
         if not endpoint.port:
             return "it listens nowhere"
         try:
             made = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
-        except (
-            OSError
-        ) as error:  # one of Python's own, that time is up, has no text of the system's
+        except OSError as error:  # Python's own timeout error has no text of the system
             return error.strerror or f"no answer within {timeout_s:g} s"
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.settimeout(_SEND_S)
@@ -169,7 +166,7 @@ def _ipv6_address_of(device: str) -> str:
 
 
 def _addresses_of_host() -> list[str]:
-    """Those of this host's name, as gloo tries them; the last one is always this host's."""
+    """The addresses of this host's name, in gloo's order; the last one always works on this host."""
     found: list[Any] = []
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Where a rank is, and which ranks of a group are on which node: all ranks compute the same from what all have said."""
+"""The place of a rank, and the ranks of each node: all ranks compute the same from the places of all."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _COMPLETED = 3  # nvmlReturn_t, nvmlGpuFabricState_t
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place that can be compared with those of other ranks: a machine that was booted once, and an NVLink domain that
-    may have GPUs on several machines, "" if the GPU is in none."""
+    """A rank's place, comparable between ranks: a machine since its boot, and an NVLink domain that may have GPUs on
+    several machines, "" if the GPU is in none."""
 
     machine: str
     fabric: str = ""
 
     @property
     def domain(self) -> str:
-        """What this rank has in common with those whose memory it can reach."""
+        """The domain that this rank shares with all ranks whose memory it can reach."""
         return self.fabric or self.machine
 
 
 def find_place(gpu: str | None) -> Place:
-    """This rank's place. gpu: the UUID of its GPU; None: it has none."""
+    """This rank's place. gpu: the UUID of its GPU, or None."""
     return Place(_BOOT_ID.read_text().strip(), "" if gpu is None else _find_fabric(gpu))
 
 
@@ -48,7 +48,7 @@ class _FabricInfo(ctypes.Structure):  # nvmlGpuFabricInfo_t
 
 
 def _find_fabric(gpu: str) -> str:
-    """The cluster and the clique of a GPU; "" where NVML knows none: in one machine the cluster is all zeros."""
+    """The cluster and the clique of a GPU; "" if NVML has none: within one machine the cluster is all zeros."""
     device = ctypes.c_void_p()
     info = _FabricInfo()
     try:
@@ -65,7 +65,7 @@ def _find_fabric(gpu: str) -> str:
                 return ""
         finally:
             nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no driver, or one that is too old to know of domains
+    except (OSError, AttributeError):  # no driver, or one too old for domains
         return ""
     if info.state != _COMPLETED or info.status != _SUCCESS or not any(info.cluster):
         return ""
@@ -75,7 +75,7 @@ def _find_fabric(gpu: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Topology:
     """The nodes of a group, from the point of view of `rank`: the ranks of each in ascending order. Nodes are ordered
-    by their first rank, and equally large."""
+    by their first rank, and have equal sizes."""
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
@@ -102,7 +102,7 @@ class Topology:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the ranks of each node follow each other."""
+        """Whether the ranks of each node are consecutive."""
         return all(ranks[-1] - ranks[0] < len(ranks) for ranks in self.nodes)
 
     @property
@@ -116,9 +116,9 @@ class Topology:
 
 
 def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | None) -> Topology:
-    """The topology of a group, for `rank`. domains: of each rank, what it has in common with those whose memory it can
-    reach, and with no others. ranks_per_node: of a node, which may be a part of a domain; None: each domain is a node.
-    ArgumentError: domains cannot be cut into nodes of ranks_per_node ranks. BackendUnavailable: nodes would differ in
+    """The topology of a group, for `rank`. domains: by rank, the domain that it shares with exactly the ranks whose
+    memory it can reach. ranks_per_node: size of a node, which may be a part of a domain; None: each domain is a node.
+    ArgumentError: domains cannot be split into nodes of ranks_per_node ranks. BackendUnavailable: nodes would differ in
     size."""
     members: dict[Hashable, list[int]] = {}
     for each, domain in enumerate(domains):

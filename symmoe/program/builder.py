@@ -1,9 +1,8 @@
-"""The builder of programs: it runs a function of the package once and notes what that launches, while nothing is
-launched.
+"""The builder of programs: it runs a function of the package once and records its launches, without a real launch.
 
-Memory that the function makes or leases has a symbolic address in a range that no memory has, one for each slot. So a
-tensor, an offset and an address each say by themselves which operand they are. Kernels, operators of torch and
-functions that are :func:`noted` are noted and not called.
+Memory that the function makes or leases has a symbolic address in an unused range, one for each slot. So a tensor, an
+offset or an address alone identifies its operand. Kernels, operators of torch and functions that are :func:`noted` are
+recorded, not called.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _EMPTY = {
     torch.ops.aten.new_empty_strided.default,
 }
 _OF_NUMBERS = {"dact_workspace_numel", "dact_quantize_workspace_numel"}
-# Symbolic addresses: above those that a processor can have, and below the largest integer that kernels get for one.
+# Symbolic addresses: above all real ones, and below the largest integer that kernels take for one.
 FIRST_ADDRESS = 1 << 60
 SLOT_BYTES = 1 << 42
 _MAX_SLOTS = 1 << 16
@@ -62,7 +61,7 @@ _thread = _Thread()
 
 
 def builder() -> Builder | None:
-    """What notes this thread's calls now, or None."""
+    """The builder that records this thread's calls now, or None."""
     return _thread.builder
 
 
@@ -72,13 +71,13 @@ def noted(
     is_in_order: bool = False,
     on_gpus: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of functions of which a program repeats the whole call, not what they launch.
+    """Decorator of functions whose whole call a program repeats, instead of their launches.
 
     Args:
-        stands_for: called in a build with the same arguments; its result stands for that of the call. "itself": the
-            function. None: there is no result, or nobody looks at it in the build.
-        is_in_order: the function launches work itself, or meets others: nothing passes it.
-        on_gpus: False: on GPUs a program repeats what the function launches.
+        stands_for: called in a build with the same arguments; its result replaces that of the call. "itself": the
+            function. None: there is no result, or the build does not use it.
+        is_in_order: the function launches work itself, or waits for peers: nothing is reordered around it.
+        on_gpus: False: on GPUs a program repeats the function's launches.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -98,23 +97,23 @@ def noted(
 
 
 def mark(what: str) -> None:
-    """Notes a point that matters if a program is interrupted; see Programs."""
+    """Records a point that matters if a program is interrupted; see Programs."""
     if _thread.builder is not None:
         _thread.builder.entries.append(Mark(what))
 
 
 def must_complete() -> AbstractContextManager[None]:
-    """What is launched in this context is launched even if a program is interrupted between the marks of a trip."""
+    """Launches in this context happen even if a program is interrupted between the marks of a trip."""
     return _noted_as("must_complete")
 
 
 def on_branch() -> AbstractContextManager[None]:
-    """What is launched in this context is launched on a branch stream, where there are streams."""
+    """Launches in this context go to a branch stream, where there are streams."""
     return _noted_as("is_on_branch")
 
 
 def after_other_stream() -> None:
-    """What is launched next on this stream comes after a point of another stream, where there are streams."""
+    """The next launch on this stream comes after a point of another stream, where there are streams."""
     if (current := _thread.builder) is not None:
         current.waiting.add(current.is_on_branch)
 
@@ -134,32 +133,30 @@ def _noted_as(attribute: str) -> Iterator[None]:
 
 
 def fill(memory: torch.Tensor) -> torch.Tensor:
-    """Fills dense memory with 0x7FFF in every two bytes: NaN as any float, as an index one that no tensor has."""
+    """Fills dense memory with 0x7FFF in every two bytes: NaN as any float, and an invalid index."""
     numbers = memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
     numbers[: numbers.numel() // 2 * 2].view(torch.int16).fill_(0x7FFF)
     return memory
 
 
 class BuildError(Exception):
-    """A function does what no program can do: a defect of this package."""
+    """A function does something that no program can do: a defect of this package."""
 
 
 class Builder(TorchDispatchMode):
-    """Notes what one function launches, as a context. One thread.
+    """A context that records the launches of one function. One thread.
 
     Args:
         inputs: the tensors that the function reads and writes, in slots 0, 1, ... No two share memory.
-        numbers: integers that differ from call to call, by the name of the keyword under which noted functions get
-            them.
+        numbers: integers that differ between calls, by their keyword in noted functions.
         constants: tensors that are the same in every call.
-        fills: whether the program fills memory that it makes.
+        fills: whether the program fills its new memory.
 
     Attributes:
-        entries: what has been noted.
-        operations: what the function has called.
-        must_complete, is_on_branch: whether entries are noted as owed to the peers, and operations as those of a
-            branch.
-        waiting: for streams whose next operation comes after a point of another one, whether they are a branch.
+        entries: the recorded entries.
+        operations: the function's calls.
+        must_complete, is_on_branch: whether entries are recorded as owed to the peers, and operations as on a branch.
+        waiting: `is_on_branch` of streams whose next operation comes after a point of another one.
     """
 
     def __init__(
@@ -176,8 +173,8 @@ class Builder(TorchDispatchMode):
         self.must_complete = self.is_on_branch = False
         self.numbers = numbers
         self.waiting = set[bool]()
-        self._looks: list[Look | None] = []  # by slot, of a tensor that each call has there
-        self._objects: dict[int, tuple[int, object]] = {}  # id of an object to its slot; holds it
+        self._looks: list[Look | None] = []  # by slot, of each call's tensor there
+        self._objects: dict[int, tuple[int, object]] = {}  # by id, an object's slot and the object
         self._spans = [
             (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*look_of(tensor)))
             for tensor in inputs
@@ -192,11 +189,11 @@ class Builder(TorchDispatchMode):
         self._autocast = self.device.type if torch.is_autocast_enabled(self.device.type) else None
         self._stream = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
         self._outer: list[Builder | None] = []
-        self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
+        self._next_numbers: dict[str, Any] = {}  # of the next launch, by parameter name
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks. True would have it import its compiler, which takes seconds, for the first build."""
+        """For torch. True would make it import its compiler in the first build, which takes seconds."""
         return False
 
     def __enter__(self) -> Builder:
@@ -215,7 +212,7 @@ class Builder(TorchDispatchMode):
         operations = tuple(self.operations)
         return Program(len(self._looks), tuple(self.entries), templates, operations=operations)
 
-    # -- what is noted --------------------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------------------------
 
     def call(
         self,
@@ -225,7 +222,7 @@ class Builder(TorchDispatchMode):
         stands_for: Callable[..., Any] | None = None,
         kind: str = parts.CALL,
     ) -> Any:
-        """Notes a call; see :func:`noted`. function: the name of a kernel, which is looked up in every call."""
+        """Records a call; see :func:`noted`. function: or the name of a kernel, which is looked up in every call."""
         template = (
             self._template(args),
             {key: self._named(key, value) for key, value in kwargs.items()},
@@ -245,13 +242,13 @@ class Builder(TorchDispatchMode):
         return result
 
     def kernel(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A hook for kernels, see kernels/select.py. On CPUs they are functions that a program calls; on GPUs it has
-        what they launch. Those with a result are functions of numbers."""
+        """A hook for kernels, see kernels/select.py. On CPUs kernels are functions that a program calls; on GPUs the
+        program has their launches. Kernels with a result are functions of numbers."""
         if name in _OF_NUMBERS:
             return kernel(*args, **kwargs)
         self.note(name, args, kwargs)
         operations = self.operations
-        self.operations = []  # what it calls is a part of it
+        self.operations = []  # its own calls are a part of it
         result = kernel(*args, **kwargs) if self.on_gpu else self.call(name, args, kwargs)
         self.operations = operations
         return result
@@ -263,7 +260,7 @@ class Builder(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         result: torch.Tensor | None = None,
     ) -> None:
-        """Notes what the function calls; see Operation."""
+        """Records an operation of the function; see Operation."""
         shown = _mapped((args, dict(kwargs), result), self._shown)
         streams = self.is_on_branch, self.is_on_branch in self.waiting
         self.waiting.discard(self.is_on_branch)
@@ -277,11 +274,11 @@ class Builder(TorchDispatchMode):
         results: Sequence[str],
         nan_on_failure: torch.Tensor | None,
     ) -> None:
-        """Notes the call of a function of integers, whose results are arguments of the next launch.
+        """Records the call of a function of integers, whose results are arguments of the next launch.
 
         Args:
-            template: the arguments, numbers of the call as CallInteger.
-            numbers, results: where other arguments of the launch come from, and the names of those that are returned.
+            template: the arguments, with the call's numbers as CallInteger.
+            numbers, results: the sources of other arguments of the launch, and the names of the results.
             nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
         slot = self._new_slot()
@@ -302,14 +299,14 @@ class Builder(TorchDispatchMode):
         args: tuple[Any, ...],
         maps: Any,
     ) -> None:
-        """Notes the launch of a compiled kernel; see Launch. names: of the parameters."""
+        """Records the launch of a compiled kernel; see Launch. names: of the parameters."""
         template = self._arguments(names, args)
         self.entries.append(Launch(kernel, grid, template, self._named_stream(stream), maps))
 
     def launch_by(
         self, launch: Callable[..., Any], names: Sequence[str], stream: int, *args: Any
     ) -> None:
-        """Notes a launch that only Python can make, by a function whose last argument has those of the kernel."""
+        """Records a launch that only Python can make, by a function whose last argument has the kernel's arguments."""
         *others, given = args
         template = (self._named_stream(stream), *others, self._arguments(names, given))
         self.entries.append(Call(launch, (template, {}), None, parts.IN_ORDER, self.must_complete))
@@ -329,7 +326,7 @@ class Builder(TorchDispatchMode):
         return parts.CallInteger(name) if is_of_call else self._template(value)
 
     def event(self, stream: torch.cuda.Stream) -> Any:
-        """Notes that an event is recorded; what stands for it."""
+        """Records the recording of an event; returns a stand-in for the event."""
         slot = self._new_slot()
         event = SimpleNamespace()
         self._objects[id(event)] = slot, event
@@ -337,7 +334,7 @@ class Builder(TorchDispatchMode):
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: object) -> None:
-        """Notes that a stream waits for an event."""
+        """Records that a stream waits for an event."""
         slot = self._objects[id(event)][0]
         self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), is_wait=True))
 
@@ -349,7 +346,7 @@ class Builder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # one that stands for others, which operators of torch see whole
+        with self:  # a composite operator: its parts are dispatched again
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -379,7 +376,7 @@ class Builder(TorchDispatchMode):
         if self.on_gpu and torch.cuda.current_stream(self.device).cuda_stream != self._stream:
             raise BuildError(f"{function} runs on another stream")
         template = self._template(args), self._template(kwargs)
-        # What autocast does to operators has been done here.
+        # Autocast's changes to operators have been made here.
         self.entries.append(
             Call(function, template, slot, parts.OPERATOR, self.must_complete, self._autocast)
         )
@@ -389,7 +386,7 @@ class Builder(TorchDispatchMode):
     def tensor(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """What stands for a new tensor, which has a slot of its own."""
+        """A stand-in for a new tensor, in a slot of its own."""
         offset_bytes = SLOT_BYTES * self._new_slot((tuple(shape), tuple(stride), dtype))
         base = _symbolic_memory(self.device, dtype)
         return torch_internals.over_memory_of(
@@ -397,18 +394,18 @@ class Builder(TorchDispatchMode):
         )
 
     def reserve(self) -> int:
-        """A new slot for leased memory: its symbolic offset."""
+        """Reserves a new slot for leased memory; returns its symbolic offset."""
         return SLOT_BYTES * self._new_slot(None)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """The symbolic offset of a tensor in a lease of this call; 0 of an empty one, which has no address."""
+        """The symbolic offset of a tensor in a lease of this call; 0 if it is empty and has no address."""
         address = tensor.data_ptr()
         if address and address < FIRST_ADDRESS:
             raise BuildError("an offset lies in no lease of this call")
         return max(0, address - FIRST_ADDRESS)
 
     def offset(self, offset: int) -> parts.LeaseOffset | int:
-        """What an offset in the arena, or another integer, stands for."""
+        """The operand of an offset in the arena; other integers are returned unchanged."""
         slot, inside = divmod(offset, SLOT_BYTES)
         return parts.LeaseOffset(slot, inside) if slot > 0 else offset
 
@@ -419,7 +416,7 @@ class Builder(TorchDispatchMode):
         return len(self._looks) - 1
 
     def _slot_of(self, tensor: torch.Tensor) -> int:
-        """That of a tensor which stands for another one. An empty one has no address, but it was the last."""
+        """The slot of a stand-in tensor. An empty one has no address, but is always the last."""
         address = tensor.data_ptr()
         return (address - FIRST_ADDRESS) // SLOT_BYTES if address else len(self._looks) - 1
 
@@ -453,7 +450,7 @@ class Builder(TorchDispatchMode):
         return TensorRef(slot, offset, *look)
 
     def _template(self, value: Any) -> Any:
-        """The value with what changes from call to call replaced by where to find it."""
+        """The value, with everything that differs between calls replaced by its operand."""
         return _mapped(value, self._operand)
 
     def _operand(self, value: Any) -> Any:
@@ -462,7 +459,7 @@ class Builder(TorchDispatchMode):
         return ObjectSlot(self._objects[id(value)][0]) if id(value) in self._objects else value
 
     def _shown(self, value: Any) -> Any:
-        """What an operation shows of a value."""
+        """The form of a value in an operation."""
         tensor = value if isinstance(value, torch.Tensor) else getattr(value, "storage", None)
         return self._place(tensor) if isinstance(tensor, torch.Tensor) else value
 
@@ -474,12 +471,12 @@ class Builder(TorchDispatchMode):
         return self._template(value)
 
     def _named_stream(self, stream: int) -> int | None:
-        """None for the stream that the call came on."""
+        """The stream, or None for the call's own stream."""
         return None if stream == self._stream else stream
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument that an operator writes and returns; None: it returns something new."""
+    """The argument that an operator writes and returns; None: it returns a new tensor."""
     schema = torch_internals.schema_of(function)
     if not schema.is_mutable:
         return None
@@ -490,14 +487,14 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _on_meta(value: Any) -> Any:
-    """A tensor of the same looks that has no memory; what is no tensor as it is."""
+    """A tensor of the same look without memory; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     return value
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """What the function makes of everything in a value."""
+    """The value with the function applied to every leaf."""
     if isinstance(value, (tuple, list)):
         filled = [_mapped(part, function) for part in value]
         return value._make(filled) if hasattr(value, "_make") else type(value)(filled)

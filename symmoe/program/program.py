@@ -1,5 +1,5 @@
-"""A program: what one kind of call launches, in order, with operands for memory and integers that differ from call to
-call."""
+"""A program: the launches of one kind of call, in order, with operands for memory and integers that differ between
+calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from symmoe.torch_internals import over_memory_of
 
 # Marks of a trip during which peers wait for this rank's signals, not at a barrier:
 MUST_ABORT = (
-    "must abort"  # from here on, an interruption cannot be told to the peers: the heap is given up
+    "must abort"  # from here on, an interruption cannot be reported to the peers: the heap aborts
 )
-MUST_SIGNAL = "must signal"  # from here on, what is owed can be launched although the rest is not
-CLEAN = "clean"  # nothing is owed any more
+MUST_SIGNAL = "must signal"  # from here on, owed work can be launched without the rest
+CLEAN = "clean"  # no more work is owed
 STREAM = 0  # index of the current stream among a call's values
 
 
@@ -35,7 +35,7 @@ class Frame:
     # For its launches: a copy of Program.values, with the current stream; sections fill in the rest.
     values: array[int]
     numbers: Mapping[str, int]  # integers of this call, by name
-    kernels: Callable[[], object]  # returns the kernels which calls name
+    kernels: Callable[[], object]  # returns the kernels, by name
     mark: str = CLEAN
 
 
@@ -43,9 +43,9 @@ def look_of(tensor: torch.Tensor) -> Look:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-@lru_cache(maxsize=4096)  # a program asks for the same ones in every call
+@lru_cache(maxsize=4096)  # a program repeats the same arguments in every call
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
-    """From the first byte of a tensor to the one past its last."""
+    """Bytes from a tensor's first byte to the end of its last element."""
     if 0 in shape:
         return 0
     num_elements: int = (
@@ -56,7 +56,7 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor in the memory of a slot, or, without a slot, at an address that never changes."""
+    """A tensor in the memory of a slot, or, without a slot, at a constant address."""
 
     slot: int | None
     offset_bytes: int  # from the beginning of the slot's memory, or the address
@@ -68,7 +68,7 @@ class TensorRef:
     def get(self, frame: Frame) -> torch.Tensor:
         if self.slot is None:
             assert self.constant is not None
-            # An empty one that is returned gets a place in a graph of autograd: a new one for each call.
+            # A returned empty tensor joins a graph of autograd: each call needs a new one.
             return self.constant if self.constant.numel() else torch.empty_like(self.constant)
         thing = frame.things[self.slot]
         base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
@@ -94,10 +94,10 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ObjectSlot:
-    """An object that an earlier entry has made, or a whole tensor, as it was made or given."""
+    """An object from an earlier entry, or a whole tensor, unchanged."""
 
     slot: int
-    offset_bytes = 0  # as in Memory
+    offset_bytes = 0  # as in TensorRef
 
     def get(self, frame: Frame) -> Any:
         return frame.things[self.slot]
@@ -126,7 +126,7 @@ class LeaseOffset:
 
 @dataclass(frozen=True, slots=True)
 class CallInteger:
-    """An integer that the call brings."""
+    """An integer that the call provides."""
 
     name: str
 
@@ -136,7 +136,7 @@ class CallInteger:
 
 @dataclass(frozen=True, slots=True)
 class ResultField:
-    """One of the integers that an earlier entry has found."""
+    """One of the integers that an earlier entry has returned."""
 
     slot: int
     index: int
@@ -149,7 +149,7 @@ OPERANDS = (TensorRef, ObjectSlot, Address, LeaseOffset, CallInteger, ResultFiel
 
 
 def compiled_template(template: Any) -> Callable[[Frame], Any] | None:
-    """Function that returns the template with what a call has in the places; None if there are none."""
+    """A function that returns the template with a call's operands filled in; None if it has no operands."""
     kind = type(template)
     if kind in OPERANDS:
         return cast(Callable[[Frame], Any], template.get)
@@ -181,13 +181,13 @@ def compiled_template(template: Any) -> Callable[[Frame], Any] | None:
 
 
 class Entry:
-    """One thing that happens. must_complete: see builder.owed."""
+    """One action of a program. must_complete: see builder.must_complete."""
 
     __slots__ = ()
     must_complete: bool = False
 
     def run(self, frame: Frame) -> None:
-        """Does it, for one call. Launches and events have none: they are parts of sections."""
+        """Runs the action for one call. Launches and events have no such method: they are parts of sections."""
         raise NotImplementedError
 
 
@@ -197,9 +197,9 @@ class Launch(Entry):
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]  # an argument, or its operand, for each parameter that is no constant
+    args: tuple[Any, ...]  # for each parameter that is no constant, an argument or its operand
     stream: int | None = None  # None for the current stream
-    # What the kernel has made of the arguments whose tensors are described by tensor maps.
+    # The kernel's form of arguments whose tensors are described by tensor maps.
     maps: Any = None
 
     def __str__(self) -> str:
@@ -216,10 +216,10 @@ class Event(Entry):
     is_wait: bool = False
 
 
-# What a call is:
+# Kinds of calls:
 CALL = "Call"
-IN_ORDER = "Call in order"  # which nothing may pass
-NOTE = "Note"  # it finds integers for the next launch, and notes on the host that it happens
+IN_ORDER = "Call in order"  # no entry may be reordered around it
+NOTE = "Note"  # returns integers for the next launch, and records the launch on the host
 OPERATOR = "Operator"  # of torch
 NEW = "New"  # makes memory
 
@@ -231,8 +231,8 @@ class Call(Entry):
     Attributes:
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
-        leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
-        fills: what fills in the two parts of the template; None: it has no places.
+        leaves_autocast: the device type for which autocast was on around the whole call, but not here; or None.
+        fills: functions that fill in the two parts of the template; None: no operands.
     """
 
     function: Callable[..., Any] | str
@@ -270,7 +270,7 @@ class Call(Entry):
 
 @dataclass(frozen=True, slots=True)
 class Mark(Entry):
-    """What an interruption means from here on."""
+    """The meaning of an interruption from here on."""
 
     what: str
 
@@ -279,22 +279,22 @@ class Mark(Entry):
 
 
 class Operation(NamedTuple):
-    """What a program's function has called, for people (kernels/launches.py): entries are what follows from it. Tensors
-    are Memory, also whole ones, and for integers of a plan there is their storage."""
+    """A call of a program's function, for people (kernels/launches.py); entries follow from it. Tensors are TensorRef,
+    also whole ones, and integers of a plan are shown as their storage."""
 
     function: Any  # the name of a kernel, an operator of torch, or a function that is noted
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    result: TensorRef | None  # what an operator returns
+    result: TensorRef | None  # of an operator
     is_on_branch: bool  # whether it is on a branch stream
     is_after_other: bool  # whether it waits for a point of another stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """What happens, in order, and templates of what the function returns. num_slots: for memory and objects; inputs
-    have the first ones. values: see kernels/launch/player.py. leases: see symm_mem/memory.py. fill: fills in the
-    outputs; None: they have no operands."""
+    """Entries in order, and templates of the function's outputs. num_slots: for memory and objects; inputs have the
+    first ones. values: see kernels/launch/player.py. leases: see symm_mem/memory.py. fill: fills in the outputs; None:
+    they have no operands."""
 
     num_slots: int
     entries: tuple[Entry, ...]

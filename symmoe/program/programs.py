@@ -1,4 +1,4 @@
-"""Which program a call runs: that of its kind, which the second call of the kind builds."""
+"""Which program a call runs: the program of its kind, which the second call of the kind builds."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Recorded = tuple[tuple[Hashable, ...], Program, int]  # a call: its key, program
 
 
 class Programs:
-    """Runs functions of tensors by programs. Of one heap; the heap's turns keep threads apart.
+    """Runs functions of tensors by programs. Belongs to one heap, whose turns keep threads apart.
 
     Args:
         device: device of the tensors.
-        give_up: called with an error that arises while a program runs where the peers cannot be told of it.
-        constants: tensors that functions use and that are the same in every call.
+        give_up: called with an error of a running program that cannot be reported to the peers.
+        constants: tensors of functions that are the same in every call.
         kernels: returns the kernels for the device.
-        compiled: makes what is run of a program.
+        compiled: makes the runnable form of a program.
         fills: as in Builder.
 
     Attributes:
-        num_built, num_runs: programs that have been built, and calls that have run one.
-        recorded: of all instances: None, or gets each call that runs a program.
+        num_built, num_runs: programs built so far, and calls that have run one.
+        recorded: of all instances: None, or a list to which each call of a program is added.
     """
 
     recorded: ClassVar[list[Recorded] | None] = None
@@ -62,8 +62,8 @@ class Programs:
         *,
         fills: bool = False,
     ) -> None:
-        # A build asks torch for shapes, and torch imports this then: 0.3 s to seconds, while peers wait.
-        with suppress(ImportError):  # of a torch that has no such module
+        # For a build's shapes torch imports this, which takes 0.3 s to seconds while peers wait.
+        with suppress(ImportError):  # this torch has no such module
             import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
         self._programs = dict[Hashable, Program]()
@@ -71,7 +71,7 @@ class Programs:
         self._device = device
         self._give_up = give_up
         self._fills = fills
-        self._type = device.type  # torch makes a new word each time that it is asked
+        self._type = device.type  # torch makes a new string on every read
         self._constants = tuple(constants)
         self._kernels = kernels
         self._compiled = compiled
@@ -86,24 +86,24 @@ class Programs:
         inputs: Sequence[torch.Tensor],
         numbers: Mapping[str, int],
     ) -> Sequence[Any]:
-        """What function() does and returns.
+        """Does the work of function() and returns its result.
 
         Args:
-            key: everything but tensors and `numbers` on which depends what is launched.
-            function: launches kernels; all that it reads, writes and returns is memory of `inputs`, memory that it
-                makes, leases that it takes, or a result of a function that is noted. It changes nothing else, and does
-                not wait for the device.
-            inputs: tensors; their looks, devices, alignment and whether they require gradients are a part of the key.
+            key: everything that determines the launches, except tensors and `numbers`.
+            function: launches kernels. It reads, writes and returns only memory of `inputs`, memory that it makes,
+                leases that it takes, and results of noted functions. It changes nothing else, and does not wait for the
+                device.
+            inputs: tensors; their looks, devices, alignment and requires_grad are a part of the key.
             numbers: see Builder.
         """
-        if num_dispatch_modes():  # a builder, or somebody else who has to see every operator
+        if num_dispatch_modes():  # a builder, or another mode that must see every operator
             return function()
         program = self._program(key, function, inputs, numbers)
         if program is None:
             return function()
         things = [*inputs, *[None] * (program.num_slots - len(inputs))]
         if program.leases is not None and not program.leases.take(things):
-            return function()  # which may need less, or says what is lacking
+            return function()  # it may need less memory, or raises
         self.num_runs += 1
         if Programs.recorded is not None:
             Programs.recorded.append((key, program, len(inputs)))
@@ -121,13 +121,13 @@ class Programs:
         return program.outputs if program.fill is None else program.fill(frame)
 
     def number(self, kind: Hashable) -> int:
-        """A number for a kind of call, the same for equal ones: to be hashed instead of it."""
+        """A number for a kind of call, equal for equal kinds: a quick key."""
         if len(self._numbers) == _MAX_KIND_NUMBERS:
             self._numbers.clear()
         return self._numbers.setdefault(kind, next(self._counter))
 
     def forget(self) -> None:
-        """Lets go of all programs, which hold what their calls were made on."""
+        """Drops all programs, which keep the objects of their calls alive."""
         self._programs.clear()
 
     def _program(
@@ -137,8 +137,8 @@ class Programs:
         inputs: Sequence[torch.Tensor],
         numbers: Mapping[str, int],
     ) -> Program | None:
-        """That of a call, maybe a new one; None if the kind is new, because a build takes as long as many calls, and
-        sizes may come only once; or if inputs share memory, so that nobody knows which one is meant."""
+        """The program of a call, maybe a new one. None if the kind is new: a build takes as long as many calls, and
+        sizes may come only once. None also if inputs share memory: then a use does not identify its input."""
         autocast = (
             torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
         )
@@ -161,14 +161,14 @@ class Programs:
             self.num_built += 1
             if len(self._programs) == _MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-        self._programs[whole_key] = program  # as the last that has been used
+        self._programs[whole_key] = program  # as the last used
         return program
 
     def _finish_obligations(
         self, entries: Iterable[Entry], frame: Frame, error: BaseException
     ) -> None:
-        """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
-        before that."""
+        """Launches the work owed to the peers: they wait for it, and memory that they write to must not be leased again
+        before it."""
         if frame.mark == MUST_ABORT:
             self._give_up(error)
         owes = frame.mark == MUST_SIGNAL
@@ -176,7 +176,7 @@ class Programs:
             for entry in entries:
                 owes &= type(entry) is not Mark
                 if owes and entry.must_complete:
-                    # A wait on a CPU may raise what will be raised again at the next call.
+                    # A wait on a CPU may raise an error that the next call raises again.
                     with suppress(SymmoeError):
                         entry.run(frame)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised

@@ -1,7 +1,7 @@
-"""Addresses of our own for memory that NVSHMEM has mapped: they stay when that memory goes, and when other comes.
+"""Own addresses for memory that NVSHMEM has mapped: they stay valid when NVSHMEM frees and allocates it again.
 
-CUDA graphs and programs hold addresses. NVSHMEM gives memory back to the driver only when it ends, and has other ones
-when it starts again. So its memory is mapped a second time, in a range that we have reserved.
+CUDA graphs and programs keep addresses. NVSHMEM returns memory to the driver only when it ends, and uses other
+addresses when it starts again. So its memory is mapped a second time, in a range that we have reserved.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _READ_WRITE = 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRI
 
 
 class OwnAddresses:
-    """A range of addresses for the `num_bytes` at `source`, and for all of the pieces of memory in which they lie.
-    Raises SymmoeError if these cannot be mapped, as what cudaMalloc gives. Attributes: address, of the first of the
-    bytes here; size, of the range."""
+    """A reserved range of addresses for the `num_bytes` at `source`, and for all pieces of memory that contain them.
+    Raises SymmoeError if the pieces cannot be mapped, as with memory of cudaMalloc. Attributes: address, of the first
+    byte; size, of the range."""
 
     def __init__(self, source: int, num_bytes: int, device: int) -> None:
         self._num_bytes = num_bytes
@@ -38,7 +38,7 @@ class OwnAddresses:
             raise
 
     def map(self, source: int) -> None:
-        """Maps what is at `source` now, in pieces that begin and end where the first did."""
+        """Maps the memory that is now at `source`; its pieces must begin and end as the first ones did."""
         pieces = _pieces(source, self._num_bytes)
         start = self._start
         if (source - pieces[0][0], sum(size for _, size in pieces)) != (self._before, self.size):
@@ -50,24 +50,24 @@ class OwnAddresses:
             try:
                 _call("cuMemMap", start, size, 0, handle.value, 0)
             finally:
-                _call("cuMemRelease", handle.value)  # what is mapped lives on
+                _call("cuMemRelease", handle.value)  # the mapping keeps the memory
             self._mapped.append((start, size))
             _call("cuMemSetAccess", start, size, self._access, 1)
             start += size
 
     def unmap(self) -> None:
-        """Lets the memory go; the range stays reserved."""
+        """Unmaps the memory; the range stays reserved."""
         while self._mapped:
             _call("cuMemUnmap", *self._mapped.pop())
 
     def close(self) -> None:
-        """Lets the memory go, and the range."""
+        """Unmaps the memory and frees the range."""
         self.unmap()
         _call("cuMemAddressFree", self._start, self.size)
 
 
 def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
-    """(start, size) of each piece of memory, as it was mapped, in which `num_bytes` at `address` lie."""
+    """(start, size) of each mapped piece of memory that contains some of the `num_bytes` at `address`."""
     end = address + num_bytes
     pieces = list[tuple[int, int]]()
     while address < end:
@@ -83,8 +83,8 @@ def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Calls the driver with integers of 64 bits, and with pointers to what else is given."""
-    from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
+    """Calls the driver with 64-bit integers, and with pointers to all other arguments."""
+    from symmoe.kernels.launch import driver  # needs Triton, which is optional on CPUs
 
     words = [
         ctypes.c_uint64(word) if isinstance(word, int) else ctypes.byref(word) for word in arguments

@@ -32,20 +32,20 @@ from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
-MAX_S = 1e9  # of a bound: 31 years; clocks count nanoseconds in 64 bits
-_TAG = 0x5E41  # no message of the user of the group has this tag
+MAX_S = 1e9  # the longest bound, 31 years: clocks count nanoseconds in 64 bits
+_TAG = 0x5E41  # messages of the group's user have other tags
 _GLOO_THREAD = "pt_gloo_runloop"
-_LONGEST_S = 5.0  # enough for a thread that has something to drop
+_LONGEST_S = 5.0  # enough for a thread to free its tensors
 _NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 
 
 class Bootstrap:
-    """The EP group as plain bytes. All methods are collective over the group; properties are not. `group=None` without
-    an initialised process group is a group of one. timeout_s: bound of each wait for a peer; None: the group's timeout.
-    A wait that has failed may break the group.
+    """The EP group as plain bytes. All methods are collective over the group; properties are local. `group=None`
+    without an initialised process group is a group of one. timeout_s: bound of each wait for a peer; None: the group's
+    timeout. A failed wait may break the group.
 
     Every method raises:
-        PeerTimeout: a peer did not come in time; rank -1 in a group without CPU tensors (only NCCL).
+        PeerTimeout: a peer did not arrive in time; rank -1 in a group without CPU tensors (only NCCL).
         PeerLost: the connection to a peer broke.
     """
 
@@ -62,7 +62,7 @@ class Bootstrap:
         self._bound = "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
-        # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
+        # A group with a CPU backend takes CPU tensors. An NCCL-only group takes tensors of this thread's current GPU:
         # another thread may call the methods, with another current GPU.
         takes_cpu = (
             self._is_single
@@ -74,7 +74,7 @@ class Bootstrap:
         )
 
     def within(self, timeout_s: float, phase: int) -> Bootstrap:
-        """The same for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
+        """A bootstrap for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
         other = copy.copy(self)
         other._phase = phase
         other._bound = "timeout_s"
@@ -89,7 +89,7 @@ class Bootstrap:
 
     @property
     def store(self) -> Any:
-        """A store of torch that the group's ranks have in common with others. Not collective."""
+        """A torch store that the group's ranks share, maybe with other ranks. Not collective."""
         return store_of(self._group or dist.group.WORLD)
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
@@ -109,14 +109,14 @@ class Bootstrap:
         return [bytes(t.cpu().numpy().tobytes()) for t in theirs]
 
     def agree(self, problem: SymmoeError | None) -> None:
-        """Raises the first rank's problem on every rank; returns if nobody has one."""
+        """Raises the first rank's problem on every rank; returns if no rank has one."""
         mine = b"" if problem is None else encode(problem)
         for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order: as JSON 512 bytes at most."""
+        """Every rank's value, in rank order. A value's JSON has at most 512 bytes."""
         gathered = self.all_gather_bytes(json.dumps(value).encode(), num_bytes=512)
         return [json.loads(each.rstrip(b"\0")) for each in gathered]
 
@@ -128,8 +128,8 @@ class Bootstrap:
         return [data[:size] for data, size in zip(gathered, sizes, strict=True)]
 
     def attempt(self, step: Callable[[], _T]) -> _T:
-        """Runs `step` on each rank and returns its result; raises the first rank's error on every rank. An error
-        that is not symmoe's is raised as BackendUnavailable: something that a heap needs is missing."""
+        """Runs `step` on each rank and returns its result; raises the first rank's error on every rank. Errors from
+        outside symmoe are raised as BackendUnavailable: something that a heap needs is missing."""
         problem: SymmoeError | None = None
         try:
             result = step()
@@ -157,7 +157,7 @@ class Bootstrap:
         return theirs
 
     def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Same as _gather, but message by message, so that a missing message has a known sender."""
+        """Does the work of _gather message by message, so that a missing message has a known sender."""
         theirs = [
             mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)
         ]
@@ -182,7 +182,7 @@ class Bootstrap:
             if not failures:
                 attempt(peer, self._wait, received[peer], start)
         for peer in peers:
-            # Wait for all sends, even if one peer is lost: a message not taken when this rank gives up never arrives,
+            # Wait for all sends, even if one peer is lost: a message that is unread when this rank ends never arrives,
             # and its receiver would wait. After a timeout gloo has closed all connections.
             if not any(isinstance(failure, PeerTimeout) for failure in failures):
                 attempt(peer, self._wait, sent[peer], start)
@@ -204,7 +204,7 @@ class Bootstrap:
     def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
         waited_s = time.monotonic() - start
         timeout_s = self._timeout_s
-        # gloo drops what is less than a millisecond of a bound: its word counts before this clock has got there.
+        # gloo rounds bounds down to milliseconds, so its timeout may come before this clock reaches the bound.
         if "imed out" not in str(error) and (timeout_s is None or waited_s < timeout_s):
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
         return PeerTimeout(
@@ -219,7 +219,7 @@ class Bootstrap:
 
 
 def _group_problem(group: object) -> ArgumentError | None:
-    """What keeps this rank from talking to a group, or None. Peers cannot be told."""
+    """The error if this rank cannot communicate over the group, or None. The peers cannot be informed."""
     not_in_it = "is one that this rank is not in: it has no heap there"
     if group is None:
         return None
@@ -238,9 +238,9 @@ def _group_problem(group: object) -> ArgumentError | None:
 def _wait_for_gloo_at_exit() -> None:
     """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer.
 
-    A thread of gloo says that a collective has ended, and drops its tensors after that, for which it wants Python's
-    lock. If the interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a
-    destructor, which aborts the process: "terminate called without an active exception" (torch 2.13, busy machines).
+    A gloo thread reports the end of a collective and then frees its tensors, for which it needs Python's lock. If the
+    interpreter begins to end in between, Python (before 3.14) ends the thread inside a destructor, which aborts the
+    process: "terminate called without an active exception" (torch 2.13, busy machines).
     """
 
     def wait_for_gloo() -> None:
@@ -254,7 +254,7 @@ def _wait_for_gloo_at_exit() -> None:
 
 
 def _is_gloo_asleep() -> bool:
-    """Whether none of gloo's threads runs or could run."""
+    """Whether all threads of gloo sleep."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
             name, _, state = (

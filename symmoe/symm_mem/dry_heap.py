@@ -1,4 +1,4 @@
-"""A heap for dry steps: it notes the leases that a step makes and ends, and has no memory for them."""
+"""A heap for dry steps: it records the leases that a step makes and ends, and has no memory for them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Event = tuple[
 
 
 def _nothing(*args: object, **options: object) -> int:
-    """Takes the place of what is not done."""
+    """Replaces operations that a dry step skips."""
     return 0
 
 
 class DryHeap(SymmetricHeap):
-    """Rank 0's heap of a group of R ranks whose others are not there, whose plans with exact capacity have N rows and P
-    packed rows. Calls on it are local; they move and compute nothing. events: begins and ends of leases, in order."""
+    """Rank 0's heap in a group of R ranks of which only this one exists. Its plans with exact capacity have N rows and
+    P packed rows. Calls on it are local; they move and compute nothing. events: begins and ends of leases, in order."""
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_rows = num_rows
@@ -84,7 +84,7 @@ class _DryStreams(NoStreams):
 
 
 class _DryMemory:
-    """In place of Memory. Memory is planned for leases that stay as large as they are made."""
+    """Replaces Memory. A plan of memory assumes that leases keep their first size."""
 
     base = 0
     is_closed = False
@@ -99,14 +99,14 @@ class _DryMemory:
         self.arenas = [partial(torch.empty, ENDLESS_BYTES, dtype=torch.uint8, device=_META)]
 
     def take(self, num_bytes: int, name: str) -> Span:
-        """Notes the begin of a lease."""
+        """Records the begin of a lease."""
         place: Any = None, (0, len(self._events))
         memory: Any = self
         self._events.append((num_bytes, place[1]))
         return Span(memory, name, place[1][1], place)
 
     def give_back(self, arena: Any, span: tuple[int, int]) -> None:
-        """Notes the end of a lease."""
+        """Records the end of a lease."""
         self._events.append((arena, span))
 
     def owns(self, tensor: torch.Tensor) -> bool:

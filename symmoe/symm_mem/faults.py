@@ -1,16 +1,16 @@
-"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
-docs/design/faults.md and docs/design/nodes.md say why all ranks of all nodes raise each error once.
+"""The errors of a heap: which error this rank raises, when it raises it, and what it reports to its peers.
+docs/design/faults.md and docs/design/nodes.md explain why all ranks of all nodes raise each error once.
 
-A rank may have left a failed call by another exception, and come to the next plan while its peers, which may have
-raised the error already, wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So it
-keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over. Between nodes a
-rank tells its rail of each error once, and says whether it keeps it; only if all of the rail do, it publishes so in its
-node.
+A rank may leave a failed call by another exception and enter the next plan. Its peers may have raised the error
+already, and wait in that plan's barrier: if only this rank raised it now, they would wait in vain. So the rank keeps
+the error, enters the barrier, and publishes this. If all ranks keep the error, all raise it; else it is over. Between
+nodes a rank reports each error to its rail once, and whether it keeps the error. Only if the whole rail keeps it, the
+rank publishes so in its node.
 
-On each rail either all ranks meet with an error or none does: a rank that learns of it in a barrier tells the rail, and
-one that learns of it at a meeting enters its node's next barrier with it. On GPUs a rank may have met its rail for
-later exchanges before its host looks. What peers get there says that it cannot be used (RemoteNodes.begin). Once all
-of a rail have raised the error, what they exchange has no word of it.
+On each rail either all ranks exchange an error or none does. A rank that receives it in a barrier reports it to the
+rail. A rank that receives it from the rail enters its node's next barrier with it. On GPUs a rank may have entered
+later exchanges of its rail before its host looks; their data is then marked unusable (RemoteNodes.begin). Once all
+ranks of a rail have raised the error, their exchanges no longer mark data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from symmoe.torch_internals import outside_transforms
 UNRAISED = (1,)  # published by a rank with an error; others publish 0
 _NO_STATUS = (0,) * control.STATUS_WORDS
 
-# The barrier that follows that of the key, unless the call is left.
+# By barrier, the next barrier of the same call.
 _NEXT = {
     control.PHASE_PLAN: control.PHASE_DISPATCH_READY,
     control.PHASE_NODES_PLAN: control.PHASE_DISPATCH_READY,
@@ -48,54 +48,54 @@ _NEXT = {
 
 
 class NoRemoteNodes:
-    """What errors ask of the other nodes of a group, for a group without any. Nodes are those of one with several.
+    """The methods by which errors reach the group's other nodes, for a group without any. RemoteNodes has several.
 
     Attributes:
-        overdue: of a rank of another node that does not come to an exchange on the device, once that is noticed.
-        turn: a context for what is local on one node, and collective on several.
+        overdue: the report of a rank on another node that misses an exchange on the device, once this is noticed.
+        turn: a context for work that is local on one node, and collective on several.
     """
 
     overdue: Report | None = None
     turn: AbstractContextManager[object] = nullcontext()
 
     def node_of(self, rank: int) -> int | None:
-        """Of a rank of the group, for the text of its error; None: there is one node, or no such rank."""
+        """The node of a rank of the group, for error texts; None: there is one node, or no such rank."""
 
     def say(self, fault: Fault) -> None:
-        """Has other nodes know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
+        """Announces an error for the next meeting with other nodes; :meth:`tell` comes next. Does not wait."""
 
     def tell(self, fault: Fault) -> Fault | Report:
-        """Meets other nodes with an error, which may have been said; the one that all ranks raise. Collective."""
+        """Exchanges an error with other nodes, maybe announced before; the error that all ranks raise. Collective."""
         return fault
 
     def enter(
         self, call: int, sizes: int = 0, rail_rows: int | None = None
     ) -> Fault | Report | None:
-        """Meets other nodes, which must be in the same call (control.pack_call), and agree on `sizes`; None: all go on,
-        else the same on all ranks of a rail. Collective."""
+        """Waits for the other nodes, which must be in the same call (control.pack_call) and agree on `sizes`. None: all
+        continue; else the result is the same on all ranks of a rail. Collective."""
 
     def has_said_why(self, peer: int) -> bool:
-        """Whether a rank of this node that is missed has given up because of another node, and said so."""
+        """Whether a missing rank of this node has aborted because of another node, and reported it."""
         return False
 
     def give_up(self, sender: int, report: Report) -> None:
-        """Tells other nodes that `sender` (rank in the EP group) has given up. Local; waits for nobody."""
+        """Reports to other nodes that `sender` (rank in the EP group) has aborted. Local; does not wait."""
 
     def leave(self) -> None:
-        """Ends exchanges on the device, which nobody may use afterwards. Local."""
+        """Ends the exchanges on the device for good. Local."""
 
     def leaving(self) -> AbstractContextManager[None]:
-        """Leaves at the end of the context, or a moment after its begin."""
+        """Calls `leave` at the end of the context, or a moment after its begin."""
         return nullcontext()
 
 
 class Faults:
-    """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error
-    that passes through it is in a cycle with the traceback, which keeps the leases of all its frames. forget: called
-    when an error of a call is noticed.
+    """The errors of one rank on one heap. Methods return errors instead of raising them: a frame with a name for an
+    error that passes through it forms a cycle with the traceback, which keeps the leases of all its frames. forget:
+    called when an error of a call is noticed.
 
     Attributes:
-        poison: why only `close` works any more; None: everything works. (An error object would keep frames alive.)
+        poison: the reason why only `close` works any more, or None. (An error object would keep frames alive.)
         unraised: the error that is kept for the barrier of the next plan, or None.
     """
 
@@ -126,7 +126,7 @@ class Faults:
 
     @outside_transforms()
     def find(self, phase: int | None) -> SymmoeError | None:
-        """What this rank raises now: the error on record, unless there is none or it is kept for the next barrier.
+        """The error that this rank raises now; None if there is none on record, or if it is kept for the next barrier.
         phase: as in SymmetricHeap.check."""
         if self._words[control.STATUS_KIND] == control.STATUS_OK:
             return None  # another thread has raised the error meanwhile
@@ -146,8 +146,8 @@ class Faults:
         return None
 
     def settle(self, received: list[list[int]]) -> SymmoeError | None:
-        """The error that was kept for this barrier, if this rank raises it. received: [R][NUM_PUBLISHED], what ranks of
-        this node have published in the barrier."""
+        """The error that was kept for this barrier, if this rank raises it. received: [R][NUM_PUBLISHED], as published
+        in the barrier by the ranks of this node."""
         error = self.unraised
         self.unraised = None
         assert error is not None
@@ -168,7 +168,7 @@ class Faults:
         )
 
     def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
-        """The error on record, which is then over: the next barrier counts again, unless a peer is gone. Synchronises.
+        """Returns the error on record and ends it: the next barrier counts again, unless a peer is gone. Synchronises.
         own, told: see _agree."""
         words, error = self._end_call()
         if error is None:
@@ -176,9 +176,9 @@ class Faults:
         return error
 
     def _end_call(self) -> tuple[list[int], SymmoeError | None]:
-        """Has the next barrier count again. What was on record, and the error if there is nothing to agree on."""
+        """Lets the next barrier count again. The record, and the error if ranks need not agree on it."""
         words = [int(word) for word in self._words]
-        self.unraised = None  # every rank raises what is on record instead
+        self.unraised = None  # every rank raises the error on record instead
         if words[control.STATUS_KIND] in (
             control.STATUS_TIMEOUT,
             control.STATUS_ABORT,
@@ -194,7 +194,7 @@ class Faults:
         self._flight.epoch = int(
             self._counters[control.BARRIER_EPOCH]
         )  # some launched barriers have not counted
-        self._streams.synchronize()  # the next call may come on another stream
+        self._streams.synchronize()  # the next call may be on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
         return words, None
 
@@ -206,11 +206,11 @@ class Faults:
         told: Fault | None = None,
         is_unraised: bool = False,
     ) -> tuple[SymmoeError, bool]:
-        """The error that was on record (`words`), which the rail has been told, and whether nobody on it raises it now.
+        """The error of the record `words`, on which the rail agrees, and whether no rank of the rail raises it now.
 
         Args:
             own: the error by which this rank has failed the call.
-            told: what the rail has met with, if it has; of an UNKNOWN error all of the rail tell what they know now.
+            told: what the rail has exchanged already, or None. After an UNKNOWN error it exchanges again.
             is_unraised: whether this rank has left the call and is about to make a plan.
         """
         kind = words[control.STATUS_KIND]
@@ -235,7 +235,7 @@ class Faults:
         if told is None or UNKNOWN in (
             told.origin,
             fault.origin,
-        ):  # else the record says which it is
+        ):  # else the record names the error
             fault = answer
         if own is not None and fault.origin == self._rank:
             error = own
@@ -251,7 +251,7 @@ class Faults:
         return error, is_unraised
 
     def after_meeting(self, answer: Fault | Report | None, call: int) -> SymmoeError | None:
-        """What this rank raises after the ranks of its rail have met to enter `call`; None if all go on."""
+        """The error that this rank raises after its rail has met to enter `call`; None: all continue."""
         if answer is None or isinstance(answer, Report):
             return None if answer is None else self.gone(answer)
         if self._is_captured:
@@ -265,18 +265,18 @@ class Faults:
             return self.take(told=answer)
 
     def note_overdue(self, report: Report) -> None:
-        """Gives up because of `others.overdue`, for which this rank's host may be waiting. In any thread."""
+        """Aborts because of `others.overdue`, for which this rank's host may be waiting. In any thread."""
         if self.poison is not None:
             self._others.leave()
             return
         if (
             self._words[control.STATUS_KIND] == control.STATUS_OK
-        ):  # what is found from now on follows from this
+        ):  # later errors follow from this one
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
         self._give_up(replace(report, reason=report.reason or str(self._gone(report))))
 
     def _enter_with(self, fault: Fault, call: int) -> None:
-        """Enters the next barrier with an error, and waits for its end."""
+        """Enters the next barrier with an error, and waits until the barrier ends."""
         self._num_messages += 1
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
         reports.send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
@@ -289,8 +289,8 @@ class Faults:
         status: Sequence[int] = _NO_STATUS,
         tell: Callable[[Report], None] | None = None,
     ) -> PeerError:
-        """The error of a rank that did not come or gave up: the heap is poisoned. status: the record of it, if there is
-        one. tell: tells others; None: everybody is told."""
+        """The error of a missing or aborted rank; poisons the heap. status: the record of it, if there is one. tell:
+        sends the report to others; None: to all peers."""
         error = self._gone(report)
         self._poison_by(error, report, status, tell or self._give_up)
         return error
@@ -302,19 +302,19 @@ class Faults:
         status: Sequence[int],
         tell: Callable[[Report], None],
     ) -> None:
-        """Lets nothing but `close` work any more, because of an error; `tell` gets the report with a reason in it."""
+        """Blocks everything but `close`, because of an error; `tell` gets the report with a reason in it."""
         self.poison = str(error)
         self._describe(error, status)  # before this rank overwrites the words of its peers
         tell(replace(report, reason=report.reason or self.poison))
         self._write_down(error)
 
     def _gone(self, report: Report) -> PeerError:
-        """The error of a report, of its sender or of this rank itself; it names the missing rank if the report does."""
+        """The error of a report from its sender or from this rank; it names the missing rank if the report does."""
         sender = report.sender if report.sender >= 0 else None
         if sender is not None and report.missing in (
             -1,
             self._rank,
-        ):  # the missing rank learns who gave it up
+        ):  # the missing rank learns which rank reported it
             return PeerAborted(rank=sender, reason=report.reason)
         return PeerTimeout(
             rank=report.missing,
@@ -329,17 +329,17 @@ class Faults:
 
     def of_plan(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: ranks
-        with a static capacity have it on record, and tell their rail."""
+        with a static capacity have the error on record, and report it to their rail."""
         with self._others.turn:
             error, _ = self._agree(reports.plan_record(report))
         return error
 
     def _peer_failure(self, words: list[int]) -> PeerError:
-        """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
+        """The error of a peer that is missing or has aborted. All ranks name the same missing peer."""
         kind = words[control.STATUS_KIND]
         overdue = self._others.overdue
         if kind == control.STATUS_RAIL and overdue is not None:
-            return self.gone(overdue, words, lambda _: None)  # the peers have been told
+            return self.gone(overdue, words, lambda _: None)  # the peers have the report
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
             first = self._waits.startup_grace.was_first(epoch, phase, peer)
@@ -354,15 +354,15 @@ class Faults:
         return self.gone(report, words, self._pass_on)
 
     def _pass_on(self, report: Report) -> None:
-        """Tells other nodes what a rank of this one has told everybody here."""
+        """Forwards a report by a rank of this node to the other nodes."""
         self._others.give_up(report.sender, report)
         self._others.leave()
 
-    # -- told -----------------------------------------------------------------------------------------------------
+    # -- sent -----------------------------------------------------------------------------------------------------
 
     @outside_transforms()
     def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:
-        """Fails the call whose next barrier is `phase`, as SymmetricHeap.fail does; returns what this rank raises."""
+        """Fails the call whose next barrier is `phase`, as SymmetricHeap.fail does; the error that this rank raises."""
         if phase is None or self._is_captured:
             return error
         with self._one_call:
@@ -374,7 +374,7 @@ class Faults:
             return self.take(error)
 
     def tell(self, error: Exception, phase: int) -> None:
-        """Fails the call on all other ranks; this one raises `error` itself."""
+        """Fails the call on all other ranks; this rank raises `error` itself."""
         if self.poison is not None:
             return
         text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
@@ -398,7 +398,7 @@ class Faults:
         self._poison_by(error, Report(reason), _NO_STATUS, self._give_up)
 
     def _give_up(self, report: Report) -> None:
-        """Tells the peers; with a broken GPU, or in a capture, they wait until their bounds."""
+        """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""
         self._num_messages += 1
         if self._is_captured:
             return
@@ -414,7 +414,7 @@ class Faults:
                 )
 
     def meet_to_close(self) -> tuple[SymmoeError | None, bool]:
-        """What :meth:`SymmetricHeap.close` raises, and whether all ranks have come to close."""
+        """The error that :meth:`SymmetricHeap.close` raises, and whether all ranks have entered close."""
         error = None
         together = False
         call = control.pack_call(phase=control.PHASE_CLOSE)
@@ -434,7 +434,7 @@ class Faults:
                 together = error is None
         except (
             BaseException
-        ) as problem:  # from a signal handler or the GPU: the peers wait, and must be told
+        ) as problem:  # from a signal handler or the GPU: the peers wait for a report
             self.abort(f"{type(problem).__name__}: {problem}")
             raise
         if not together and self.poison is None:
@@ -446,7 +446,7 @@ class Faults:
     # -- written down ---------------------------------------------------------------------------------------------
 
     def _describe(self, error: SymmoeError, status: Sequence[int]) -> None:
-        """Gives the error its flight record."""
+        """Adds the flight record to the error."""
         if self._is_captured:
             return
         try:
@@ -456,13 +456,13 @@ class Faults:
             logger.warning("rank %d cannot make a flight record: %s", self._rank, problem)
 
     def _write_down(self, error: SymmoeError) -> None:
-        """Writes the error's flight record to its folder, and says so in the error's text."""
+        """Writes the error's flight record to its folder, and adds the path to the error's text."""
         if error.flight is not None and (where := flight_record.write(error.flight, self._folder)):
             error.args = (f"{error}{where}",)
 
     @property
     def _is_captured(self) -> bool:
-        """Whether a CUDA graph is being captured, in which nothing can be read or waited for."""
+        """Whether a CUDA graph is being captured, during which the host can neither read nor wait."""
         try:
             return bool(capture_id(self._counters.device))
         except RuntimeError:  # a GPU that is out of order
@@ -470,8 +470,8 @@ class Faults:
 
 
 def was_left(phase: int, since: Sequence[int | None]) -> bool:
-    """Whether this rank has gone on to another plan without the rest of a call that failed in the barrier of `phase`.
-    since: the phases of the barriers after it."""
+    """Whether this rank has entered another plan without the next barrier of a call that failed in the barrier of
+    `phase`. since: the phases of the barriers after it."""
     if phase not in _NEXT or control.PHASE_PLAN not in since:
         return False
     return _NEXT[phase] not in since[: since.index(control.PHASE_PLAN)]

@@ -1,5 +1,5 @@
 """The flight record: this rank's last collective calls, to find out why ranks hang ("Flight records" in
-docs/reliability.md). It holds counts, indices, times and the text of the error, and never a value of a token."""
+docs/reliability.md). It contains counts, indices, times and the text of the error, but no values of tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NAMES = {
 
 
 def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[str, Any]:
-    """The record of an error that is about to be raised as a dict for JSON, with the last calls and the words of the
-    status record. Reads the control block, on the current stream."""
+    """The record of an error that is about to be raised, as a dict for JSON, with the last calls and the words of the
+    status record. Reads the control block on the current stream."""
     now_ns = time.monotonic_ns()
     wall_s = time.time()
     calls = waits.flight.calls
@@ -62,7 +62,7 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
             **dict(zip(names, status[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
         },
         "barrier_epoch": here.epoch,
-        # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
+        # The last epoch that each rank has sent here, even if an aborting rank has written over it.
         "epoch_of_rank": ((here.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
         "signal_of_rank": (here.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
         **({"num_tokens_of_rank": tokens} if tokens else {}),
@@ -71,12 +71,12 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
 
 
 def find_folder() -> str:
-    """Where records are written, by SYMMOE_FLIGHT_DIR in the environment; "": nowhere."""
+    """The folder for records, from SYMMOE_FLIGHT_DIR in the environment; "": none."""
     return os.environ.get("SYMMOE_FLIGHT_DIR", "")
 
 
 def write(record: dict[str, Any], folder: str) -> str:
-    """Writes a record that only this user can read; returns what to add to the error's text, or ""."""
+    """Writes a record that only this user can read; returns the addition to the error's text, or ""."""
     if not folder:
         return ""
     try:
@@ -112,7 +112,7 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
         described["signal_of"] = peer
     elif call & 0xFF not in (control.PHASE_PLAN, control.PHASE_NODES_PLAN) and (
         fields["hidden"] or fields["probs"] or fields["replicas"]
-    ):  # a trip; with replicas, as of a plan, the other fields hold the number of a configuration
+    ):  # a trip; with replicas, as of a plan, the other fields are the number of a configuration
         others = ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule")
         for name in (*(() if fields["replicas"] else others), "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from symmoe.symm_mem.several_nodes import RemoteNodes
 
 
-_SPINS = 1000  # turns of a wait for a report before it asks whether the device is still at work
+_SPINS = 1000  # polls for a report between checks whether the device is still at work
 
 
 def _bound(name: str) -> property:
-    """A bound of a heap's waits."""
+    """A property for one bound of a heap's waits."""
     return property(
         lambda heap: getattr(heap.waits, name),
         lambda heap, seconds: setattr(heap.waits, name, seconds),
@@ -55,49 +55,50 @@ def _bound(name: str) -> property:
 class SymmetricHeap(HeapParts):
     """Symmetric memory over the ranks of an expert-parallel group.
 
-    Construction is collective over `group` and synchronises the host. Every later collective call on a heap has to be
-    made by all its ranks in the same order. Calls on several CUDA streams run in the order in which the host makes
-    them. Calls can be captured in a CUDA graph: leases made there are the graph's until :meth:`release_graphs`.
+    Construction is collective over `group` and synchronises the host. All ranks must make every later collective call
+    on a heap in the same order. Calls on several CUDA streams run in the order in which the host makes them. Calls can
+    be captured in a CUDA graph: leases made there belong to the graph until :meth:`release_graphs`.
 
     Args:
         group: the EP process group; None is the default group, or a group of one without an initialised one.
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf means no bound.
-        start_timeout_s: bound, if longer, of waits for a peer that may be doing work which is done once: during
-            construction, and on GPUs in the first calls of each kind, for which ranks compile kernels.
-        ranks_per_node: ranks whose memory is shared; the others are reached over the network. None: all ranks on one
-            machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
+        start_timeout_s: bound, if longer, of waits for a peer that may be doing one-time work: during construction, and
+            on GPUs in the first calls of each kind, which compile kernels.
+        ranks_per_node: number of ranks that share memory; the others are reached over the network. None: all ranks on
+            one machine, or in one NVLink domain. It may split these into nodes, for trials, but joins none.
 
-    With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
-    raised (docs/reliability.md). With `SYMMOE_PROGRAMS=off` no call runs a program (docs/design/programs.md). With
-    `SYMMOE_FILL_MEMORY=1` leases and memory of programs begin as NaN (docs/troubleshooting.md). All are read here.
+    With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when a barrier's error is raised
+    (docs/reliability.md). `SYMMOE_PROGRAMS=off` disables programs (docs/design/programs.md). With
+    `SYMMOE_FILL_MEMORY=1`, leases and memory of programs start as NaN (docs/troubleshooting.md). All are read here.
 
     Attributes:
-        rank, num_ranks: in the group.
-        topology: which ranks are on which node.
-        device: where leases live.
-        backend, backend_reason: the picked backend, and why.
+        rank, num_ranks: this rank in the group, and the group's size.
+        topology: the ranks of each node.
+        device: the device of leases.
+        backend, backend_reason: the selected backend, and why.
         memory, waits, faults, streams, programs: this rank's arena and leases; its barriers and signals; its errors;
-            the order of calls on CUDA streams and in captures; what calls launch.
+            the order of calls on CUDA streams and in captures; the programs of calls.
         one_call: a context for the kernels of a collective call, which start after those of the last call.
-        nodes: what a heap has whose group spans several nodes, see :func:`nodes_of`; None: it is on one.
+        nodes: the connection to other nodes, see :func:`nodes_of`; None: the group is on one node.
         bootstrap: the group as plain bytes, for slow work on the host.
-        peers, status: arguments by which kernels reach the arenas of this node and report to the host.
-        count_peers: the same for the count table, which has a row for each rank of the group.
+        peers, status: kernel arguments to reach the arenas of this node and to report to the host.
+        count_peers: `peers` for the count table, which has a row for each rank of the group.
         statistics: counters.
-        row_histories: by kind of call, what recent ones have needed; forgotten when an error is raised.
-        captured_reports, room_factor: None, or where the reports of plans go in :func:`fixed_rows`, and its factor.
-        configurations: numbers of what barriers compare and has no place in their calls.
-        trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
+        row_histories: by kind of call, the rows that recent calls needed; cleared when an error is raised.
+        captured_reports, room_factor: in :func:`fixed_rows`, the list for plans' reports, and its factor; else None.
+        configurations: numbers of configurations, which barriers compare.
+        trip_timer: None, or a function that returns a context for the kernels of a trip ("dispatch", "combine") on the
+            current stream.
         timeout_s, start_timeout_s: as given; may be set at any time.
 
     Raises:
         ArgumentError: `num_bytes`, `backend`, `ranks_per_node` or a timeout is not usable, on every rank; or this rank
-            is not in `group`, only on this rank.
+            is not in `group`, on this rank only.
         BackendUnavailable: on every rank, if any rank cannot take part, or nodes differ in size or cannot connect.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
-        PeerTimeout, PeerLost: a rank did not come, or has ended.
+        PeerTimeout, PeerLost: a rank is missing, or has ended.
     """
 
     timeout_s = _bound("timeout_s")
@@ -125,7 +126,7 @@ class SymmetricHeap(HeapParts):
         self.waits.compiles = self.device.type == "cuda"
 
     def _begin(self) -> None:
-        """Sets what follows from the parts. Local."""
+        """Sets the attributes that follow from the parts. Local."""
         self.device = self.waits.device
         self.statistics = self.memory.statistics
         self.status = self.waits.status
@@ -171,11 +172,11 @@ class SymmetricHeap(HeapParts):
     ) -> Lease:
         """Memory for a contiguous tensor. Local; does not synchronise; contents are undefined.
 
-        Leases that peers shall reach through :meth:`Lease.peer` must be made in the same order on all ranks.
+        All ranks must make leases that peers reach through :meth:`Lease.peer` in the same order.
 
         Args:
-            phase: the next barrier of the collective call that the lease is for, if the peers are about to enter it:
-                a rank that has no room then fails the call on every rank (see :meth:`_fail`).
+            phase: the next barrier of the lease's collective call, if the peers are about to enter it: a rank without
+                room then fails the call on every rank (see :meth:`_fail`).
 
         Raises:
             HeapExhausted: no free range is large enough.
@@ -197,7 +198,7 @@ class SymmetricHeap(HeapParts):
             phase: as in :meth:`lease`.
 
         Raises:
-            StaleLease: the heap owns the memory, but no live lease holds it.
+            StaleLease: the heap owns the memory, but it belongs to no live lease.
         """
         if (current := builder()) is not None:
             return current.offset_of(tensor)
@@ -219,11 +220,11 @@ class SymmetricHeap(HeapParts):
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now, plus all bytes that captured graphs hold."""
+        """Bytes that are leased now, plus all bytes of captured graphs."""
         return self.memory.leased_bytes
 
     def release_graphs(self) -> None:
-        """Gives back the memory of every graph captured so far; none of them may be replayed any more. Local."""
+        """Frees the memory of every graph captured so far; none of them may be replayed any more. Local."""
         self.memory.release_graphs()
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class SymmetricHeap(HeapParts):
         inputs: Sequence[torch.Tensor],
         **numbers: int,
     ) -> Sequence[Any]:
-        """The result of function(), which launches a part of a call; by the program of its kind. Its arguments are
+        """The result of function(), which launches a part of a call, by the program of its kind. The arguments are
         those of Programs.run."""
         if (
             self._closed
@@ -248,9 +249,7 @@ class SymmetricHeap(HeapParts):
             or not self._may_run_programs()
         ):
             return function()
-        self.streams.eager_thread = (
-            get_ident()
-        )  # even if another one has its turn, which then asks again
+        self.streams.eager_thread = get_ident()  # another thread that has its turn asks again
         try:
             with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
                 return self.programs.run(key, function, inputs, numbers)
@@ -264,17 +263,17 @@ class SymmetricHeap(HeapParts):
     def check(self, phase: int | None = None, *, waits: bool = False) -> None:
         """Raises an error that a kernel or a peer has reported, if it was not raised before. Local; no synchronisation.
 
-        One exception: a rank that has left the failed call by another error and goes on to the next plan does not raise
-        here; the ranks settle it in that plan's barrier (see symm_mem/faults.py).
+        One exception: a rank that left the failed call by another error and enters the next plan does not raise here;
+        the ranks settle the error in that plan's barrier (see symm_mem/faults.py).
 
         Args:
             phase: the first barrier of the collective call that begins here.
-            waits: whether the call waits for its stream anyway, so that this may wait, too.
+            waits: whether the call waits for its stream anyway, so that the check may wait, too.
 
         Raises:
-            HeapClosed, HeapPoisoned, HeapSuspended: the heap cannot be used any more, or until it is resumed.
-            ConcurrentUse: there is something to raise, and another thread is in a call.
-            PeerTimeout, PeerAborted: a peer did not arrive, or gave up; the heap is poisoned from now on.
+            HeapClosed, HeapPoisoned, HeapSuspended: the heap is unusable, for good or until it is resumed.
+            ConcurrentUse: there is an error to raise, and another thread is in a call.
+            PeerTimeout, PeerAborted: a peer did not arrive, or aborted; the heap is poisoned from now on.
             SymmoeError: an error of another rank, as that rank's class.
         """
         if not self._access.is_open:
@@ -303,14 +302,14 @@ class SymmetricHeap(HeapParts):
         plan: int | None = None,
         **agreed: int,
     ) -> torch.Tensor:
-        """Waits (on the device) for every rank, bounded by `timeout_s`, or by `start_timeout_s` where ranks may have to
-        compile first. Collective; does not synchronise the host.
+        """Waits (on the device) for every rank, bounded by `timeout_s`, or by `start_timeout_s` where ranks may compile
+        first. Collective; does not synchronise the host.
 
         Args:
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED offsets in the arena, or other integers, for the peers.
             nan_on_failure: rows that are filled with NaN if the call has failed.
-            plan: the generation of a plan, which must be equal on all ranks, as the phase must be.
+            plan: the generation of a plan, which must be equal on all ranks, like the phase.
             agreed: other arguments of control.pack_call that must be equal.
 
         Returns:
@@ -331,14 +330,14 @@ class SymmetricHeap(HeapParts):
             return received
 
     def _send_signal(self, rank: int) -> None:
-        """Tells `rank` that what the current stream has written there since the last barrier is complete."""
+        """Signals to `rank` that the current stream's writes to it since the last barrier are complete."""
         kernels.for_device(self.device).send_signal(self.peers, rank)
 
     def _wait_for_signal(
         self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is, with the same
-        `nan_on_failure`. Returns int64[1]: 0, or -1 if the call has failed."""
+        """Waits (on the device) for `rank`'s signal since the last barrier, with the bound and the `nan_on_failure` of
+        a barrier. Returns int64[1]: 0, or -1 if the call has failed."""
         return _wait(self, phase, peer=rank, nan_on_failure=nan_on_failure)
 
     def await_report(self, plan: int) -> list[int]:
@@ -362,10 +361,10 @@ class SymmetricHeap(HeapParts):
         return self.waits.flight.epoch
 
     def synchronize(self) -> None:
-        """Waits for this rank's stream and raises what has been reported. Local.
+        """Waits for this rank's stream and raises a reported error. Local.
 
-        On GPUs this is how an error of a peer's `dispatch_tokens`, `combine_tokens` or static-capacity plan is raised
-        in the call it belongs to, instead of at this rank's next call on the heap.
+        On GPUs this raises an error of a peer's `dispatch_tokens`, `combine_tokens` or static-capacity plan in the call
+        of the error, instead of at this rank's next call on the heap.
         """
         self.streams.synchronize()
         self.check()
@@ -374,7 +373,7 @@ class SymmetricHeap(HeapParts):
         """Fails the collective call whose next barrier is `phase`: every rank raises `error`. Always raises.
 
         Synchronises; moves no payload. If several ranks fail the call, all raise the error of the first of them.
-        Without a phase, and while a CUDA graph is captured, it only raises `error` on this rank.
+        Without a phase, or in a CUDA graph capture, only this rank raises `error`.
         """
         try:
             raise self.faults.fail(error, phase)
@@ -383,7 +382,7 @@ class SymmetricHeap(HeapParts):
             del error
 
     def _fail_for(self, problem: SymmoeError | None, phase: int | None) -> None:
-        """Fails the call if there is a problem. The caller keeps no name for it, see :meth:`_fail`."""
+        """Fails the call if there is a problem. The caller must not keep a name for it, see :meth:`_fail`."""
         try:
             if problem is not None:
                 self._fail(problem, phase)
@@ -391,25 +390,23 @@ class SymmetricHeap(HeapParts):
             del problem
 
     def _agree(self, problem: SymmoeError | None) -> None:
-        """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is
-        collective over the process group, waits as long as the group does, and uses no symmetric memory."""
+        """Raises the first rank's problem on every rank; returns if no rank has one. For slow work on the host:
+        collective over the process group, bounded by the group's timeout, without symmetric memory."""
         self.bootstrap.agree(problem)
 
     def abort(self, reason: str | BaseException) -> None:
-        """Gives up: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.
+        """Aborts: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.
 
-        For a rank that has an error between two collective calls; leaving a `with heap:` block by an exception calls
-        it. Local, and waits for no rank. Only :meth:`close` works on the heap afterwards.
-        Does nothing if the heap is closed or a peer's failure has been raised already, or in a fork of the process that
-        made the heap. May be called from any thread at any time.
+        For a rank with an error between two collective calls; an exception that leaves a `with heap:` block calls it.
+        Local; does not wait. Only :meth:`close` works on the heap afterwards. Does nothing if the heap is closed, if a
+        peer's failure was raised already, or in a fork of the heap's process. May be called from any thread at any
+        time.
 
         Args:
-            reason: for the peers' error text; a few hundred bytes of it travel. An error counts as its class and text.
+            reason: for the peers' error text, a few hundred bytes at most. An error is sent as its class and text.
         """
         text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-        if (
-            self._access.is_suspended
-        ):  # there is no arena to tell the peers in: they find out in resume
+        if self._access.is_suspended:  # without an arena for a report, the peers raise it in resume
             self.faults.poison = self.faults.poison or f"this rank gave up: {text}"
         elif not self._closed and self._access.is_given:
             self.faults.abort(text)
@@ -417,16 +414,16 @@ class SymmetricHeap(HeapParts):
     # -- lifetime -------------------------------------------------------------------------------------------------
 
     def suspend(self) -> None:
-        """Gives the memory back to the system until :meth:`resume`. Collective, synchronises; waits for peers at most
-        `timeout_s`. On a suspended heap it does nothing.
+        """Returns the memory to the system until :meth:`resume`. Collective, synchronises; waits for peers at most
+        `timeout_s`. Does nothing on a suspended heap.
 
-        Calls between the two raise HeapSuspended; :meth:`close` and :meth:`abort` work, and are local. Leases of
-        captured graphs lose their contents, and no such graph may be replayed meanwhile (a CapturedStep raises).
+        Other calls raise HeapSuspended meanwhile; :meth:`close` and :meth:`abort` work, and are local. Leases of
+        captured graphs lose their contents, and these graphs must not be replayed meanwhile (a CapturedStep raises).
 
         Raises:
-            ArgumentError, BackendUnavailable: on every rank, if leases outside of graphs are live on one, or its memory
-                could not come back at the same addresses; or the heap spans nodes, or a graph is being captured.
-            PeerTimeout, PeerLost, SymmoeError: as other calls; nothing but :meth:`close` works afterwards.
+            ArgumentError, BackendUnavailable: on every rank, if a rank has live leases outside of graphs, or cannot
+                restore its memory at the same addresses; or the heap spans nodes, or a graph is being captured.
+            PeerTimeout, PeerLost, SymmoeError: as in other calls; only :meth:`close` works afterwards.
         """
         if self._access.is_suspended and self.faults.poison is None:
             return
@@ -445,14 +442,14 @@ class SymmetricHeap(HeapParts):
             suspension.give_back(self)
 
     def resume(self) -> None:
-        """Brings the memory back at the same addresses, full of zeros: graphs, programs and what plans know of earlier
-        calls stay valid. Collective, synchronises; waits for peers at most `timeout_s`, over the process group, which
-        that may break, as in construction. On a heap with its memory it does nothing.
+        """Restores the memory at the same addresses, filled with zeros: graphs, programs and row histories stay valid.
+        Collective, synchronises; waits for peers at most `timeout_s` over the process group, which a failure may break,
+        as in construction. Does nothing on a heap that has its memory.
 
         Raises:
-            BackendUnavailable: on every rank, if one has too little memory; the heap stays suspended.
-            HeapPoisoned: on every rank, if one has called :meth:`abort` meanwhile.
-            PeerTimeout, PeerLost: a rank did not come, or has ended.
+            BackendUnavailable: on every rank, if a rank has too little memory; the heap stays suspended.
+            HeapPoisoned: on every rank, if one has called :meth:`abort` since then.
+            PeerTimeout, PeerLost: a rank is missing, or has ended.
             ConcurrentUse: another thread is resuming the heap, or closing it.
         """
         if self._access.is_suspended:
@@ -466,19 +463,19 @@ class SymmetricHeap(HeapParts):
         After a timeout (even of this call) or an abort it is local. The arena is zeroed and freed; NVSHMEM frees only
         collectively, otherwise the memory goes with the process. Tensors over the arena must not be used afterwards.
 
-        In a process that has been forked from the one that made the heap it does nothing: the arena is the maker's.
+        Does nothing in a fork of the heap's process: the arena belongs to that process.
 
         Raises:
-            PeerTimeout, PeerAborted: a peer did not come to close.
+            PeerTimeout, PeerAborted: a peer did not enter close.
             ConcurrentUse: another thread is in a call; the heap stays open.
         """
         if self._closed or not self._access.is_given:
             return
-        if self._access.is_suspended:  # there is no arena to meet in
+        if self._access.is_suspended:  # there is no arena for a barrier
             with self._access.even_suspended():
                 _end(self, together=False)
             return
-        # On a heap on which nothing works any more, no call is worth waiting for.
+        # On a poisoned heap close need not wait for other calls.
         with self._access if self.faults.poison is None else nullcontext():
             error = None
             together = False
@@ -519,11 +516,11 @@ class SymmetricHeap(HeapParts):
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> SymmetricHeap:
-        """A copy of a model shares the heap, as it shares the process group."""
+        """A copy of a model shares the heap, like the process group."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Raises: what holds a heap (a layer, a model, a plan) cannot be pickled or sent to another process."""
+        """Raises: objects with a heap (a layer, a model, a plan) cannot be pickled or sent to another process."""
         raise ArgumentError(
             "a SymmetricHeap, and a layer with it, belongs to this process and cannot be pickled: save the layer's "
             "state_dict() or call symmoe.checkpoint.save_checkpoint, and load that into a layer on a heap of its own"
@@ -531,14 +528,14 @@ class SymmetricHeap(HeapParts):
 
 
 class FailPeersOnError:
-    """A context around the part of a collective call after which the peers wait for this rank once more: in `phase`,
-    or in `later_phase`, if there is one, once a barrier has been launched in the context.
+    """A context around the part of a collective call after which the peers wait for this rank again: in `phase`, or in
+    `later_phase`, if given, once the context has launched a barrier.
 
-    An exception that leaves it (no memory, a hook of the user, a defect) makes the call fail on every rank, same as a
-    wrong argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank
-    raises the exception unchanged, but what a SymmoeError says is for the user: its traceback ends here, where the way
-    through the package begins. Errors that all ranks raise anyway pass, and so does KeyboardInterrupt, which is no
-    Exception: a process that has to stop at once does not wait for peers.
+    An exception that leaves it (no memory, a user's hook, a defect) fails the call on every rank, like a wrong
+    argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank raises
+    the exception unchanged, except that the traceback of a SymmoeError omits the package's frames. Errors that all
+    ranks raise anyway pass. KeyboardInterrupt, which is no Exception, passes too: a process that must stop at once does
+    not wait for peers.
     """
 
     __slots__ = ("_epoch", "_heap", "_later_phase", "_phase")
@@ -569,7 +566,7 @@ class FailPeersOnError:
 
 
 def _is_known(error: Exception) -> bool:
-    """Whether all ranks raise the error already: a barrier has found it, or recomputation ends early."""
+    """Whether all ranks raise the error already: a barrier has found it, or it ends recomputation early."""
     is_found = (
         error.flight is not None
         if isinstance(error, SymmoeError)
@@ -587,7 +584,7 @@ def _wait_in_build(
     publish: Any = (),
     plan: int = 0,
 ) -> torch.Tensor:
-    """Notes the kernel that a wait on CPUs launches; stands for its result."""
+    """Records the kernel that a wait on CPUs launches; returns a stand-in for its result."""
     current = builder()
     assert current is not None
     if peer == BARRIER:
@@ -608,7 +605,7 @@ def _wait_in_build(
 
 @noted(on_gpus=False, stands_for=_wait_in_build)
 def _wait(heap: SymmetricHeap, call: int, **options: Any) -> torch.Tensor:
-    """The result of Waits.wait. On CPUs the host knows by then whether the call has failed, and raises the error."""
+    """The result of Waits.wait. On CPUs the host knows then whether the call has failed, and raises the error."""
     result = heap.waits.wait(call, **options)
     if heap.streams.raises_at_once and (
         heap._status_words[control.STATUS_KIND] != control.STATUS_OK
@@ -639,7 +636,7 @@ def _lease(
 
 
 def _end(heap: SymmetricHeap, *, together: bool) -> None:
-    """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
+    """Frees and zeroes the arena: `together` with all ranks, or locally once the peers have been informed."""
     heap._closed = heap.memory.is_closed = heap._access.is_open = True
     heap.programs.forget()
     if heap.nodes is not None:
@@ -649,8 +646,8 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
 
 @contextmanager
 def fixed_rows(heap: SymmetricHeap, factor: float, reports: list[torch.Tensor]) -> Iterator[None]:
-    """In this context calls with exact capacity get room for `factor` times what recent ones needed, whether that is
-    enough or not, and the host reads no plan: `reports` gets what it would have read. For captures."""
+    """In this context, calls with exact capacity get room for `factor` times the rows that recent calls needed, even if
+    that is too little. The host reads no plan: its report is added to `reports`. For captures."""
     heap.captured_reports = reports
     heap.room_factor = factor
     try:
@@ -660,12 +657,12 @@ def fixed_rows(heap: SymmetricHeap, factor: float, reports: list[torch.Tensor]) 
 
 
 def _compiled(heap: SymmetricHeap, program: Program) -> Program:
-    """What is run of a program."""
-    take = _lease.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
+    """The runnable form of a program."""
+    take = _lease.__wrapped__  # type: ignore[attr-defined]  # the function in programs
     return kernels.program_compiler(heap.device)(with_leases_first(program, take, heap.memory))
 
 
 def nodes_of(heap: SymmetricHeap) -> RemoteNodes:
-    """The nodes of a heap that spans several."""
+    """The nodes of a heap that spans several nodes."""
     assert heap.nodes is not None
     return heap.nodes

@@ -1,7 +1,7 @@
-"""The host backend: one anonymous shared-memory file per rank, mapped by every rank of the group; room for these.
+"""The host backend: one anonymous shared-memory file per rank, mapped by every rank, and the free memory for them.
 
-A memfd has no name, so nothing is left behind however a process ends. A peer opens it through /proc/<pid>/fd, which
-needs the same user and the same pid namespace.
+A memfd has no name, so no file remains however a process ends. A peer opens it through /proc/<pid>/fd, which requires
+the same user and the same pid namespace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Ticket = Sequence[int]  # pid, file descriptor, inode, pid namespace, user
 
 
 def preflight() -> str:
-    """The reason why the host backend cannot work on this machine; "" if there is none."""
+    """The reason why the host backend cannot work on this machine, or ""."""
     if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
         return f"the host backend needs Linux with memfd_create, this is {platform.system()}"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -36,9 +36,9 @@ class HostBackend:
     """Arenas in shared memory. The constructor is collective over the group.
 
     Attributes:
-        arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
+        arenas: by rank, a function that makes a new uint8 tensor over its arena, with a separate version counter.
         bases: by rank, the address of its arena in this process.
-        suspend_problem: why :meth:`suspend` cannot work; "": it can.
+        suspend_problem: the reason why :meth:`suspend` cannot work, or "".
     """
 
     suspend_problem = ""
@@ -64,13 +64,13 @@ class HostBackend:
         self.bases = [make().data_ptr() for make in self.arenas]
 
     def suspend(self) -> None:
-        """Frees this rank's arena, which reads as zeros from now on wherever it is mapped: no tokens are left, and a
-        peer that hangs holds no memory. Memory comes back as it is written to. Local."""
+        """Frees this rank's arena, which then reads as zeros in every process: no tokens remain, and a peer that hangs
+        keeps no memory. Writes allocate memory again. Local."""
         if self._maps:
             self._maps[self._rank].madvise(mmap.MADV_REMOVE)
 
     def resume(self, bootstrap: Bootstrap) -> None:
-        """There is nothing to do."""
+        """Does nothing."""
 
     def close(self) -> None:
         """Frees this rank's arena and drops the mappings; each ends with the last tensor over it. Local."""
@@ -82,7 +82,7 @@ class HostBackend:
 
 
 def _make_arena(num_bytes: int, files: dict[int, int], rank: int) -> tuple[int, _Ticket]:
-    """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
+    """This process's pid namespace, and the ticket by which peers find its arena. Adds the arena's file to `files`."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
         files[rank] = file = os.memfd_create("symmoe", os.MFD_CLOEXEC)
@@ -96,9 +96,9 @@ def _make_arena(num_bytes: int, files: dict[int, int], rank: int) -> tuple[int, 
 def _map_arenas(
     num_bytes: int, files: dict[int, int], tickets: Mapping[int, _Ticket], namespace: int
 ) -> list[mmap.mmap]:
-    """The arenas of the ranks that have tickets, in their order. The peers' files are added to `files`."""
+    """The arenas of the ranks that have tickets, in their order. Adds the peers' files to `files`."""
     for rank, ticket in tickets.items():
-        if rank not in files:  # which has this rank's own
+        if rank not in files:  # this rank's own file is there
             files[rank] = _open_peer(rank, ticket, namespace)
     try:
         return [mmap.mmap(files[rank], num_bytes, mmap.MAP_SHARED) for rank in tickets]
@@ -130,8 +130,8 @@ def _open_peer(rank: int, ticket: _Ticket, namespace: int) -> int:
 
 
 def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
-    """Warns if arenas in shared memory may not fit. Pages are taken at the first write: an arena that is too large is
-    made without an error, and a rank is killed in the middle of training."""
+    """Warns if arenas in shared memory may not fit. The first write allocates a page: an arena that is too large causes
+    no error, but a rank is killed in the middle of training."""
     free_bytes = available_bytes()
     if free_bytes is not None and num_bytes * num_ranks > free_bytes:
         warn(
@@ -141,7 +141,7 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes of this one's control group can still get; None if unknown. root: of the file system."""
+    """Memory that is still available to this process's control group; None if unknown. root: of the file system."""
     lines = [line.partition(":") for line in _text(root / "proc/meminfo").splitlines()]
     found = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
     # This process's group and its ancestors (version 2). A container sees its group as the root.

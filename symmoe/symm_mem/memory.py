@@ -1,8 +1,8 @@
 """This rank's memory of a heap: a first-fit arena, the leases of its parts, and when a part may be leased again.
 
-Memory of a lease lies in the arena of one of this process's heaps, so a look at addresses tells which of many tensors
-need a look at their leases. Ranges of closed heaps stay: tensors over them may be alive. Where other memory lies there
-by now, a look at its leases finds none.
+A lease's memory lies in the arena of one of this process's heaps, so addresses alone show which of many tensors may
+belong to a lease. Ranges of closed heaps stay in the list: tensors over them may be alive. Other memory that lies there
+later has no lease.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from symmoe.program.program import Call, Entry, ObjectSlot, Program
 from symmoe.symm_mem.streams import Access, StreamOrder
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
-_SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
+_SEARCH_WORTH = 10  # vain searches for garbage take at most a tenth of the time
 
 _lock = threading.Lock()
 _bounds: npt.NDArray[np.int64] = np.empty(
@@ -42,7 +42,7 @@ _bounds: npt.NDArray[np.int64] = np.empty(
 
 
 class Arena:
-    """Hands out byte ranges of [start, end). Lowest address first, so equal call sequences give equal offsets."""
+    """Allocates byte ranges of [start, end). Lowest address first, so equal call sequences give equal offsets."""
 
     def __init__(self, start: int, end: int) -> None:
         start = aligned(start)
@@ -65,7 +65,7 @@ class Arena:
         return None
 
     def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:
-        """Same as :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
+        """Like :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
         span = self.take(num_bytes)
         if span is None and (more := source.take(num_bytes)) is not None:
             self.capacity_bytes = self.capacity_bytes + more[1]
@@ -100,7 +100,7 @@ class Arena:
         return max(map(itemgetter(1), self._free), default=0)
 
     def end_for(self, num_bytes: int) -> int:
-        """Where the arena would have to end, so that a range of so many bytes fits behind those that are taken."""
+        """The end that the arena would need, so that a range of so many bytes fits behind the used ones."""
         start, size = self._free[-1] if self._free else (self._end, 0)
         return (start if start + size == self._end else self._end) + aligned(max(1, num_bytes))
 
@@ -110,7 +110,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def add_range(start: int, num_bytes: int) -> None:
-    """Notes an arena; ranges that meet become one."""
+    """Registers an arena; adjacent ranges become one."""
     global _bounds
     with _lock:
         end = start + num_bytes
@@ -122,21 +122,19 @@ def add_range(start: int, num_bytes: int) -> None:
 
 
 def positions_inside(addresses: bytes) -> list[int]:
-    """Which of the addresses, native int64, lie in a range."""
+    """The indices of those addresses, native int64, that lie in a range."""
     places = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
     inside: list[int] = np.flatnonzero(places & 1).tolist()
     return inside
 
 
-_Place = tuple[
-    Arena, tuple[int, int]
-]  # the arena that gets a span back, and its (offset, size) there
+_Place = tuple[Arena, tuple[int, int]]  # the arena of a span, and its (offset, size) there
 
 
 @dataclass
 class HeapStatistics:
-    """Counters of one heap since its construction: leases made; times rows were copied to or from the heap because the
-    caller brought no buffer on it (the slow path of dispatch_tokens and combine_tokens; MoELayer never takes it)."""
+    """Counters of one heap since its construction: leases made; copies of rows to or from the heap because the caller
+    gave no buffer on it (the slow path of dispatch_tokens and combine_tokens; MoELayer never takes it)."""
 
     num_leases: int = 0
     num_staging_copies: int = 0
@@ -144,8 +142,8 @@ class HeapStatistics:
 
 @dataclass(eq=False, repr=False)
 class Span:
-    """A lease's part of the arena; lives as long as the lease or any tensor over its memory, which finds it through its
-    storage: views share that. Attributes: as in Lease, and place: the arena that gets it back, (offset, size) there."""
+    """A lease's part of the arena. It lives as long as the lease or any tensor over its memory, which finds it through
+    its storage: views share that. Attributes: as in Lease, and place: its arena, and (offset, size) there."""
 
     _memory: Memory | None
     name: str
@@ -154,13 +152,13 @@ class Span:
 
     @property
     def end(self) -> str:
-        """What has ended the lease, so that the memory may be somebody else's; "" while it is valid."""
+        """The event that ended the lease, so that the memory may have a new user; "" while the lease is valid."""
         if self._memory is None:
             return "which was released"
         return "whose heap was closed" if self._memory.is_closed else ""
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Returns the memory to the arena."""
         memory = self._memory
         self._memory = None
         if memory is not None:
@@ -173,18 +171,18 @@ class Span:
 
 
 class Memory:
-    """Hands out spans of this rank's arena, and takes them back. Local, in any thread; never synchronises.
+    """Allocates and frees spans of this rank's arena. Local, in any thread; never synchronises.
 
     Args:
-        arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
-        order: of CUDA streams; None: only the host touches the memory, in order and at once.
-        fills: whether spans are filled with NaN when they are taken, on the current stream; see program.builder.fill.
+        arenas: by rank, a function that makes a new uint8 tensor over its arena, with a separate version counter.
+        order: of CUDA streams; None: only the host uses the memory, in order and at once.
+        fills: whether :meth:`take` fills spans with NaN on the current stream; see program.builder.fill.
 
     Attributes:
         arena: free ranges behind the control block.
         lock: guards the arenas and the order of streams.
-        dropped: spans that were dropped without release. Used without the lock, because Python's collector may
-            interrupt code that holds it.
+        dropped: spans that were dropped without release. Used without the lock: Python's collector may interrupt the
+            lock's owner.
         base: address of the arena.
         is_closed: whether the heap has freed the arena.
     """
@@ -214,12 +212,10 @@ class Memory:
         self.base = own.data_ptr()
         self.is_closed = False
         add_range(self.base, own.numel())
-        self._graph_arenas: dict[
-            int, Arena
-        ] = {}  # memory of captured graphs, which no call outside may get
-        # Offset to size and name (None: in a graph) of every lease; the leases themselves are not held.
+        self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, only for their calls
+        # Offset to size and name (None: in a graph) of every lease; the dict does not keep the leases alive.
         self._live: dict[int, tuple[int, str | None]] = {}
-        # After a search for garbage in vain: offsets of the live leases, and when to search again.
+        # After a vain search for garbage: offsets of the live leases, and when to search again.
         self._fruitless: tuple[int, ...] = ()
         self._next_search_s = 0.0
 
@@ -249,13 +245,13 @@ class Memory:
         return self.take(num_bytes, name, searches=False) if may_help else None
 
     def lacks(self, num_bytes: int) -> bool:
-        """Whether no free range has so many bytes."""
+        """Whether every free range is smaller than so many bytes."""
         with self.lock:
             self._take_back_dropped()
             return self.arena.largest_free_bytes < num_bytes
 
     def give_back(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
-        """Takes back (offset, size), with which the current stream is done; was_dropped: with which any may be."""
+        """Frees (offset, size) after the current stream's use; was_dropped: after the use of any stream."""
         if not self._access.is_given:
             return
         with self.lock:
@@ -271,7 +267,7 @@ class Memory:
             arena.give_back(*span)
 
     def shrink(self, span: Span, num_bytes: int) -> None:
-        """Takes back what comes after the first bytes of a span."""
+        """Frees the part of a span after its first bytes."""
         arena, (offset, size) = span.place
         kept = aligned(num_bytes)
         if arena is self.arena and self._access.is_given and 0 < kept < size:
@@ -281,7 +277,7 @@ class Memory:
                 span.place = arena, (offset, kept)
 
     def release_graphs(self, *captures: int) -> None:
-        """Takes back the memory of these captured graphs, of which some may have none; by default of all."""
+        """Frees the memory of these captured graphs; some may have none. By default of all graphs."""
         with self.lock:
             for capture in captures or [*self._graph_arenas]:
                 for span in self._graph_arenas.pop(capture, Arena(0, 0)).clear():
@@ -315,8 +311,8 @@ class Memory:
             )
 
     def _collect_garbage(self) -> bool:
-        """Collects leases that only cycles of dead objects hold; whether there may be room now. That takes a tenth of a
-        second and more: it is skipped if no lease is live, and after one in vain for a while, if the leases stay."""
+        """Collects leases that only cycles of dead objects keep; whether there may be room now. It takes 0.1 s or more,
+        so it is skipped if no lease is live, and for a while after a vain search if the leases stay."""
         with self.lock:
             leases = tuple(self._live)
         if not leases or (leases == self._fruitless and time.monotonic() < self._next_search_s):
@@ -330,7 +326,7 @@ class Memory:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now, plus all bytes that captured graphs hold."""
+        """Bytes that are leased now, plus all bytes of captured graphs."""
         with self.lock:
             self._take_back_dropped()
             return self.arena.used_bytes
@@ -346,12 +342,12 @@ class Memory:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that captured CUDA graphs hold, leased in them or not."""
+        """Bytes of captured CUDA graphs, leased in them or not."""
         return sum(arena.capacity_bytes for arena in self._graph_arenas.values())
 
 
 def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
-    """What is wrong with the arguments of :meth:`SymmetricHeap.lease`, or None."""
+    """The error in the arguments of :meth:`SymmetricHeap.lease`, or None."""
     if not isinstance(dtype, torch.dtype):
         return ArgumentError(f"dtype ({dtype!r}) must be a torch.dtype")
     if not isinstance(shape, (tuple, list)):
@@ -364,8 +360,8 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
 
 
 def ended_lease(tensor: torch.Tensor) -> Span | None:
-    """The span of the lease that `tensor` is memory of, if it was released or its heap closed; else None."""
-    if tensor.layout != torch.strided:  # such a tensor has no storage
+    """The span of `tensor`'s lease, if the lease was released or its heap closed; else None."""
+    if tensor.layout != torch.strided:  # other layouts have no storage
         return None
     span = getattr(tensor.untyped_storage(), "_lease_span", None)
     return span if span is not None and span.end else None
@@ -378,12 +374,12 @@ class Lease:
         name: purpose of the lease, shown in error texts.
         shape, dtype, num_bytes: of the tensor.
         offset: byte offset in the arena.
-        generation: how many leases the heap had made before this one.
+        generation: the number of leases that the heap made before this one.
 
-    The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
-    autograd may save the tensor, checkpointing may drop it, and a graph that is dropped leaks nothing.
-    Releasing is local and does not synchronise: later kernels on the same stream may reuse the memory, and peers write
-    into it only after a barrier that this rank's stream reaches.
+    The memory returns to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
+    autograd may save the tensor, checkpointing may drop it, and a dropped graph leaks nothing. Releasing is local and
+    does not synchronise: later kernels on the same stream may reuse the memory, and peers write into it only after a
+    barrier on this rank's stream.
     """
 
     def __init__(
@@ -406,7 +402,7 @@ class Lease:
         self._address = memory.base + self.offset
         self._memory: Memory | None = memory
 
-    @cached_property  # leases whose memory only peers and kernels look at need none
+    @cached_property  # leases that only peers and kernels read need none
     def tensor(self) -> torch.Tensor:
         """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
         if self._memory is None:
@@ -420,12 +416,12 @@ class Lease:
         return tensor
 
     def data_ptr(self) -> int:
-        """Where this rank's memory begins, as a tensor's."""
+        """The address of this rank's memory, as of a tensor."""
         return self._address
 
     def peer(self, rank: int) -> torch.Tensor:
-        """The same byte range of rank `rank`'s arena as a tensor: that rank's lease of the same name if all ranks lease
-        and release in the same order. Raises ArgumentError if the group has no such rank, only on this rank."""
+        """This byte range in rank `rank`'s arena, as a tensor: that rank's lease of the same name if all ranks lease
+        and release in the same order. ArgumentError, on this rank only: the group has no such rank."""
         if self._memory is None:
             raise StaleLease(
                 f"lease '{self.name}' (generation {self.generation}) has been released"
@@ -437,7 +433,7 @@ class Lease:
 
     @noted(stands_for="itself")
     def release(self) -> None:
-        """Gives the memory back. A second call raises StaleLease. Local."""
+        """Returns the memory to the heap. A second call raises StaleLease. Local."""
         if self._memory is None:
             raise StaleLease(
                 f"lease '{self.name}' (generation {self.generation}) was released twice"
@@ -448,7 +444,7 @@ class Lease:
         self._span.release()
 
     def shrink(self, num_bytes: int) -> None:
-        """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""
+        """Frees the memory after the first bytes; the tensor stays, but must not be written there. Local."""
         if self._memory is not None:
             self._memory.shrink(self._span, num_bytes)
 
@@ -461,15 +457,14 @@ class Lease:
 
 
 # -- leases of programs ------------------------------------------------------------------------------------------------
-# Their sizes are known: all are taken before anything is launched, and those that end in the same call are parts of
-# one. So nothing of Python stands between launches, and where the heap lacks the memory, the call runs without its
-# program.
+# Their sizes are known: a call takes all its leases before any launch, and leases that end in the same call are parts
+# of one span. So no Python runs between launches. If the heap lacks the memory, the call runs without its program.
 
-_RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # what a program repeats
+_RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # the function in programs
 
 
 class _Part(NamedTuple):
-    """A lease, which begins so many bytes behind where its span begins."""
+    """A lease that begins `start_bytes` after the start of its span."""
 
     slot: int
     name: str
@@ -481,14 +476,14 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """What a program leases. spans: what outlives the call, and then what has the parts in it, if there are any."""
+    """The leases of a program. spans: leases that outlive the call, then the span of the parts, if there are any."""
 
     memory: Memory
     spans: Sequence[_Part]
     parts: Sequence[_Part]
 
     def take(self, things: list[Any]) -> bool:
-        """Takes all, each for its slot. False: the heap lacks the memory, and nothing has been taken."""
+        """Takes all leases, each for its slot. False: the heap lacks the memory, and no lease was taken."""
         memory = self.memory
         taken = list[Span]()
         for part in self.spans:
@@ -505,7 +500,7 @@ class Leases:
 
 
 def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
-    """The program with its leases apart. take: what an entry calls for a lease."""
+    """The program with its leases separated. take: the function that an entry calls for a lease."""
     calls = [entry for entry in program.entries if isinstance(entry, Call)]
     ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
     kept = [_part_of(call) for call in calls if call.function is take and call.slot not in ended]
@@ -540,8 +535,8 @@ def _part_of(call: Call) -> _Part:
 
 
 def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], int]:
-    """Where leases have their places in one span, and its bytes. Where one ends before another begins, they may have
-    the same memory, if they may overlap."""
+    """The places of leases in one span, and the span's bytes. Leases that are not live together may share memory, if
+    they may overlap."""
     arena = Arena(0, sys.maxsize)
     spans = dict[int, tuple[int, int]]()
     parts = list[_Part]()
@@ -551,7 +546,7 @@ def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], in
             spans[part.slot] = cast(tuple[int, int], arena.take(part.num_bytes))
             parts.append(part._replace(start_bytes=spans[part.slot][0]))
         elif overlap:
-            # Where they do not, each begins with what the span is filled with: NaN.
+            # Without overlap, each lease starts with the NaN of the whole span.
             arena.give_back(*spans[call.template[0][0].slot])
     return parts, arena.high_water_bytes
 
@@ -559,11 +554,11 @@ def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], in
 def lease_in_build(
     heap: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None
 ) -> Lease:
-    """Stands for the lease that a heap takes with these arguments."""
+    """A stand-in for the lease that a heap makes with these arguments."""
     current = builder()
     num_bytes = dtype.itemsize * math.prod(shape)
     assert current is not None
-    # Its offset is that of a symbolic address; nothing is given back.
+    # Its offset belongs to a symbolic address; no memory is freed.
     memory: Any = SimpleNamespace(
         base=FIRST_ADDRESS,
         arenas=[partial(symbolic_bytes, heap.device)],

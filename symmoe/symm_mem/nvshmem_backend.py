@@ -1,7 +1,7 @@
-"""The NVSHMEM backend: one symmetric arena on the GPU, reached by peers through plain pointers.
+"""The NVSHMEM backend: one symmetric arena on the GPU, which peers reach through plain pointers.
 
-NVSHMEM is used for what it is good at here: allocating memory that every rank of the group can address. Kernels are
-ordinary kernels with peer addresses; no NVSHMEM device library is linked.
+NVSHMEM only allocates memory that every rank of the group can address. Kernels are ordinary kernels with peer
+addresses; no NVSHMEM device library is linked.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ON_ONE_MACHINE = {
 
 
 def preflight(num_bytes: int) -> str:
-    """The reason why NVSHMEM cannot work for this rank; "" if there is none.
+    """The reason why NVSHMEM cannot work for this rank, or "".
 
-    NVSHMEM ends the process on some failures instead of returning them, so everything possible is checked first.
+    Some failures in NVSHMEM end the process without an error, so everything possible is checked first.
     """
     if not torch.cuda.is_available():
         return "no CUDA device is visible to torch"
@@ -57,8 +57,8 @@ def preflight(num_bytes: int) -> str:
 
 
 class NvshmemBackend:
-    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device. On one node
-    they lie at addresses of our own, if possible; on several at those of NVSHMEM, by which NICs know the memory."""
+    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device. On one node the
+    arenas have addresses of our own, if possible; on several the addresses of NVSHMEM, which NICs know."""
 
     def __init__(self, bootstrap: Bootstrap, topology: Topology, num_bytes: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -78,7 +78,7 @@ class NvshmemBackend:
         self.arenas = [AddressRange(base, num_bytes, self.device).tensor for base in self.bases]
 
     def _start(self, bootstrap: Bootstrap) -> list[int]:
-        """Starts NVSHMEM and allocates the arenas; their addresses by rank. Collective."""
+        """Starts NVSHMEM and allocates the arenas; returns their addresses by rank. Collective."""
         import nvshmem.bindings as bindings
         import nvshmem.core as core
         from cuda.core import Device
@@ -122,7 +122,7 @@ class NvshmemBackend:
         return bases
 
     def suspend(self) -> None:
-        """Zeroes and frees the arena, and ends NVSHMEM in this process: only that gives memory back. Collective."""
+        """Zeroes and frees the arena, and ends NVSHMEM in this process: only this returns the memory. Collective."""
         self.arenas[self._topology.local_rank]().zero_()
         torch.cuda.synchronize(self.device)
         for each in self._own:
@@ -132,7 +132,7 @@ class NvshmemBackend:
         self._address = 0
 
     def resume(self, bootstrap: Bootstrap) -> None:
-        """Starts NVSHMEM again, and maps its memory where the arenas were; zeroes this rank's. Collective."""
+        """Starts NVSHMEM again, maps its memory at the old addresses, and zeroes this rank's arena. Collective."""
         rank = self._topology.local_rank
         missing = preflight(self._own[rank].size)
         bootstrap.agree(BackendUnavailable(missing) if missing else None)
@@ -143,13 +143,13 @@ class NvshmemBackend:
         self.arenas[rank]().zero_()
 
     def close(self) -> None:
-        """As suspend, for good: tensors over the arena dangle afterwards. Collective."""
+        """Suspends for good: tensors over the arena dangle afterwards. Collective."""
         self.suspend()
         self._free_addresses()
 
     def abandon(self) -> None:
-        """Local end after a failure: the memory goes with the process, because NVSHMEM only frees collectively. It is
-        not zeroed, because a peer may be about to read from it. Suspended, there is none."""
+        """Local end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively.
+        It is not zeroed, because a peer may be about to read it. A suspended heap has none."""
         if not self._address:
             self._free_addresses()
 
@@ -158,8 +158,8 @@ class NvshmemBackend:
             self._own.pop().close()
 
     def _check_peers(self, bootstrap: Bootstrap) -> int:
-        """The number of machines of a node. Raises on all ranks unless its ranks are on different GPUs that can address
-        each other. Collective."""
+        """The number of machines of this node. Raises on all ranks unless the node's ranks use different GPUs that can
+        address each other. Collective."""
         index = self.device.index
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         machine = bootstrap.attempt(partial(find_place, None)).machine
@@ -188,7 +188,7 @@ class NvshmemBackend:
 
 @contextmanager
 def _files_of_this_user() -> Iterator[None]:
-    """Files created in this context are only for this user: NVSHMEM asks for shared memory that all may write."""
+    """Restricts files created in this context to this user: NVSHMEM requests shared memory that all may write."""
     old = os.umask(0o077)
     try:
         yield

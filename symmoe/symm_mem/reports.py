@@ -1,8 +1,8 @@
-"""What ranks tell each other when something has gone wrong, and the typed errors made of it and of kernels' integers.
+"""Messages between ranks after an error, and the typed errors made from messages and from kernels' integers.
 
-Messages lie in the fault inboxes of the control block. What a rank writes and reads when it gives up are copies from
-and to the host's memory: to load a new kernel CUDA may wait until none runs (lazy loading), and one that runs may wait
-for a lost rank until it hears of what is written here.
+Messages lie in the fault inboxes of the control block. A rank that aborts writes and reads by copies from and to the
+host's memory, not by kernels: CUDA may load a new kernel only when none runs (lazy loading), and a running kernel may
+wait for a lost rank until it receives the message.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.symm_mem.bootstrap import Bootstrap
 
-_WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of a rank that gives up
+_WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of an aborting rank
 _DETAILS = struct.Struct("<qqqqqqq")  # the integers of a Report; of a Fault, its origin
-_LOOK_UP = timedelta(seconds=2)  # who has the number of a configuration has stored its text before
+_LOOK_UP = timedelta(seconds=2)  # a rank stores a configuration's text before it uses the number
 
 # The tuples into which fields of a call (control.CALL_FIELDS) are indices.
 CHOICES: dict[str, Sequence[object]] = {
@@ -44,7 +44,7 @@ CHOICES: dict[str, Sequence[object]] = {
     **dict.fromkeys(("probs", "replicas"), ("without", "with")),
 }
 
-# What the values of header words stand for.
+# Names of the values of header words.
 _HEADER_NAMES: dict[int, Sequence[str]] = {
     control.HEAD_DTYPE: [*map(str, control.DTYPES)],
     control.HEAD_QUANTIZED_WIRE: [*map(repr, control.QUANTIZED_WIRES)],
@@ -54,46 +54,42 @@ _HEADER_NAMES: dict[int, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Why a rank gives up, in words and in integers that travel."""
+    """The reason why a rank aborts, as text and integers for its peers."""
 
     reason: str
-    missing: int = (
-        -1
-    )  # the peer that did not come (rank in the EP group); -1: none, the rank itself failed
+    missing: int = -1  # the missing peer (rank in the EP group); -1: none, the rank itself failed
     phase: int = 0  # of the wait, and its epochs, as in a status record
     expected: int = 0
     seen: int = 0
     first: int = 0  # 1: start_timeout_s bounded the wait, see StartupGrace
     sender: int = (
         -1
-    )  # the rank that gave up first (in the EP group), if another one passes on what it has said
+    )  # the first rank that aborted (in the EP group), if another rank forwards its report
     lost: int = 0  # 1: the connection to the missing peer has closed
 
     def pack(self) -> bytes:
-        """FAULT_BYTES and the details."""
+        """The report as FAULT_BYTES and the details."""
         reason, *details = astuple(self)
         return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
 
     @classmethod
     def unpack(cls, message: bytes) -> Report:
-        """The report that was packed."""
+        """The report from packed bytes."""
         return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
 
 
-UNKNOWN = (
-    1 << 31
-)  # the origin of an error of which a rank knows only that there is one, on another node
+UNKNOWN = 1 << 31  # the origin of an error on another node about which a rank knows nothing else
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error by which a rank has failed a call, as it travels.
+    """An error by which a rank has failed a call, in the form for its peers.
 
     Attributes:
-        origin: the rank (in the EP group); -1: no rank in particular, all have found it; or UNKNOWN.
+        origin: the rank (in the EP group); -1: all ranks have found the error; or UNKNOWN.
         message: the encoded error.
-        is_unraised: whether who tells it has left the call and keeps it for the next plan; of what a rail has met with,
-            whether all ranks on it do.
+        is_unraised: whether the sender has left the call and keeps the error for the next plan; of a rail's fault,
+            whether all its ranks do.
     """
 
     origin: int
@@ -112,13 +108,13 @@ def write_word(place: torch.Tensor, value: int) -> None:
 
 
 def send_fault(peers: control.Peers, fault: Fault, *, epoch: int, turn: int) -> None:
-    """Puts the error by which this rank fails the call of `epoch` into every inbox. Local. turn: which of the two slots
-    of the inboxes is written; peers have read the message before the last one."""
+    """Writes the error by which this rank fails the call of `epoch` into every inbox. Local. turn: the slot of the
+    inboxes, 0 or 1; peers have read the message before the last one."""
     _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, *[0] * 6), turn)
 
 
 def read_fault(peers: control.Peers, sender: int, *, epoch: int) -> Fault:
-    """The error by which rank `sender` has failed the call of `epoch`. Waits for the current stream."""
+    """The error by which rank `sender` failed the call of `epoch`. Waits for the current stream."""
     message = _read(peers, sender, epoch)
     if message is None:
         text = f"rank {peers.in_group(sender)} failed in epoch {epoch}, and has failed again since"
@@ -130,10 +126,9 @@ def read_fault(peers: control.Peers, sender: int, *, epoch: int) -> Fault:
 
 
 def end_waits(peers: control.Peers, report: Report, *, turn: int, kept_bits: int) -> None:
-    """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody. turn: as in
-    :func:`send_fault`. kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count.
-    0: none count; needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a
-    success."""
+    """Ends every wait of the group, this rank's own included: see control.ABORT. Local, does not wait. turn: as in
+    :func:`send_fault`. kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: received epochs count. 0: none
+    count. This is needed if this rank has sent an epoch whose end it has not seen: a late peer would continue."""
     word = _word_of(peers.rank)
     # This comes first: barriers still on this rank's stream would send epochs over these words.
     write_word(peers.counters(peers.rank)[control.ABORTED], 1)
@@ -146,7 +141,7 @@ def end_waits(peers: control.Peers, report: Report, *, turn: int, kept_bits: int
 
 
 def read_report(peers: control.Peers, sender: int) -> Report:
-    """Why rank `sender` has given up. Waits for the current stream."""
+    """The reason why rank `sender` has aborted. Waits for the current stream."""
     message = _read(peers, sender, _word_of(sender))
     return (
         Report("it has not said why") if message is None else Report.unpack(message[_WORD.size :])
@@ -154,7 +149,7 @@ def read_report(peers: control.Peers, sender: int) -> Report:
 
 
 def _word_of(rank: int) -> int:
-    """The number that a rank which gives up adds to the epochs."""
+    """The number that an aborting rank adds to the epochs."""
     return control.ABORT + (rank << control.ABORT_RANK_SHIFT)
 
 
@@ -174,7 +169,7 @@ def _read(peers: control.Peers, sender: int, word: int) -> bytes | None:
 
 
 def _inbox(peers: control.Peers, rank: int, sender: int) -> torch.Tensor:
-    """uint8 [2, INBOX_BYTES]: what `sender` writes for `rank`."""
+    """uint8 [2, INBOX_BYTES]: the messages from `sender` to `rank`."""
     return peers.region(
         rank,
         peers.layout.fault_inbox,
@@ -184,17 +179,17 @@ def _inbox(peers: control.Peers, rank: int, sender: int) -> torch.Tensor:
 
 
 class Configurations:
-    """What the layers of a group are, and what their replicas travel with, by number: barriers compare numbers, and
-    texts are only looked up for an error. They lie in the store of the process group, so that no rank waits for another
-    to name what differs. Local."""
+    """The configurations of a group's layers, and of replicas, by number. Barriers compare numbers; texts are read only
+    for an error. They lie in the store of the process group, so that no rank waits for another to name a difference.
+    Local."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
         self._texts: dict[int, str] = {}
 
     def number(self, fields: Mapping[str, object]) -> int:
-        """The number of a configuration, the same for equal ones on all ranks; not 0. Numbers that are equal, as 1 and
-        1.0, are written in the same way."""
+        """The number of a configuration, not 0; equal ones have the same number on all ranks. Equal numbers, such as 1
+        and 1.0, have the same text."""
         text = json.dumps({name: _shown(value) for name, value in fields.items()})
         number = (
             int(hashlib.sha256(text.encode()).hexdigest(), 16) % (1 << control.CONFIG_BITS) or 1
@@ -209,7 +204,7 @@ class Configurations:
     def mismatch(
         self, first: int, number: int, peer: int, other: int, where: str = ""
     ) -> ConfigMismatch:
-        """The error of two ranks, `first` and `peer`, that have these numbers; 0: of make_plan."""
+        """The error of ranks `first` and `peer`, which have these numbers; number 0 stands for make_plan."""
         if not (number and other):
             one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
             return ConfigMismatch(
@@ -225,7 +220,7 @@ class Configurations:
         return _difference(name, where, first, here[name], peer, there[name])
 
     def _fields(self, number: int) -> dict[str, str]:
-        """The fields of a configuration that some rank has; none if they cannot be found."""
+        """The fields of a configuration of any rank; empty if they cannot be found."""
         text = self._texts.get(number)
         with suppress(RuntimeError, ValueError):
             if text is None:
@@ -245,7 +240,7 @@ def _shown(value: object) -> str:
 
 
 def plan_record(report: list[int]) -> list[int]:
-    """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
+    """The status record of a plan with this report (control.SUM_*), as the plan's kernel would write it."""
     return [
         control.STATUS_PLAN,
         control.PHASE_PLAN,
@@ -309,7 +304,7 @@ def mismatch_error(
 def _difference(
     field: str, where: str, first: int, here: str, peer: int, there: str
 ) -> ConfigMismatch:
-    """The error of two ranks, `first` and `peer`, with other values of a field; of one with CHOICES their indices."""
+    """The error of ranks `first` and `peer` with different values of a field (in CHOICES: indices)."""
     if field in CHOICES and here.isdigit():
         here, there = (str(CHOICES[field][int(index)]) for index in (here, there))
     return ConfigMismatch(

@@ -1,6 +1,6 @@
-"""How many rows recent calls of a group have needed, and how many the next call gets before its routing is known.
-Routing changes slowly, so it nearly always fits; a call that does not fit on every rank is planned again ("Exact
-capacity" in docs/design/plan.md)."""
+"""How many rows recent calls of a group needed, and how many the next call gets before its routing is known. Routing
+changes slowly, so this nearly always fits; a call that does not fit on every rank is planned again ("Exact capacity" in
+docs/design/plan.md)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 
-# Calls of a window, and windows: what is larger than all calls of these have needed is given up. A call looks at
-# windows only, because it must be quick.
+# Calls of a window, and windows: room beyond the needs of these calls is not kept. A call reads windows only, to be
+# quick.
 _WINDOW = 32
 _NUM_WINDOWS = 4
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
@@ -22,13 +22,13 @@ _BITS = 5  # room is rounded up to so many significant bits, so that sizes repea
 
 @dataclass(frozen=True, slots=True)
 class RowBudget:
-    """What a call of a group that has made calls before gets on this rank, before its routing is known.
+    """The room that a call gets on this rank before its routing is known, in a group that has made calls before.
 
     Attributes:
         expected_rows: rows that the fullest rank is expected to need, the same on all ranks.
         rail_rows: tokens that fit in a message to another node.
-        rows, packed_rows: rows that this rank can take; None, both: what the routing needs, for which its host waits.
-        why_it_waits: a clause whose subject is the call; empty if it does not.
+        rows, packed_rows: rows that this rank can take; both None: as the routing needs, for which the host waits.
+        why_it_waits: a clause whose subject is the call; empty if the host does not wait.
     """
 
     expected_rows: int
@@ -40,19 +40,19 @@ class RowBudget:
 
 class RowHistory:
     """The largest numbers of rows that any rank of the group needed in recent calls, and of tokens that this rank sent
-    to another node, by how many it had. As each knows only its own tokens before the plan, ranks may get different
-    room; whether it was enough on all of them, every rank reads in the plan."""
+    to another node, by the number of tokens. Each rank knows only its own tokens before the plan, so ranks may get
+    different room. Every rank reads in the plan whether it was enough on all ranks."""
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
-        # By the bits of the number of tokens, because a small call holds little: windows, each the number of its calls
+        # By the bits of the number of tokens, because a small call needs little: windows, each the number of its calls
         # and the largest numbers that they have noted.
         self._windows: dict[int, deque[tuple[int, ...]]] = defaultdict(
             partial(deque, maxlen=_NUM_WINDOWS)
         )
 
     def note(self, num_tokens: int, rows: int, packed_rows: int, rail_rows: int = 0) -> None:
-        """Notes a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
+        """Records a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
         rank sent to another node."""
         self._last_rows = rows
         windows = self._windows[num_tokens.bit_length()]
@@ -64,8 +64,8 @@ class RowHistory:
     def room(
         self, num_tokens: int, most_rows: int | None, factor: float | None = None
     ) -> RowBudget | None:
-        """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
-        many times what the largest recent one needed, if that is no more than `most_rows`."""
+        """The room of the next call, at most `most_rows` rows; None if there is no history, on all ranks. factor: the
+        room is this multiple of the largest recent need, unless that exceeds `most_rows`."""
         if self._last_rows is None:
             return None
         windows = self._windows.get(num_tokens.bit_length())
@@ -93,7 +93,7 @@ class RowHistory:
 
 @functools.lru_cache(maxsize=1024)
 def with_margin(number: int, factor: float | None = None) -> int:
-    """What a call gets of rows, if the largest recent one needed this number; factor: it gets so many times that."""
+    """The rows that a call gets if the largest recent call needed `number`; factor: this multiple instead."""
     if factor is not None:
         return math.ceil(factor * number)
     number += -(-number // _MARGIN) + _DEVIATIONS * math.isqrt(number)

@@ -1,10 +1,9 @@
-"""What a heap has if its group spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
-each other node (docs/design/nodes.md). A heap of one node has none of it; its errors ask
-:class:`faults.NoRemoteNodes`.
+"""A heap's part for a group that spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
+each other node (docs/design/nodes.md). A heap on one node has :class:`faults.NoRemoteNodes` instead.
 
-Waits are a little longer than those in a node: a peer that waits for a rank of its own node gives that one up first,
-and says so. In turn a rank that misses one of its own node, which is waiting for its rail, lets that one find out who
-is missing.
+Waits are a little longer than those in a node: a peer that waits for a rank of its own node stops waiting first, and
+reports it. In turn, a rank that misses a rank of its own node, which is waiting for its rail, lets that rank find out
+which one is missing.
 """
 
 from __future__ import annotations
@@ -58,19 +57,21 @@ _HINT = (
     f"{DEVICE_VARIABLE} on each node names its network device; firewalls must let all ports pass"
 )
 _PATIENCE = 1.25  # times the bound of a wait in a node
-_OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
+_OF_PAYLOAD = (
+    0.9  # of that: a rank that has its rows learns at the next meeting which rank its peers miss
+)
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
 _WATCH_S = 0.05
-_LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the peers are told
-_WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
+_LONG_S = 1.0  # on the rail, at most an eighth of the bound: then the peers are informed
+_WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that are sent to other nodes
 
 
 class RemoteNodes(NoRemoteNodes):
-    """The nodes of a heap that spans several, from one rank's point of view: which ranks are on which node, also as
-    tensors on the device (maps); the channel between the hosts of this rank's rail, and the payload for tensors of the
-    heap's device. rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the
-    last one in which ranks have said that."""
+    """The nodes of a heap that spans several, from one rank's point of view: the ranks of each node, also as tensors on
+    the device (maps); the channel between the hosts of this rank's rail, and the payload for tensors of the heap's
+    device. rail_rows: by node, the `rail_rows` of the rank with this rank's index, from the last :meth:`meet` that had
+    them."""
 
     faults: Faults
 
@@ -98,13 +99,13 @@ class RemoteNodes(NoRemoteNodes):
         self._is_first = True
         self._has_said = False
         self._ends = threading.Event()
-        self._waits_since = math.inf  # when the host has begun to wait for other nodes
+        self._waits_since = math.inf  # when the host began to wait for other nodes
         self._exchange = 0
         self._begun_s = 0.0
         self._is_marked = False  # as _look has seen it
         self._branch = Branch(streams.rail_stream)
         self._is_moving = False
-        self._started: Started = []  # tensors that travel, also where nobody waits for them any more
+        self._started: Started = []  # tensors in transfer, also after the wait for them has ended
         with torch.inference_mode(False):
             word = self._counters[_WORD]
             self._fault = self._counters[control.RAIL_FAULT :][:1]
@@ -113,12 +114,12 @@ class RemoteNodes(NoRemoteNodes):
             )
             self._word_to_others = [(node, word) for node in range(topology.num_nodes)]
             self._words_of_others = [*enumerate(self._heard)]
-        # So that it is not launched for the first time while ranks exchange, see reports.py.
+        # Its first launch must not come while ranks exchange, see reports.py.
         kernels.for_device(waits.device).receive_fault_flags(self._heard, self._fault)
 
     @property
     def constants(self) -> list[torch.Tensor]:
-        """Tensors of this that a program meets."""
+        """Tensors of this object that programs use."""
         its = (
             *vars(self.maps).values(),
             self._heard,
@@ -140,15 +141,14 @@ class RemoteNodes(NoRemoteNodes):
         rail_plan: int = 0,
         **agreed: Any,
     ) -> None:
-        """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
-        a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
-        any rank before that gets to all ranks of all nodes. Does not wait for the device.
+        """The host waits for the hosts of its rail, with a bound a little longer than a barrier's. Collective over the
+        group. If the last barrier of a call comes right after a meeting, an earlier error of any rank reaches all ranks
+        of all nodes. Does not wait for the device.
 
         Args:
-            sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
-                are.
-            rail_rows: that fit in messages of this rank, or None, on all ranks: see :attr:`rail_rows`.
-            rail_plan: the number of the plan for these ranks, in place of that for the ranks of a node.
+            sizes: a number for the lengths of messages, on which these ranks must agree, as on the other arguments.
+            rail_rows: rows that fit in this rank's messages, or None on all ranks: see :attr:`rail_rows`.
+            rail_plan: the number of the plan for these ranks, instead of the number for the ranks of a node.
             phase, agreed: as in :meth:`SymmetricHeap.barrier`.
         """
         call = control.pack_call(**{**agreed, "phase": phase, "plan": rail_plan})
@@ -157,11 +157,11 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
-        """A context after :meth:`meet` in which tensors go to every other node, and what it sends comes (see
-        Payload.begin), while the host, and on GPUs the current stream, do other things. Collective over the group; one
-        at a time. By its end all have come, also after an exception, unless a peer is gone. Yields a function that
-        waits for them, on GPUs for later work of the current stream. What has come may be used as it is only after the
-        next barrier, or where the kernel `other_counts` has found no failure."""
+        """A context after :meth:`meet` in which tensors go to and come from every other node (see Payload.begin), while
+        the host, and on GPUs the current stream, do other work. Collective over the group; one at a time. At its end
+        all tensors have arrived, also after an exception, unless a peer is lost. Yields a function that waits for them,
+        on GPUs for later work of the current stream. Received tensors are valid only after the next barrier, or if the
+        kernel `other_counts` has found no failure."""
         with self.turn:
             self.begin(sends, receives)
         try:
@@ -173,7 +173,7 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """A context in which a program repeats what this does."""
+        """A context for a program that repeats calls of this object."""
         try:
             with self._reporting():
                 yield
@@ -182,22 +182,22 @@ class RemoteNodes(NoRemoteNodes):
             raise
 
     def _come(self) -> None:
-        """Waits for what moves, unless that has happened. The next barrier is entered with what peers knew of."""
+        """Waits for the transfer, unless it was waited for. The next barrier gets the peers' fault flags."""
         if self._is_moving:
             self.end()
             if self.faults.poison is None:
                 kernels.for_device(self._heard.device).receive_fault_flags(self._heard, self._fault)
 
     def abandon(self) -> None:
-        """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone. What
-        peers knew of is of a call that is over."""
+        """Waits for the transfer after an exception. The exception is raised, not the error of a lost peer. The peers'
+        fault flags belong to a call that is over."""
         with suppress(SymmoeError):
             self.end()
         self.payload.settle()
 
     def begin(self, sends: Pairs, receives: Pairs) -> None:
-        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults, which may become
-        known meanwhile. On GPUs later work of the current stream runs at the same time."""
+        """Begins to move tensors, see Payload.begin, after all ranks have met and continue; also fault flags, which may
+        be set meanwhile. On GPUs later work of the current stream runs at the same time."""
         self._is_moving = True
         with self._branch.after(self._branch.point()):
             self.payload.count(BEGUN)
@@ -213,8 +213,8 @@ class RemoteNodes(NoRemoteNodes):
             self._started = self.payload.begin(*others, self._streams.rail_stream)
 
     def end(self) -> None:
-        """Waits for what has begun; after a failure only the device does: what may still come has its memory until the
-        rail ends."""
+        """Waits for the transfer. After a failure only the device waits: data that may still arrive keeps its memory
+        until the rail ends."""
         self._is_moving = False
         self._branch.join()
         if self.payload.counts is None and self.faults.poison is None:
@@ -228,7 +228,7 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """A context in which what is wrong with the rail becomes an error of the heap."""
+        """A context in which errors of the rail become errors of the heap."""
         try:
             yield
             return
@@ -239,7 +239,7 @@ class RemoteNodes(NoRemoteNodes):
         with self.turn:
             raise_for(self.faults.gone(report))
 
-    # -- what errors ask, see NoRemoteNodes: a Report among the results means that a peer is gone ----------------------
+    # -- for errors, see NoRemoteNodes: a Report as the result means that a peer is gone -------------------------------
 
     def node_of(self, rank: int) -> int | None:
         return None if rank < 0 else self.topology.node_of(rank)
@@ -257,7 +257,7 @@ class RemoteNodes(NoRemoteNodes):
         fault = _first_fault(headers) or self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
-            self.payload.bound(self._bound_s * _OF_PAYLOAD)  # of what is sent after this
+            self.payload.bound(self._bound_s * _OF_PAYLOAD)  # of later transfers
             if rail_rows is not None:
                 self.rail_rows = [header.rail_rows for header in headers]
         return fault
@@ -281,7 +281,7 @@ class RemoteNodes(NoRemoteNodes):
         return headers if isinstance(headers, Report) else _first_fault(headers) or fault
 
     def has_said_why(self, peer: int) -> bool:
-        """See NoRemoteNodes. Waits for that while the peer waits for its rail, a little longer than it can."""
+        """See NoRemoteNodes. Waits while the peer waits for its rail, a little longer than the peer can."""
         its_counters = self._peers.counters(peer)
         own_mailbox = self._peers.mailbox(self._peers.rank)
         deadline = time.monotonic() + self._bound_s
@@ -302,8 +302,8 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """See NoRemoteNodes. What the GPU is told in the context may wait for what runs there: an exchange, maybe,
-        which only this ends."""
+        """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only this
+        method ends."""
         timer = threading.Timer(_MOMENT_S, self.leave)
         timer.daemon = True
         timer.start()
@@ -316,11 +316,11 @@ class RemoteNodes(NoRemoteNodes):
     # -- on the rail ----------------------------------------------------------------------------------------------
 
     def start(self, faults: Faults) -> None:
-        """Takes the heap's faults, and begins to look, in a thread that ends with this object, for exchanges that do
-        not end, where nothing else bounds them."""
+        """Takes the heap's faults, and starts a thread that looks for exchanges that do not end, if nothing else bounds
+        them. The thread ends with this object."""
         self.faults = weakref.proxy(
             faults
-        )  # which has this: a cycle would keep the memory of a heap that is dropped
+        )  # they refer to this object: a cycle would keep a dropped heap's memory
         ended = self._ends
         reference = weakref.ref(self)
 
@@ -331,7 +331,7 @@ class RemoteNodes(NoRemoteNodes):
                     if nodes is None or not nodes._look():
                         return
                     del nodes
-            except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
+            except Exception as problem:  # noqa: BLE001 - e.g. a broken GPU
                 logger.warning(
                     "exchanges between nodes are no longer watched: %s: %s",
                     type(problem).__name__,
@@ -346,11 +346,12 @@ class RemoteNodes(NoRemoteNodes):
         self._ends.set()
         self.payload.close()
         self.channel.close()
-        self._started.clear()  # which would keep connections open
+        self._started.clear()  # it would keep connections open
 
     def _look(self) -> bool:
-        """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on. As
-        long as all is well it calls nothing of CUDA: a call from a thread that is not capturing would end a capture."""
+        """Records an overdue exchange, and shows this node's peers whether this rank waits for its rail. Whether to go
+        on. Without a problem it calls no CUDA function: a call from a thread that is not capturing would end a
+        capture."""
         assert self.payload.progress is not None
         (begun, ended), now, bound_s = (
             self.payload.progress.tolist(),
@@ -375,15 +376,15 @@ class RemoteNodes(NoRemoteNodes):
         is_lost = bool(lost or self.payload.problem())
         if not (is_lost or gave_up or now - self._begun_s > bound_s):
             return True
-        with suppress(ReferenceError):  # the heap has gone
+        with suppress(ReferenceError):  # the heap was freed
             self.overdue = self._find_missing(is_lost)
             self.faults.note_overdue(self.overdue)
         return False
 
     def _find_missing(self, is_lost: bool) -> Report:
-        """Whom this rank misses in an exchange on the device, or whom another one has said that it misses. NCCL does
-        not say for whom it waits. So hosts say how far their devices have come: missing is who says nothing, or else
-        who is behind, of several the first. is_lost: whether the network says that a connection has closed."""
+        """The report of the rank that is missing in an exchange on the device, found here or by another rank. NCCL does
+        not name it. So hosts exchange the progress of their devices: missing is a host without an answer, or else the
+        one that is behind, the first of several. is_lost: whether the network reports a closed connection."""
         assert self.payload.progress is not None
         self.channel.announce_once(COUNTED, sum(self.payload.progress.tolist()))
         counted = self.channel.counted
@@ -397,13 +398,13 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
-        """The host waits for its rail in this context. After an error its node sees that it does until it knows."""
+        """The host waits for its rail in this context. After an error its node sees the wait until it ends."""
         if self.payload.progress is None:
             write_word(self._counters[control.ON_RAIL], 1)
             yield
             write_word(self._counters[control.ON_RAIL], 0)
         elif capture_id(self._counters.device):
-            yield  # the watch would write where peers see it, which would end the capture
+            yield  # the watch would write for peers, which would end the capture
         else:
             self._waits_since = time.monotonic()
             yield
@@ -425,7 +426,7 @@ class RemoteNodes(NoRemoteNodes):
         return self._absent(broken.node, said, lost=not broken.is_late)
 
     def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
-        """Of that node, or what one has said that gave up."""
+        """The report of a missing node, or of a node that has aborted."""
         if gave_up is not None:
             return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
         rank = self.topology.rail[node]
@@ -435,7 +436,7 @@ class RemoteNodes(NoRemoteNodes):
         )
 
     def _difference(self, headers: list[Header]) -> Fault | None:
-        """A fault if the peers are in different calls."""
+        """The fault if the peers are in different calls."""
         first = self.topology.rail[0]
         for rank, header in zip(self.topology.rail, headers, strict=True):
             if header.call != headers[0].call:
@@ -448,7 +449,7 @@ class RemoteNodes(NoRemoteNodes):
 
 
 def _first_fault(headers: list[Header]) -> Fault | None:
-    """Of all errors that of the first rank; one of which a rank knows only that there is one comes last."""
+    """The fault of the first rank that has one; faults of UNKNOWN origin come last."""
     failed = [header for header in headers if header.kind in (FAILED, UNRAISED)]
     if not failed:
         return None
@@ -464,8 +465,8 @@ def _first_fault(headers: list[Header]) -> Fault | None:
 
 
 def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
-    """Of the count table, which has a row for each rank of the group: in place of a rank of another node, the rank with
-    its index here."""
+    """The peers of the count table, which has a row for each rank of the group: a rank of another node is replaced by
+    the rank with its index here."""
     local = [
         ranks.index(rank)
         for rank in range(peers.layout.num_rows)
@@ -480,10 +481,10 @@ def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
 def start_rail(
     bootstrap: Bootstrap, topology: Topology, device: torch.device, timeout_s: float
 ) -> tuple[ControlChannel, Payload]:
-    """What hosts say to each other on this rank's rail, and what moves tensors of `device`. Collective over the group.
-    Connections of hosts have half of the bound, and those of GPUs, so that ranks which have theirs still wait when
-    others give up. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
-    look at."""
+    """The channel between the hosts of this rank's rail, and the payload for tensors of `device`. Collective over the
+    group. Connections of hosts have half of the bound, and so do those of GPUs, so that connected ranks still wait when
+    others abort. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
+    check."""
     token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
     with ExitStack() as unused:
@@ -502,7 +503,7 @@ def start_rail(
 def _connect_hosts(
     bootstrap: Bootstrap, topology: Topology, token: bytes, timeout_s: float
 ) -> dict[int, Link]:
-    """By node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
+    """The links by node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     others = [rank for rank in topology.rail if rank != topology.rank]
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
         said = bootstrap.gather(asdict(listener.endpoint))
@@ -536,7 +537,7 @@ def _make_payload(
     options: dict[str, Any],
     unused: ExitStack,
 ) -> Payload:
-    """What moves tensors; `unused` closes it. Collective."""
+    """The payload, which `unused` closes. Collective."""
     # Together: a rank without NCCL would keep the others waiting.
     library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
     at = bootstrap.store, name

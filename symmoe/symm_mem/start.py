@@ -1,4 +1,4 @@
-"""How a heap begins: ranks agree on its arguments, find who shares memory with whom, and map each other's arenas."""
+"""How a heap begins: ranks agree on its arguments, find the ranks that share memory, and map each other's arenas."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ START_TIMEOUT_S = 300.0
 
 
 class HeapParts:
-    """What a heap is made of. Construction is collective over the group, and zeroes the control blocks of all ranks.
-    Attributes: as in SymmetricHeap, and the right to use it, what holds the memory and frees it, and one of
+    """The parts of a heap. Construction is collective over the group, and zeroes the control blocks of all ranks.
+    Attributes: as in SymmetricHeap, and the right to use the heap, the owner of the memory, and one of
     programs.MODES."""
 
     _kept: torch.Tensor  # the control block, while there are no arenas
@@ -62,7 +62,7 @@ class HeapParts:
             seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
             self.backend = "nvshmem" if has_gpu else "host"
             self.backend_reason = f"auto: torch sees {seen}"
-        # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of peers.
+        # Every rank has a bound, even if the argument is wrong: without one, messages would not match those of peers.
         is_usable = _timeout_problem("start_timeout_s", start_timeout_s) is None
         start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
         self.bootstrap = Bootstrap(group)
@@ -88,7 +88,7 @@ class HeapParts:
         )
         domains = whole.gather(
             whole.attempt(partial(find_place, gpu)).domain
-        )  # by rank, whose memory it can reach
+        )  # by rank, the domain of its memory
         self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
         node = topology.ranks
         is_single = topology.num_nodes == 1
@@ -120,7 +120,7 @@ class HeapParts:
 
             try:
                 rail = several_nodes.start_rail(whole, topology, device, start_s)
-            except BackendUnavailable:  # on every rank: the memory is given back together
+            except BackendUnavailable:  # on every rank: they free the memory together
                 arenas.close()
                 raise
             except PeerError:
@@ -145,7 +145,7 @@ class HeapParts:
 
 
 def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
-    """Warns of torchrun's ranks without a process group: each would train a separate model without an error."""
+    """Warns of torchrun's ranks without a process group: each would silently train a separate model."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if group is None and num_ranks != "1" and not dist.is_initialized():
         warn(
@@ -161,7 +161,7 @@ def _check(
     ranks_per_node: int | None,
     timeouts: dict[str, float],
 ) -> tuple[str, bool]:
-    """Raises for what is wrong on this rank; the mode of programs, and whether memory is filled when it is taken."""
+    """Raises errors of this rank's arguments; returns the mode of programs, and whether new memory is filled."""
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
     if backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
@@ -194,7 +194,7 @@ def _check(
 
 
 def _from_environment(name: str, words: Sequence[str]) -> str:
-    """The word that a variable has; the first one if it is not set."""
+    """The word in an environment variable; the first word if the variable is not set."""
     word = os.environ.get(name) or words[0]
     if word not in words:
         raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, words))}")

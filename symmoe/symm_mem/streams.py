@@ -1,5 +1,5 @@
-"""The order of a heap's calls: on CUDA streams and in graphs, and of the threads and processes that make them
-("Streams" in docs/design/trips.md, "Threads and processes" in docs/design/faults.md)."""
+"""The order of a heap's calls on CUDA streams and in graphs, and of the threads and processes that make them ("Streams"
+in docs/design/trips.md, "Threads and processes" in docs/design/faults.md)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ _Mark = tuple[int, torch.cuda.Event]  # a point in the work of a stream
 
 @dataclass(slots=True)
 class _Order:
-    """What is known of calls and of the reuse of memory, outside of graphs or within the capture of one."""
+    """The known calls and reuses of memory, outside of graphs or within the capture of one."""
 
     last: int | None = None  # the stream of the last call
-    last_mark: _Mark | None = (
-        None  # the end of the last call; kept from the moment that there are two streams
-    )
-    streams: set[int] = field(default_factory=set)  # streams that calls have come on
+    last_mark: _Mark | None = None  # the end of the last call; kept once there are two streams
+    streams: set[int] = field(default_factory=set)  # streams of calls so far
     released: list[tuple[int, int, _Mark]] = field(
         default_factory=list
     )  # (start, end, when the last user was done)
 
 
 class Branch:
-    """A stream that leaves the current one and comes back to it. Without a stream, it changes no order."""
+    """A stream that forks from the current stream and joins it again. Without a stream, it changes no order."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
@@ -53,7 +51,7 @@ class Branch:
 
     @contextmanager
     def after(self, point: torch.cuda.Event | None) -> Iterator[None]:
-        """Work launched in this context goes to the branch, after its earlier work and after the point."""
+        """Work launched in this context runs on the branch, after its earlier work and after the point."""
         self._was_entered = True
         with on_branch():
             after_other_stream()
@@ -66,13 +64,13 @@ class Branch:
                 yield
 
     def wait_for(self, point: torch.cuda.Event | None) -> None:
-        """Later work of the current stream comes after the point."""
+        """Orders later work of the current stream after the point."""
         after_other_stream()
         if self._stream is not None and point is not None:
             _wait(torch.cuda.current_stream(self._stream.device), point)
 
     def join(self) -> None:
-        """Later work of the current stream comes after all work of the branch."""
+        """Orders later work of the current stream after all work of the branch."""
         if self._was_entered:
             after_other_stream()
         if self._stream is not None and self._was_entered:
@@ -87,7 +85,7 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    """Later work of the stream comes after the event."""
+    """Orders later work of the stream after the event."""
     if (current := builder()) is not None:
         current.wait(stream, event)
     else:
@@ -95,15 +93,13 @@ def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 
 
 class StreamOrder:
-    """Orders a CUDA heap's calls and the reuse of its memory over streams. Calls in a capture are ordered apart: it
-    begins after all before it, and who replays it orders that and other calls."""
+    """Orders a CUDA heap's calls and the reuse of its memory over streams. Calls in a capture have their own order: a
+    capture begins after all earlier calls, and the user orders replays and other calls."""
 
     raises_at_once = (
-        False  # whether the host knows at the end of a barrier how it went; else when it next looks
+        False  # whether the host knows a barrier's result at its end; else at its next check
     )
-    eager_thread = (
-        0  # the one that has its turn on a stream that is known not to be capturing; 0: none
-    )
+    eager_thread = 0  # the thread whose turn is on a stream that captures no graph; 0: none
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,21 +108,21 @@ class StreamOrder:
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
-        """A stream for callers' work at the same time as the heap's calls, always the same; None on CPUs."""
+        """A stream for callers' work in parallel with the heap's calls, always the same; None on CPUs."""
         return torch.cuda.Stream(self._device)
 
     @functools.cached_property
     def wire_stream(self) -> torch.cuda.Stream:
-        """A stream of high priority, whose kernels start first: rows travel on it while GEMMs run."""
+        """A high-priority stream, whose kernels start first: it moves rows while GEMMs run."""
         return torch.cuda.Stream(self._device, priority=-1)
 
     @functools.cached_property
     def rail_stream(self) -> torch.cuda.Stream:
-        """A stream of high priority: what travels between nodes."""
+        """A high-priority stream for transfers between nodes."""
         return torch.cuda.Stream(self._device, priority=-1)
 
     def branch(self) -> Branch:
-        """Where a collective call moves rows while GEMMs run on the current stream. Joined before the call ends."""
+        """The branch on which a collective call moves rows while GEMMs run. Joined before the call ends."""
         return Branch(self.wire_stream)
 
     @property
@@ -135,7 +131,7 @@ class StreamOrder:
         return 0 if self.eager_thread == threading.get_ident() else capture_id(self._device)
 
     def begin_call(self) -> None:
-        """A collective call starts here, after the last one has ended, whatever stream that was on."""
+        """Starts a collective call after the end of the last one, on any stream."""
         order = self._notice_stream()
         stream = current_stream(self._device.index)
         if stream != order.last:
@@ -144,18 +140,18 @@ class StreamOrder:
             order.streams.add(stream)
 
     def end_call(self) -> None:
-        """A collective call ends here: the next one comes after the work of the current stream so far."""
+        """Ends a collective call: the next one comes after the work of the current stream so far."""
         order = self._order()
         if order.last_mark is not None:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
 
     def is_idle(self) -> bool:
-        """Whether the current stream has no work left. Raises what has stopped the device."""
+        """Whether the current stream has no work left. Raises the error that stopped the device."""
         return torch.cuda.current_stream(self._device).query()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Work launched in this context waits for no other work of the GPU, and is done when the context ends."""
+        """Work launched in this context waits for no other GPU work, and is complete at the context's end."""
         stream = torch.cuda.Stream(self._device, priority=-1)
         with torch.cuda.stream(stream):
             yield
@@ -166,7 +162,7 @@ class StreamOrder:
         torch.cuda.synchronize(self._device)
 
     def released(self, span: tuple[int, int]) -> None:
-        """The current stream is done with (offset, size)."""
+        """Records that the current stream is done with (offset, size)."""
         order = self._notice_stream()
         if order.last_mark is not None:
             order.released.append(
@@ -174,7 +170,7 @@ class StreamOrder:
             )
 
     def dropped(self, span: tuple[int, int]) -> None:
-        """(offset, size) is free; its last user may be any stream that a call has come on."""
+        """Records that (offset, size) is free; any stream of earlier calls may have used it last."""
         order = self._order()
         if order.last_mark is not None:
             for stream in order.streams:
@@ -182,7 +178,7 @@ class StreamOrder:
                 order.released.append((span[0], sum(span), mark))
 
     def taken(self, span: tuple[int, int]) -> None:
-        """The current stream is about to use (offset, size): waits for other streams that used it."""
+        """Waits for other streams that used (offset, size), before the current stream uses it."""
         order = self._notice_stream()
         start = span[0]
         end = sum(span)
@@ -210,7 +206,7 @@ class StreamOrder:
         return self._captured[1]
 
     def _notice_stream(self) -> _Order:
-        """Notes the current stream. Marks are kept once it differs from that of the last call."""
+        """Records the current stream. Marks are kept once it differs from the last call's stream."""
         order = self._order()
         if (
             order.last_mark is None
@@ -228,7 +224,7 @@ class StreamOrder:
 
 
 class NoStreams:
-    """What callers ask of StreamOrder, for memory that only the host touches, in order and at once."""
+    """Replaces StreamOrder for memory that only the host uses, in order and at once."""
 
     side_stream = rail_stream = None
     capture = 0
@@ -238,7 +234,7 @@ class NoStreams:
     is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
 
-    synchronize = bool  # there is nothing to wait for: it does nothing, without a frame
+    synchronize = bool  # nothing to wait for: does nothing, without a frame
 
 
 Streams = StreamOrder | NoStreams
@@ -248,12 +244,12 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
     return stream.cuda_stream, stream.record_event()
 
 
-# Not before it is used: it needs Triton, which CPUs need not have.
+# On first use: it needs Triton, which is optional on CPUs.
 _driver = functools.cache(functools.partial(import_module, "symmoe.kernels.launch.driver"))
 
 
 def capture_id(device: torch.device) -> int:
-    """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
+    """The number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
     status = ctypes.c_int()
@@ -265,12 +261,12 @@ def capture_id(device: torch.device) -> int:
 
 
 class Access:
-    """The right to use one heap. As a context it is a turn of one thread, which may enter it again. Another thread that
-    comes meanwhile raises and does not wait: the order of two threads would differ from rank to rank.
+    """The right to use one heap. As a context it is a turn of one thread, which may enter it again. Another thread
+    raises and does not wait: the order of two threads could differ between ranks.
 
     Attributes:
         is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
-        is_open: whether it also has memory, and is not suspended.
+        is_open: whether the heap also has memory, and is not suspended.
     """
 
     def __init__(self) -> None:
@@ -278,11 +274,11 @@ class Access:
         self._pid = os.getpid()
         self._turn = threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
-        # To ask for the process id in every call would cost a system call.
+        # Reading the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
 
     def check(self) -> None:
-        """Raises HeapClosed if this process has not made the heap, HeapSuspended if that has no memory."""
+        """Raises HeapClosed if another process has made the heap, HeapSuspended if the heap has no memory."""
         if not self.is_given:
             raise HeapClosed(
                 f"the symmetric heap is that of process {self._pid}, of which this process ({os.getpid()}) is a fork: "
@@ -295,7 +291,7 @@ class Access:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the heap of this process has no memory."""
+        """Whether this process has made the heap and the heap has no memory."""
         return self.is_given and not self.is_open
 
     def __enter__(self, even_suspended: bool = False) -> None:
@@ -316,7 +312,7 @@ class Access:
 
     @contextmanager
     def even_suspended(self) -> Iterator[None]:
-        """The same on a heap that has no memory."""
+        """A turn that a suspended heap allows, too."""
         self.__enter__(True)
         try:
             yield
@@ -325,14 +321,14 @@ class Access:
 
 
 class OneCall:
-    """The context of a collective call's kernels on GPUs: a thread's turn, and in it their place in the order of
-    streams, which the lock guards. (On CPUs Access itself is it.)"""
+    """The context of a collective call's kernels on GPUs: a thread's turn, and within it the call's place in the order
+    of streams, which the lock guards. (On CPUs Access is this context.)"""
 
     def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder) -> None:
         self._access = access
         self._memory = memory
         self._streams = streams
-        self._depth = 0  # parts of a call have their place with it
+        self._depth = 0  # parts of a call share its place
 
     def __enter__(self) -> None:
         self._access.__enter__()

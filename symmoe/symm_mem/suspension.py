@@ -1,7 +1,7 @@
-"""How a heap gives its memory back, and gets it back at the same addresses.
+"""How a heap returns its memory to the system, and restores it at the same addresses.
 
-The control block holds epochs on which the hosts count, so it is kept meanwhile. Nobody may touch an arena between the
-two: Access sees to it. Where ranks have no arenas to meet in, they meet over the process group.
+The hosts rely on the epochs in the control block, so a copy of it is kept. Access prevents any use of an arena in
+between. Without arenas, ranks wait for each other over the process group.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from symmoe.errors import ArgumentError, BackendUnavailable, HeapPoisoned, Symmo
 from symmoe.kernels.control import PHASE_SUSPEND
 from symmoe.symm_mem.start import HeapParts
 
-_MOST_NAMED = 5  # leases; an error that travels has few bytes
+_MOST_NAMED = 5  # leases; an error for peers has few bytes
 
 
 def _problem(heap: HeapParts) -> SymmoeError | None:
-    """What keeps this rank from giving its memory back, or None."""
+    """The error if this rank cannot return its memory, or None."""
     if leases := heap.memory.live_leases():
         named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MOST_NAMED])
         num_bytes = sum(size for _, size in leases)
@@ -27,12 +27,12 @@ def _problem(heap: HeapParts) -> SymmoeError | None:
 
 
 def give_back(heap: HeapParts) -> None:
-    """Frees the arenas, after the last call of all ranks; if a rank cannot, all go on. Collective."""
+    """Frees the arenas after the last call of all ranks; if one rank cannot, all keep theirs. Collective."""
     group = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND)
     is_agreed = False
-    heap._access.is_open = False  # no thread makes a lease any more
+    heap._access.is_open = False  # from now on no thread makes a lease
     try:
-        group.agree(_problem(heap))  # then what peers had launched is done, too
+        group.agree(_problem(heap))  # then the peers' launched work is done, too
         is_agreed = True
         heap._kept = heap.peers.control_block.to("cpu", copy=True)
         group.attempt(heap._arenas.suspend)
@@ -44,12 +44,12 @@ def give_back(heap: HeapParts) -> None:
 
 
 def bring_back(heap: HeapParts) -> None:
-    """Makes the arenas what they were, without the rows. Collective."""
+    """Restores the arenas without the rows. Collective."""
     group = heap.bootstrap.within(heap.waits.timeout_s, PHASE_SUSPEND)
     poison = heap.faults.poison
     group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
     heap._arenas.resume(group)
     heap.peers.control_block.copy_(heap._kept)
     heap.streams.synchronize()
-    group.barrier()  # nobody may signal into a block that is not written yet
+    group.barrier()  # no rank may signal into a block before it is written
     heap._access.is_open = True

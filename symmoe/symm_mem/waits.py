@@ -1,4 +1,4 @@
-"""Waits for peers, at barriers and for signals: how they are launched, how long they may take, and the last ones."""
+"""Waits for peers, at barriers and for signals: how they are launched and bounded, and a record of the last ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Kind = tuple[
 
 
 class StartupGrace:
-    """Which waits for peers come after work that happens once, and may take `start_timeout_s` for it.
+    """Finds the waits for peers that follow one-time work, and may take `start_timeout_s`.
 
-    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. As all
-    make the same calls in the same order, the others do that between the same two waits. So a wait is a first one if
-    none of its kind has followed one of the last kind, or if this process has compiled or imported anything since then.
-    num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
+    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. All
+    ranks make the same calls in the same order, so the others do this work between the same two waits. So a wait is a
+    first one if no wait of its kind has followed one of the last kind, or if this process has compiled or imported
+    anything since then. num_compiled: the number of kernel variants that this process has compiled or found in a cache.
     """
 
     def __init__(self, num_compiled: Callable[[], int]) -> None:
@@ -49,9 +49,9 @@ class StartupGrace:
     def may_compile(
         self, call: int, peer: int = BARRIER, *, epoch: int, fault: bool = False
     ) -> bool:
-        """Notes a barrier that is about to be entered, or a wait for a peer's signal after that of this epoch, and says
-        whether it is a first wait. fault: whether this rank's arguments are wrong; then `call` (control.pack_call) has
-        only the phase."""
+        """Records a barrier before it is entered, or a wait for a peer's signal after the barrier of this epoch.
+        Returns whether it is a first wait. fault: whether this rank's arguments are wrong; then `call`
+        (control.pack_call) has only the phase."""
         last = self._last
         phase = call & 0xFF
         before = self._num_ready
@@ -61,7 +61,7 @@ class StartupGrace:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
             )
-        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they come after any call
+        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they may follow any call
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
             first |= (last, self._last) not in self._stretches
             self._stretches.add((last, self._last))
@@ -70,19 +70,19 @@ class StartupGrace:
         return first
 
     def was_first(self, epoch: int, phase: int, peer: int) -> bool:
-        """Whether the wait in which this peer was missing was a first one."""
+        """Whether the wait in which this peer was missing was a first wait."""
         return not self._waits.isdisjoint({(epoch, phase, BARRIER), (epoch, phase, peer)})
 
 
 class FlightRing:
-    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched. Nothing is read
-    from a device until an error is raised, see flight_record.py.
+    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched. Reads no device
+    until an error is raised, see flight_record.py.
 
     Attributes:
         calls: [launch, epoch, call, peer or -1, ns, counts or None] of each.
         epoch: epoch of the last barrier that the host has launched. Barriers of a graph count when they are captured,
             not when they are replayed; otherwise it is the epoch of the device.
-        num_launched: how many barriers and waits the host has launched.
+        num_launched: number of barriers and waits that the host has launched.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class FlightRing:
         self.epoch = self.num_launched = 0
 
     def note(self, epoch: int, **counts: int) -> None:
-        """Adds counts to the barrier of that epoch: numbers that the host knows anyway."""
+        """Adds counts to the barrier of that epoch; the host knows these numbers without a wait."""
         for call in reversed(self.calls):
             if call[1] == epoch and call[3] < 0:
                 call[-1] = {**(call[-1] or {}), **counts}
@@ -116,11 +116,11 @@ class Waits:
     """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
 
     Attributes:
-        reports: what the device posts of plans, see control.REPORT_SLOTS.
-        flight: the record of launched waits. The others that are not named here are as in SymmetricHeap.
-        compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first one.
-        startup_grace: knows which waits `start_timeout_s` bounds.
-        is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
+        reports: the reports of plans from the device, see control.REPORT_SLOTS.
+        flight: the record of launched waits. Other attributes are as in SymmetricHeap.
+        compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first wait.
+        startup_grace: finds the waits that `start_timeout_s` bounds.
+        is_inside: whether this rank waits. It stays true if a signal handler raises in a wait of the host.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class Waits:
         fault: bool = False,
         nan_on_failure: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Waits for every rank, as SymmetricHeap.barrier does, or for the signal of `peer`. A barrier is collective.
+        """Waits for every rank, like SymmetricHeap.barrier, or for the signal of `peer`. A barrier is collective.
 
         Args:
-            call: control.pack_call of what the ranks must agree on, without the plan; of a signal only the phase.
-            plan: the generation of the plan on which they must agree, too.
+            call: control.pack_call of the values to agree on, without the plan; for a signal only the phase.
+            plan: the plan's generation, on which ranks must agree, too.
             fault: whether this rank fails the call.
         """
         shape = (self.peers.num_ranks, control.NUM_PUBLISHED) if peer == BARRIER else (1,)
@@ -173,7 +173,7 @@ class Waits:
         words = (*publish, *_NO_WORDS[len(publish) :])
         ops = self.kernels()
         timeout_ns = 0
-        current = builder() if num_dispatch_modes() else None  # which is a mode
+        current = builder() if num_dispatch_modes() else None  # a builder is a mode
         if current is None:
             timeout_ns, call = self._note(call, plan or 0, fault, peer)
         else:
@@ -198,8 +198,8 @@ class Waits:
         return result
 
     def _note(self, call: int, generation: int, fault: bool, peer: int) -> tuple[int, int]:
-        """Notes a wait that is about to be launched, for the signal of `peer` or in a barrier; its bound in
-        nanoseconds, and the call with the plan's generation."""
+        """Records a wait before its launch, for the signal of `peer` or in a barrier. Returns its bound in nanoseconds,
+        and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
         flight = self.flight
         bound_s = self.timeout_s
@@ -210,7 +210,7 @@ class Waits:
         if self.compiles and self.startup_grace.may_compile(
             call, peer, epoch=flight.epoch, fault=fault
         ):
-            # Never the longer one in a graph, where every replay would have it.
+            # Never the longer bound in a graph: every replay would have it.
             _, bound_s = self.bound(not capture_id(self.device))
         return int(min(bound_s, _ENDLESS_S) * 1e9), call
 
