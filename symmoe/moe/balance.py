@@ -310,9 +310,7 @@ def count_in_backward(
     if torch.compiler.is_compiling():
         counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)  # type: ignore[no-untyped-call]
         return counted
-    loads = [
-        expert_load.long()
-    ]  # a copy: users may write to the caller's, in the metrics
+    loads = [expert_load.long()]  # a copy: users may write to the caller's, in the metrics
 
     def add(_: torch.Tensor) -> None:
         while loads:  # once, also if the graph is retained

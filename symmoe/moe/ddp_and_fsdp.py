@@ -202,9 +202,7 @@ def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
     for name in ("fc1", "fc2"):
         linear = cast(GroupedLinear, modules[name])
-        if not getattr(
-            linear, "_is_fsdp_managed_module", False
-        ):  # it may have a wrapper
+        if not getattr(linear, "_is_fsdp_managed_module", False):  # it may have a wrapper
             continue
         shape = (
             linear.weight.shape
