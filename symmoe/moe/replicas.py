@@ -166,7 +166,7 @@ class ReplicaTrip:
     def _pairs(
         matrices: Sequence[Matrices | None], places: _Places
     ) -> Iterator[tuple[Pair, tuple[int, int]]]:
-        """For each existing kind, the experts' matrices and where those of the places begin."""
+        """For each existing kind, both layers' matrices and where the places' matrices begin."""
         for first, second in zip(
             range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True
         ):
