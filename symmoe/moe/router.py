@@ -511,8 +511,8 @@ class _RouteFunction(Function):
         return None, *computed(found)
 
 
-# Operators for torch.compile, which take numbers in place of a rule. The step's operators follow, whose backward needs
-# memory outside a CUDA graph's pool: so programs, not CUDA graphs, run these launches.
+# Operators for torch.compile, which take numbers in place of a rule. A compiled graph runs them beside the step's
+# operators, whose backward needs state outside a CUDA graph's memory: so programs run their launches.
 OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
