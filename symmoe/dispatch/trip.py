@@ -1,7 +1,7 @@
 """The dispatch trip without autograd: rows of tokens travel to the ranks of their experts (docs/design/trips.md).
 
 The receive buffer is packed [P, H], one row per (token, rank), from which readers gather through
-`plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (which rows a token has here, and their
+`plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (a token's rows on the rank, and their
 probs); backward sends only rows.
 
 Without a division of the SMs, all rows travel between two barriers. With a division, rows travel on a branch stream
