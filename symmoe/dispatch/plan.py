@@ -211,7 +211,7 @@ class PlanRequest:
     expected_rows: int
     config: int  # as in PlanOptions
     is_read: bool  # whether the host reads the report
-    reports: list[torch.Tensor] | None  # gets the report otherwise
+    reports: list[torch.Tensor] | None  # of a capture, which get the report instead of the host
     rails: _Rails
     route: Any  # None, or a Route of moe/router.py that makes topk_idx first
 

@@ -29,7 +29,7 @@ from symmoe.grouped.rows_function import (
     run_rows,
 )
 from symmoe.grouped.weights import LayerWeights, WeightProduct, kernel_matrices
-from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
+from symmoe.kernels import flops  # noqa: F401 - registers formulas, before a FLOP counter is made
 from symmoe.kernels.operands import Operand, Rows, require_tensor
 from symmoe.precision.operands import CachedWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
