@@ -351,7 +351,7 @@ def _address_problem(lists: Lists, device: torch.device, alignment: int) -> Argu
 def _copy_problem(
     name: str, tensor: torch.Tensor, device_types: tuple[str, ...], devices: str
 ) -> Problem:
-    """What keeps bytes from being copied from or to the tensor, or None."""
+    """The error if bytes cannot be copied from or to the tensor, or None."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return memory_problem(name, tensor)
     if tensor.device.type not in device_types:

@@ -42,9 +42,9 @@ def combine(
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].
-        compute: called for all rows, or with a division for one part after the other: the parts of a dispatch in the
-            opposite order. A part travels while the next one is computed. Between nodes rows of foreign tokens are
-            first: their sums travel while the rows of this node's tokens are computed.
+        compute: called for all rows, or with a division for one part after the other: the parts of a dispatch in
+            reverse order. A part travels while the next one is computed. Between nodes foreign tokens' rows are first:
+            their sums travel while this node's rows are computed.
         division: the division of the SMs during `compute`; None: rows do not travel during GEMMs.
     """
     collection = CombineTrip(rows, plan, order=order)
@@ -222,8 +222,7 @@ class CombineTrip:
         return self._exit.enter_context(self.plan.heap.lease(shape, dtype, name=name, phase=PHASE))
 
     def collect(self, *, num_ctas: int | None = None) -> None:
-        """Collects and sums all rows, which are complete. num_ctas: limit for kernels that move rows; None: no
-        limit."""
+        """Collects and sums all rows, which are complete. num_ctas: limit for moving kernels; None: no limit."""
         self.open()
         self.leave()
         # Kernels for few programs take one rank at a time.

@@ -118,8 +118,7 @@ class Plan(PlanIntegers):
         )
 
     def shrink(self) -> None:
-        """Call after forward with room: later buffers have only the rows that the routing needs. Local, like
-        buffers."""
+        """Gives later buffers only the rows that the routing needs, after forward with room. Local."""
         self.row_capacity, self.packed_row_capacity = self.needed_rows
         packed_to_row, row_to_packed_row = self.received_index()
         self.packed_to_row = packed_to_row[: self.packed_row_capacity]
@@ -127,8 +126,7 @@ class Plan(PlanIntegers):
 
     @property
     def needed_rows(self) -> tuple[int, int]:
-        """Rows and packed rows that buffers need on every rank; with exact capacity and room, only after it is
-        settled."""
+        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once settled."""
         return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
 
     @property
@@ -651,8 +649,7 @@ def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 
 
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
-    """The error of options for a group of num_ranks ranks, or None. is_in_order: whether a node's ranks are
-    consecutive."""
+    """The error of options for a group of so many ranks, or None. is_in_order: a node's ranks are consecutive."""
     num_experts = options.num_experts
     capacity = options.capacity
     dtype = options.dtype

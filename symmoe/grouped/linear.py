@@ -114,7 +114,7 @@ class GroupedLinear(GroupedParameters):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """`hook()` runs after each backward_dw that computed something (Megatron's protocol)."""
+        """`hook()` runs after each backward_dw that computed a gradient (Megatron's protocol)."""
         self._after_backward_dw.append(hook)
 
     def extra_repr(self) -> str:

@@ -147,8 +147,7 @@ class GroupedParameters(nn.Module):
         return None if self.precision is None else e4m3_problem(self.precision, device)
 
     def cache_problem(self) -> ArgumentError | None:
-        """The error if a forward pass cannot use the weights cached by symmoe.grouped.cache_quantized_weights, or
-        None."""
+        """Why a forward pass cannot use the weights cached by symmoe.grouped.cache_quantized_weights, or None."""
         if self.cached_weight is None:
             return None
         # FSDP and parametrizations make new tensors in every call.
@@ -264,8 +263,7 @@ def local_tensors(
     """Biases of the layers in that dtype, and weights, then adapters; for DTensors this rank's parts, differentiable.
     Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save tensors.
     Each layer has a bias or None; kernels also take a bias of another dtype. Adapters are A and B of each layer, or
-    empty if no layer has any: if only one layer has adapters, e.g. because the other's are merged, the other gets
-    zeros."""
+    empty if no layer has any: if only one layer has any, e.g. because the other's are merged, the other gets zeros."""
     biases: list[torch.Tensor | None] = []
     tensors: list[torch.Tensor] = []
     pairs = []

@@ -174,8 +174,7 @@ def _is_pattern(modules: list[nn.Module]) -> bool:
 def _calls(
     sequential: Sequential, inputs: Iterator[Any], op_kwargs: OpKwargs | None, prefix: str = ""
 ) -> Iterator[Call]:
-    """The modules with their arguments. A nested Sequential is replaced by its modules if its call is not
-    observable."""
+    """The modules with their arguments. Replaces a nested Sequential by its modules if its call is unobservable."""
     modules = list(sequential)
     for i, (module, keywords) in enumerate(
         zip(modules, _route(modules, op_kwargs, prefix), strict=True)

@@ -278,9 +278,8 @@ def compute_delayed(
     product: WeightProduct,
     rows: Unmodified,
 ) -> None:
-    """Computes delayed gradients, with the same result as autograd: a sum in `.grad`, or zeros. Megatron's DDP reads
-    `.grad` before it reduces. overwrite: as in main_grads_of; None: gradients go to `.grad`. StaleRows: the rows that
-    it reads have changed."""
+    """Computes delayed gradients. Leaves a sum in `.grad`, or zeros, like autograd: Megatron's DDP reads it before it
+    reduces. overwrite: as in main_grads_of; None: gradients go to `.grad`. StaleRows: the rows have changed since."""
     rows.check()
     to_grad = overwrite is None
     target = Target("new") if overwrite is None else main_grads_of(parameters, overwrite=overwrite)
@@ -318,7 +317,7 @@ def _shared_zeros(weight: torch.Tensor) -> torch.Tensor:
         # Other layers' zeros must not be in a graph's memory.
         return weight.new_zeros(()).expand(weight.shape)
     key = tuple(weight.shape), weight.dtype, weight.device
-    if version_of(_zeros(*key)):  # a trainer has written into its gradient
+    if version_of(_zeros(*key)):  # a trainer has written into a gradient
         _zeros.cache_clear()
     return _zeros(*key)
 

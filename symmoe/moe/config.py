@@ -71,8 +71,7 @@ class RouterConfig(RoutingRule):
 
 
 def _take_sizes(config: RouterConfig | MoEConfig, *names: str) -> None:
-    """Raises an ArgumentError if one of these fields is no size. Makes each an int, so error texts are equal on all
-    ranks."""
+    """Makes these fields int, for equal error texts on all ranks. ArgumentError: a field is no size."""
     sizes = {name: getattr(config, name) for name in names}
     raise_for(arguments.size_problem(**sizes))
     for name, size in sizes.items():

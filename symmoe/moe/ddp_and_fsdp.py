@@ -126,9 +126,9 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     Args:
         model: the module that gets wrapped, not a part of it; may be compiled before or after. Adapters may still be
             added.
-        expert_group: if the world has several EP groups, this rank and the ranks that hold the same experts in the
-            others. Replicas are made equal in their first forward pass, and their gradients averaged. None: the layers'
-            own groups, or the world is one EP group.
+        expert_group: if the world has several EP groups, the ranks that hold this rank's experts. Replicas are made
+            equal in their first forward pass, and their gradients averaged. None: the layers' own groups, or the world
+            is one EP group.
 
     Raises:
         ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.

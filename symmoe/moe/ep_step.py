@@ -371,8 +371,7 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
 
 
 def _resized_rows(tensor: Any, num_rows: int) -> Any:
-    """The first num_rows rows of a tensor's memory; the tensor itself if its memory has fewer (a copy). None for
-    None."""
+    """The first num_rows rows of a tensor's memory; the tensor if its memory has fewer (a copy). None for None."""
     if tensor is None or tensor.shape[0] == num_rows:
         return tensor
     end = tensor.storage_offset() + num_rows * tensor.stride(0)
@@ -498,8 +497,7 @@ class _Forward:
 
 
 class _ExpertParallelMLP(Function):
-    """y; with a route also logits, probs and scores. Without a gradient of y, backward runs only the route's
-    backward."""
+    """y; with a route also logits, probs and scores. Without a gradient of y, only the route's backward runs."""
 
     of = "an expert-parallel step"
 

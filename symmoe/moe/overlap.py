@@ -255,9 +255,8 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
 
 def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """The overlap, with n SMs for the move. Peers' last rows are complete after the whole move: so a dispatch in R
-    parts ends with one part on all SMs, and FC2 with combine begins with one. With order "slot" rows go home when all
-    are complete."""
+    """n SMs move rows. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with one part
+    on all SMs, and FC2 with combine begins with one. With order "slot" rows travel when all are complete."""
     rates = gpu.rates
     sent = sizes.send_sums()
     home = sizes.sum_home()
@@ -296,9 +295,9 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """The overlap: rails have SMs of their own, at the measured rate. Other nodes are one part more, or two: last in a
-    dispatch, first in FC2 and FC1's dgrad. dW1 then runs while rows are on the rails. A combine's reads inside the node
-    take as long either way, and are left out."""
+    """Rails have SMs of their own, at the measured rate. Other nodes are one part more, or two: last in a dispatch,
+    first in FC2 and FC1's dgrad. dW1 then runs while rows are on the rails. A combine's reads inside the node take as
+    long either way, and are left out."""
     rates = gpu.rates
     own = 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)

@@ -45,8 +45,7 @@ def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
 
 
 def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
-    """The most bytes that a pass leases for at least one place: all tensors of an expert, and gradients in up to
-    fp32."""
+    """The most bytes that a pass leases for at least one place: an expert's tensors, and gradients up to fp32."""
     tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
     num_bytes = (
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)

@@ -202,8 +202,7 @@ class Router(nn.Module):
         given_idx: torch.Tensor | None = None,
         topk_idx: torch.Tensor | None = None,
     ) -> Route:
-        """The Route of :meth:`forward` for tokens [T, H] without a mask and a capacity factor; arguments as in
-        Route."""
+        """:meth:`forward`'s Route for tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
         numbers = (self.config.top_k, self._rule)
         weight = self.weight.contiguous()
         return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
@@ -470,8 +469,7 @@ def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
 
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether kernels compute the logits. On CPUs for every dtype: torch sums one token there in another order than
-    several."""
+    """Whether kernels compute the logits. On CPUs always: torch sums one token in another order than several."""
     return weight.dtype == torch.float32 and (x.dtype == torch.bfloat16 or x.device.type == "cpu")
 
 
