@@ -37,15 +37,15 @@ def combine(
     order: str,
     division: Division | None = None,
 ) -> torch.Tensor:
-    """Calls `compute` to fill `rows`, and sums each token's rows on its own rank. Collective; does not synchronise the
+    """Calls `compute` to fill `rows`, and sums a token's rows on its own rank. Collective; does not synchronise the
     host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].
         compute: called for all rows, or with a division for one part after the other: the parts of a dispatch in
-            reverse order. A part travels while the next one is computed. Between nodes foreign tokens' rows are first:
-            their sums travel while this node's rows are computed.
-        division: the division of the SMs during `compute`; None: rows do not travel during GEMMs.
+            reverse order. A part travels while the next one is computed. Between nodes foreign tokens are first: their
+            sums travel while this node's rows are computed.
+        division: the division of the SMs; None: rows do not travel during GEMMs.
     """
     collection = CombineTrip(rows, plan, order=order)
     if division is None or plan.nodes is not None:

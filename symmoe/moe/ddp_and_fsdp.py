@@ -120,15 +120,14 @@ class ExpertParallelModule(nn.Module):
 def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
     """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards, for users who
     leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric. Local. Backward makes the gradients
-    that `reduce_gradients` would make: do not call that too. A MoELayer that is wrapped itself, and models of
-    `swap_moe`, do not need this call.
+    that `reduce_gradients` would make: do not call that. A MoELayer that is wrapped itself, and models of `swap_moe`,
+    need no call.
 
     Args:
-        model: the module that gets wrapped, not a part of it; may be compiled before or after. Adapters may still be
-            added.
-        expert_group: if the world has several EP groups, the ranks that hold this rank's experts. Replicas are made
-            equal in their first forward pass, and their gradients averaged. None: the layers' own groups, or the world
-            is one EP group.
+        model: the module to wrap, not a part of it; may be compiled before or after. Adapters may still be added.
+        expert_group: if the world has several EP groups, the ranks that hold this rank's experts. Replicas become equal
+            in their first forward pass; their gradients are averaged. None: the layers' groups, or the world is one EP
+            group.
 
     Raises:
         ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.
