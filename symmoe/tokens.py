@@ -60,8 +60,8 @@ def dispatch_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sends every token to the ranks of its experts. Collective; does not synchronise the host. Differentiable.
 
-    Rows are ordered expert, source rank, token, k; `plan.splits` has the number of rows of each local expert. Each rank
-    receives one copy of a token, for any number of its experts.
+    Rows are ordered expert, source rank, token, k; `plan.splits` has the number of rows of each local expert. A rank
+    receives one copy of a token for all of the token's experts there.
 
     Backward is collective too, and computes only required gradients: each of `x` and `probs` requires one on all ranks
     or on none.

@@ -50,8 +50,9 @@ _FUSED_FC2_KEYWORDS = {"out", "bias_scale", "is_first_microbatch"}
 
 
 class Sequential(nn.Sequential):
-    """Modules in sequence. It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always multiplies it
-    by the row's prob.
+    """Modules in sequence.
+
+    It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always multiplies it by the row's prob.
 
     Args:
         modules: each takes the result of the one before it as first argument, then as many of the extra inputs as its
@@ -93,8 +94,8 @@ class Sequential(nn.Sequential):
             ArgumentError: the number of extra inputs is wrong; or a key of op_kwargs names no module, names one twice,
                 or names one that does not take the keyword. No module has run.
             ArgumentError, StaleLease: an argument of a grouped layer or activation is wrong, or its buffers share
-                memory with another module's tensors. No module has run, except earlier modules of another kind, such as
-                a nested Sequential with hooks, which checks its own arguments when it runs.
+                memory with another module's tensors. No module has run, unless a module of another kind precedes it,
+                such as a nested Sequential with hooks, which checks only itself, when it runs.
         """
         calls = list(_calls(self, iter(_complete(list(self), extra_inputs)), op_kwargs))
         stages = [Stage(part) for part in _split(calls, _are_fusible)]
