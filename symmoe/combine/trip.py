@@ -37,8 +37,7 @@ def combine(
     order: str,
     division: Division | None = None,
 ) -> torch.Tensor:
-    """Calls `compute` to fill `rows`, and sums a token's rows on its own rank. Collective; does not synchronise the
-    host.
+    """Calls `compute` to fill `rows`, and sums a token's rows on its rank. Collective; does not synchronise the host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].

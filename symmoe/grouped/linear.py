@@ -274,8 +274,8 @@ def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 #
 # y += B[g] (A[g] x), as grouped GEMMs of rank r: A [G, r, C], and B [G, O, r] times the adapters' scaling; r is a
-# multiple of RANK_MULTIPLE on GPUs. Neither B A nor a gradient of its size is made: forward is t = x A^T and y += t
-# B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. A sum is added in place to the result of the frozen
+# multiple of RANK_MULTIPLE on GPUs. Neither B A nor a gradient of its size is made. Forward: t = x A^T, y += t B^T;
+# backward: dt = dy B, dx += dt A, dA = dt^T x, dB = dy^T t. A sum is added in place to the result of the frozen
 # weight's GEMM, e.g. in the heap; it is computed in fp32, and rounded again.
 
 

@@ -106,7 +106,7 @@ def expert_parallel_mlp(
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> torch.Tensor:
-    """The y of run_experts, for experts without a configuration and a plan that has been made.
+    """The y of run_experts, from a plan that has been made, for experts without a configuration.
 
     Args:
         words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.

@@ -97,7 +97,7 @@ class RoutedExperts:
 
         Collective over the EP group, forward and backward. The caller signals errors to peers: FailPeersOnError, with
         CALL_PHASES. Synchronises the host only with exact capacity: it waits for the plan after it has launched all
-        kernels, but before the launches in the first calls and in the rare call that needs more rows than recent ones
+        kernels. It waits earlier in the first calls, and in the rare call that needs more rows than recent ones
         (symm_mem/row_budget.py). Raises the errors of make_plan.
 
         Args:
