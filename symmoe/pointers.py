@@ -1,8 +1,8 @@
-"""Pointer loading: addresses and other small host data onto a device, without a copy engine or a synchronisation.
+"""Loads addresses and other small host data onto a device, without a copy engine or a synchronisation.
 
 The bytes travel as arguments of a kernel on the current stream of the target device. So the host's memory is free when
-the call returns, and the calls can be captured in a CUDA graph, which then holds the bytes: a graph that is replayed
-writes the addresses of the capture, and the tensors must stay where they were. On CPUs all of it is a plain copy.
+the call returns, and a CUDA graph can capture the calls. The graph then contains the bytes: a replay writes the
+addresses of the capture, and the tensors must not move. On CPUs these functions make a plain copy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
         destination: contiguous tensor of any dtype.
 
     Raises:
-        ArgumentError, StaleLease: an argument is wrong; nothing has been copied.
+        ArgumentError, StaleLease: an argument is wrong; no bytes have been copied.
     """
     raise_for(
         _copy_problem("destination", destination, ("cuda", "cpu"), "a CUDA device or the CPU")
@@ -87,7 +87,7 @@ def copy_data_ptrs_to_device(
 ) -> torch.Tensor:
     """The addresses of N tensors, as a new tensor int64 [N] on `device`. Not collective, no host synchronisation.
 
-    The caller keeps the tensors alive and where they are while the result is used.
+    The caller keeps the tensors alive and in place while the result is used.
 
     Args:
         tensors: on `device`, not empty.
@@ -111,15 +111,15 @@ def copy_data_ptrs_to_device(
 def load_addresses(
     lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
-    """copy_data_ptrs_to_device of all named lists, one after the other; does not look at leases."""
+    """copy_data_ptrs_to_device of all named lists in sequence, without a check of leases."""
     return _loaded(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPointers:
     """Addresses of weights and of their scales, int64 [G] on their device; [0] for a layer without matrices, None for
-    scales that were not given. Those of swizzled scales, which lie in tiles, point into `swizzled`, uint8: keep it as
-    long as they are used."""
+    missing scales. Addresses of swizzled scales (in tiles) point into `swizzled`, uint8: keep it while they are
+    used."""
 
     fc1: torch.Tensor
     fc2: torch.Tensor
@@ -138,21 +138,21 @@ def pack_weight_ptrs(
 ) -> PackedPointers:
     """All addresses that a pass through one or two layers of discrete weights needs, loaded together.
 
-    Any of the four lists may be missing, not all. A launch carries 4080 bytes: 8 for an address; for scales that are
-    swizzled 20 for a matrix, and 16 for each shape in a list. One more launch swizzles all of them. Not collective, no
-    host synchronisation.
+    At least one of the four lists must be given. A launch carries 4080 bytes: 8 for an address; for swizzled scales 20
+    for a matrix, and 16 for each shape in a list. One more launch swizzles all scales. Not collective, no host
+    synchronisation.
 
     Args:
         fc1, fc2: matrices on one device, contiguous and aligned to 16 bytes. NVFP4 data holds two elements in a byte.
         fc1_scales, fc2_scales: one scale matrix for each matrix of the layer, or any number for a layer without
-            matrices. To be swizzled: contiguous, of one-byte elements. Shapes may differ within a list.
-        swizzle: how compact scales lie, for a weight [M, K]: "mxfp8_rowwise" [M, K / 32], "mxfp8_columnwise"
-            [M / 32, K], "nvfp4" [M, K / 16], quotients rounded up, possibly padded at the end of either dimension. They
-            are put into 128x4 tiles with zeros for padding (:func:`symmoe.precision.swizzle_scales`); those of a layer
-            without matrices as if they had no padding. None: scales are passed on as they lie.
+            matrices. For swizzling: contiguous, with one-byte elements. Shapes may differ within a list.
+        swizzle: layout of compact scales, for a weight [M, K]: "mxfp8_rowwise" [M, K / 32], "mxfp8_columnwise" [M / 32,
+            K], "nvfp4" [M, K / 16], quotients rounded up, possibly padded at the end of either dimension. The scales
+            are put into 128x4 tiles padded with zeros (:func:`symmoe.precision.swizzle_scales`); scales of a layer
+            without matrices count as unpadded. None: scales keep their layout.
 
     Raises:
-        ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
+        ArgumentError, StaleLease: an argument is wrong; no kernel has run.
     """
     weights = {"fc1": fc1, "fc2": fc2}
     given = {
@@ -226,7 +226,7 @@ def _load_and_swizzle(
 def _shapes_and_extents(
     weights: Lists, scales: Lists, swizzle: Swizzle
 ) -> tuple[list[int], list[_Extent]]:
-    """Which of the extents every scale matrix has, and the extents."""
+    """For each scale matrix the index of its extent, and the extents."""
     numbers: dict[_Kind, int] = {}
     shapes: list[int] = []
     extents: list[_Extent] = []
@@ -249,7 +249,7 @@ def _extent(
     dtype: torch.dtype,
     swizzle: Swizzle,
 ) -> _Extent:
-    """Of scales[i], without padding if the shape of its weight is known."""
+    """The extent of scales[i], without padding if the shape of its weight is known."""
     block_format = _FORMATS[swizzle]
     is_columnwise = swizzle == "mxfp8_columnwise"
     packing = " (two elements in a byte of data)" if block_format.elements_per_byte == 2 else ""
@@ -295,10 +295,10 @@ def _loaded(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int
 def _addresses(
     lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False
 ) -> bytes:
-    """The addresses of tensors on `device`, of all named lists one after the other, as native int64."""
+    """The addresses of tensors on `device`, of all named lists in sequence, as native int64."""
     tensors: list[torch.Tensor] = []
     for each in lists.values():
-        tensors += each  # in a fifth of the time that itertools.chain takes
+        tensors += each  # five times as fast as itertools.chain
     payload: bytes | None = kernels.for_device(device).read_addresses(
         tensors, device, alignment=alignment, contiguous=contiguous
     )
@@ -316,7 +316,7 @@ def _named(lists: Lists) -> list[tuple[str, torch.Tensor]]:
 
 
 def _stale_problem(lists: Lists, addresses: bytes) -> StaleLease | None:
-    """The error if one of the tensors, which have these addresses, is memory of an ended lease, or None."""
+    """The error if one of the tensors at these addresses is memory of an ended lease, or None."""
     inside = positions_inside(addresses)
     named = _named(lists) if inside else []
     return next(filter(None, (stale_problem(*named[i]) for i in inside)), None)
@@ -351,7 +351,7 @@ def _address_problem(lists: Lists, device: torch.device, alignment: int) -> Argu
 def _copy_problem(
     name: str, tensor: torch.Tensor, device_types: tuple[str, ...], devices: str
 ) -> Problem:
-    """What keeps bytes from being copied from or to the tensor, or None."""
+    """The error if bytes cannot be copied from or to the tensor, or None."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return memory_problem(name, tensor)
     if tensor.device.type not in device_types:

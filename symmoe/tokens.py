@@ -1,5 +1,5 @@
-"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and rows home, with autograd. The
-backward of each is the other's trip. They serve any experts that take rows sorted by expert (docs/own_experts.md)."""
+"""`dispatch_tokens` and `combine_tokens` move tokens to the ranks of their experts, and rows home, with autograd. The
+backward of each is the other's trip. Both support any experts that take rows sorted by expert (docs/own_experts.md)."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def dispatch_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sends every token to the ranks of its experts. Collective; does not synchronise the host. Differentiable.
 
-    Rows are ordered expert, source rank, token, k; `plan.splits` says how many each local expert has. One copy of a
-    token goes over the wire per rank, however many experts it has there.
+    Rows are ordered expert, source rank, token, k; `plan.splits` has the number of rows of each local expert. A rank
+    receives one copy of a token for all of the token's experts there.
 
-    Backward is collective too and computes only required gradients: each of `x` and `probs` requires one on all ranks
+    Backward is collective too, and computes only required gradients: each of `x` and `probs` requires one on all ranks
     or on none.
 
     Args:
         x: [T, H] fp32, fp16 or bf16, T as in the plan; H * itemsize must be a multiple of 16 on GPUs.
         plan: the plan of make_plan.
-        probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
-        out: buffer [plan.row_capacity, H] on the heap where the rows land. None: the rows are copied out of a
-            transient lease into new memory (counted in `heap.statistics`). Given by all ranks or by none.
+        probs: fp32 [T, K], the weight of each slot; travels with the rows, and gets a gradient.
+        out: buffer [plan.row_capacity, H] on the heap for the rows. None: the rows are copied from a temporary lease
+            into new memory (counted in `heap.statistics`). All ranks must pass one, or none.
         order: order in which backward sums a token's gradients (see combine_tokens).
 
     Returns:
@@ -79,11 +79,11 @@ def dispatch_tokens(
         fp32 [N] or [capacity], or None without probs.
 
     Raises:
-        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
-            heap, or in heap.synchronize).
-        ConfigMismatch: ranks disagree on H, dtype, or whether there are probs or an `out` (then their layouts differ);
-            raised as ArgumentError is.
-        PeerTimeout: a rank did not come.
+        ArgumentError: an argument is wrong on any rank; raised on every rank (on GPUs the peers raise at their next
+            call on the heap, or in heap.synchronize).
+        ConfigMismatch: ranks differ in H, dtype, or the presence of probs or `out` (then their layouts differ); raised
+            as ArgumentError is.
+        PeerTimeout: a rank did not enter the call in time.
     """
     check_kind("plan", plan, Plan, "what make_plan returns")
     heap = plan.heap
@@ -155,8 +155,8 @@ def _receive(
     *,
     gradients: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dispatches x into `out`, or, by way of a transient lease, into new memory, [N, H] with exact capacity, [N_cap, H]
-    with static capacity; and row_probs. Collective. gradients: None in forward."""
+    """Dispatches x into `out`, or through a temporary lease into new memory, [N, H] with exact capacity, [N_cap, H]
+    with static capacity; also returns row_probs. Collective. gradients: None in forward."""
     if out is not None:
         with dispatch(x, plan, out, probs, layout="expert-major", gradients=gradients) as arrival:
             return out, arrival.row_probs
@@ -206,23 +206,22 @@ def combine_tokens(
 ) -> torch.Tensor:
     """Sums every token's rows on its own rank. Collective; does not synchronise the host. Differentiable.
 
-    The sum is unweighted: apply the probs in the experts. Errors are those of dispatch_tokens, and StalePlan: nothing
-    has been dispatched with the plan.
+    The sum is unweighted: apply the probs in the experts. Raises the errors of dispatch_tokens, and StalePlan if no
+    tokens were dispatched with the plan.
 
     Args:
-        expert_out: rows as dispatch_tokens gave them out: with exact capacity [N, H] or [plan.row_capacity, H]; with
-            static capacity, where only the device knows N, [plan.row_capacity, H], of which nobody reads the tail. With
-            order "slot", and between nodes, peers read them, so they are copied to the heap if they lie elsewhere: the
-            slow path, counted in `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied
-            with any order.
+        expert_out: rows in the order of dispatch_tokens: with exact capacity [N, H] or [plan.row_capacity, H]; with
+            static capacity, where only the device knows N, [plan.row_capacity, H] with an unused tail. With order
+            "slot", and between nodes, peers read the rows, so rows outside the heap are copied to it: the slow path,
+            counted in `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied with any
+            order.
         plan: the plan of the dispatch.
         order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
-            the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": those of
-            each node in k order, then the sums of the nodes; on one node the same as "slot", and between nodes "rank"
-            is the same as "node".
-        grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what they
-            held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into new memory
-            (counted).
+            the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": each
+            node's rows in k order, then the sums of the nodes. On one node "node" equals "slot"; between nodes "rank"
+            equals "node".
+        grad_out: buffer on the heap, shaped like `expert_out`, for its gradient; rows past N keep their values. All
+            ranks must pass one, or none. None: the gradient is copied from a temporary lease into new memory (counted).
 
     Returns:
         [T, H].
@@ -266,7 +265,7 @@ class _Combine(Function):
             d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)
             d_rows = ctx.grad_out.hand_on(d_rows)
             ctx.grad_out.end_backward()
-        if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
+        if d_rows.shape[0] < ctx.num_rows:  # expert_out had a tail, which has no gradient
             d_rows = torch.cat(
                 [d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])]
             )
@@ -319,7 +318,7 @@ def _combine_problem(
 def _rows_problem(
     name: str, rows: torch.Tensor, plan: Plan, *num_rows: int
 ) -> ArgumentError | StaleLease | None:
-    """What is wrong with a [N, H] tensor that is to travel by `plan`, or None. num_rows: what N may be."""
+    """The error of a [N, H] tensor that shall travel by `plan`, or None. num_rows: allowed values of N."""
     error = tensor_problem(
         name, rows, shape=("N", "H"), dtypes=control.DTYPES, device=plan.heap.device
     )

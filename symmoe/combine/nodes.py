@@ -1,5 +1,5 @@
-"""The way home between nodes: what each node has summed of a token comes back along the rail, and home adds it up. With
-`order="slot"` a node sends the K rows of a token themselves. "Order of sums" in docs/design/trips.md."""
+"""Combine between nodes: each node's sum of a token returns along the rail, and the token's rank adds the sums. With
+`order="slot"` a node sends the K rows of a token instead. "Order of sums" in docs/design/trips.md."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from symmoe.symm_mem.heap import nodes_of
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """What is collected inside a node, for the tokens of one plan inside it."""
+    """The results collected inside a node, for the tokens of one plan inside it."""
 
     plan: Plan
-    # [T, 1, H], sums, or with order "slot" between nodes [T, K, H], the rows one by one, which home adds. None: only
-    # values come home.
+    # [T, 1, H], sums, or with order "slot" between nodes [T, K, H], single rows, which the token's rank adds. None:
+    # only values return.
     rows: torch.Tensor | None
     values: torch.Tensor | None  # fp32 [T, K]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Rows and values, as far as there are any."""
+        """Rows and values. Drops None."""
         return [tensor for tensor in (self.rows, self.values) if tensor is not None]
 
 
 class FromNodes:
-    """One way home between nodes, row by row with order "slot", else a sum of each node; of rows [., H] like those
-    (None: only values come home). Memory is allocated when it is made. `own`, `foreign`: what has to be collected
-    inside this node."""
+    """One combine between nodes, row by row with order "slot", else a sum of each node; for rows [., H] like `rows`
+    (None: only values return). The constructor allocates memory. `own`, `foreign`: results to collect inside this
+    node."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class FromNodes:
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
-        """A context in which what has been collected for foreign tokens goes home. Collective over the group. Yields
-        what waits for what comes from other nodes."""
+        """A context in which the results for foreign tokens travel home. Collective over the group. Yields a function
+        that waits for the results from other nodes."""
         come, back = self.rails.ways
         sends = of_ways(self.foreign.tensors, back)
         receives = of_ways([tensor[self._plan.num_tokens :] for tensor in self._home.tensors], come)
@@ -77,11 +77,11 @@ class FromNodes:
     def add(
         self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor
     ) -> None:
-        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own. ready:
-        what the trip's first barrier returned; if the call has failed, `out` gets NaN."""
+        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens from the received and its own results. ready:
+        result of the trip's first barrier; if the call has failed, `out` gets NaN."""
         ops = kernels.for_device(self._plan.heap.device)
         if out is not None and self._home.rows is not None:
-            # To this kernel, home is a group of one rank, on which a token has all that has come for it as its rows.
+            # This kernel sees home as a group of one rank, with all results for a token as its rows.
             rows = self._home.rows.flatten(0, 1)
             ops.sum_home((rows, rows), self._maps, (ready, ready), out, rank=0)
         if values is not None and self._home.values is not None:
@@ -93,7 +93,7 @@ class FromNodes:
 def _room_for(
     plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int
 ) -> Collected:
-    """Room for what is collected; num_rows: of a token."""
+    """Allocates memory for collected results; num_rows: rows of a token."""
     rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
     shape = (num_tokens, plan.top_k)
     device = plan.heap.device

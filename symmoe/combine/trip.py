@@ -1,6 +1,6 @@
-"""The combine trip without autograd: every token's rows come home from the ranks of its experts and are summed, in one
-of the orders of "Order of sums" in docs/design/trips.md. Between nodes home reads the rows of a token that are inside
-its node, and what other nodes have summed comes along the rails (combine/nodes.py)."""
+"""The combine trip without autograd: every token's rows return from the ranks of its experts and are summed, in one of
+the orders of "Order of sums" in docs/design/trips.md. Between nodes, a token's rank reads the rows inside its node, and
+other nodes' sums arrive along the rails (combine/nodes.py)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import require_tensor
 from symmoe.symm_mem.memory import Lease
 
-# What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
-# first region of these is, and where its per-row values are.
+# A rank publishes the offsets of its rows (order "slot") or of its buffer for sums (order "rank"), of the last row of
+# that buffer's first region, and of its per-row values.
 READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
-ComputePart = Callable[
-    [Part | None], None
-]  # computes a part of the rows that combine reads; None: all
+ComputePart = Callable[[Part | None], None]  # computes a part of combine's input rows; None: all
 
 
 def combine(
@@ -39,14 +37,14 @@ def combine(
     order: str,
     division: Division | None = None,
 ) -> torch.Tensor:
-    """Calls `compute` to fill `rows`, and sums each token's on its own rank. Collective; does not synchronise the host.
+    """Calls `compute` to fill `rows`, and sums a token's rows on its rank. Collective; does not synchronise the host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].
-        compute: called for all rows, or with a division for one part after the other, which goes home while the next
-            one is computed: the parts of a dispatch in the opposite order. Between nodes rows of foreign tokens come
-            first: their sums go home while those of this node's tokens are computed.
-        division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
+        compute: called for all rows, or with a division for one part after the other: the parts of a dispatch in
+            reverse order. A part travels while the next one is computed. Between nodes foreign tokens are first: their
+            sums travel while this node's rows are computed.
+        division: the division of the SMs; None: rows do not travel during GEMMs.
     """
     collection = CombineTrip(rows, plan, order=order)
     if division is None or plan.nodes is not None:
@@ -55,7 +53,7 @@ def combine(
         return require_tensor("rows", collection.out)
     branch = plan.heap.streams.branch()
     of_sources = plan.source_to_rows
-    # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
+    # A tile with rows of two ranks belongs to the later one, so that its part has all rows of the tile.
     (last, *sources), (before, own, after) = (
         plan.arrivals[::-1],
         plan.parts_of_replicas(division.num_sms),
@@ -75,7 +73,7 @@ def combine(
                     collection.send(sent, num_ctas=division.num_ctas)
         finally:
             branch.join()
-        collection.finish()  # nothing else runs meanwhile
+        collection.finish()  # no other work runs meanwhile
     return require_tensor("rows", collection.out)
 
 
@@ -83,8 +81,8 @@ def combine(
 def combine_during(
     collection: CombineTrip, compute: ComputePart, division: Division | None = None
 ) -> Iterator[CombineTrip]:
-    """Context of a collection, complete after it, of rows that `compute` fills, see :func:`combine`. The caller may
-    compute other things in it, at the same time if there is a division of the SMs. Collective; does not synchronise the
+    """A context that collects the rows that `compute` fills, see :func:`combine`; complete after it. Other work of the
+    caller inside it runs at the same time if there is a division of the SMs. Collective; does not synchronise the
     host."""
     if division is not None and (nodes := collection.plan.nodes) is not None:
         with _on_rails(collection, nodes, compute, division):
@@ -111,8 +109,8 @@ def combine_during(
 def _on_rails(
     collection: CombineTrip, nodes: NodesPlan[Plan], compute: ComputePart, division: Division
 ) -> Iterator[None]:
-    """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
-    node's tokens, and what the caller does in the context, are computed."""
+    """A collection that computes rows of foreign tokens first: their sums travel on the rails during the computation of
+    this node's rows and the caller's work in the context."""
     heap = collection.plan.heap
     branch = collection.plan.heap.streams.branch()
     with collection:
@@ -120,7 +118,7 @@ def _on_rails(
             compute(part)
         for source in nodes.own.arrivals[len(heap.topology.ranks) :]:
             compute(Part(nodes.own.source_to_rows[source]))
-        collection.open()  # before the next GEMM, for whose SMs these sums would wait
+        collection.open()  # before the next GEMM, which would occupy the SMs of these sums
         point = branch.point()
         compute(Part(nodes.rails.found.own_rows, division.num_sms))
         try:
@@ -134,15 +132,15 @@ def _on_rails(
 
 
 class CombineTrip:
-    """One combine trip, as a context: :meth:`collect`, or its steps, collective but for `send`: :meth:`open`, with
-    order "rank" :meth:`send` for every peer as soon as the rows of its tokens are complete, and :meth:`finish`. Between
-    nodes :meth:`open` has the sums of foreign tokens leave, and :meth:`finish` makes those of this node's; where the
-    rows of the latter are complete later, :meth:`open_again` comes between.
+    """One combine trip, as a context: :meth:`collect`, or its steps, collective except `send`: :meth:`open`, with order
+    "rank" :meth:`send` for every peer when the rows of its tokens are complete, and :meth:`finish`. Between nodes
+    :meth:`open` sends the sums of foreign tokens, and :meth:`finish` makes the sums of this node's tokens. If the
+    latter rows are complete later, call :meth:`open_again` in between.
 
     Args:
-        rows: [N_cap, H]; on the heap with order "slot". None: only values come home.
-        row_values: fp32 [N_cap], values that come home, complete before the context begins.
-        gradients: in backward, index of control.GRADIENTS; the same on all ranks.
+        rows: [N_cap, H]; on the heap with order "slot". None: only values return.
+        row_values: fp32 [N_cap], values to return, complete before the context begins.
+        gradients: in backward, index of control.GRADIENTS; equal on all ranks.
 
     Attributes:
         out, values: [T, H], the sums, and fp32 [T, K], complete after :meth:`finish`; None without rows, row_values.
@@ -171,7 +169,7 @@ class CombineTrip:
             "probs": int(row_values is not None),
             "plan": plan.generation,
         }
-        # Here, not in `collect`: that may run on another stream.
+        # Here, because `collect` may run on another stream.
         self.out: torch.Tensor | None = None
         if rows is not None:
             self._agreed["hidden"], self._agreed["dtype"] = (
@@ -223,7 +221,7 @@ class CombineTrip:
         return self._exit.enter_context(self.plan.heap.lease(shape, dtype, name=name, phase=PHASE))
 
     def collect(self, *, num_ctas: int | None = None) -> None:
-        """Brings home and sums all rows, which are complete. num_ctas: of kernels that move rows; None: no limit."""
+        """Collects and sums all rows, which are complete. num_ctas: limit for moving kernels; None: no limit."""
         self.open()
         self.leave()
         # Kernels for few programs take one rank at a time.
@@ -232,8 +230,8 @@ class CombineTrip:
         self.finish(num_ctas=num_ctas)
 
     def open(self) -> None:
-        """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
-        until the rows of tokens of other nodes are, whose sums then leave."""
+        """Waits until every rank has a buffer for sums; with order "slot", until all rows are complete. Between nodes,
+        waits for the rows of other nodes' tokens, and sends their sums."""
         with self.plan.heap._timed("combine"):
             self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
             if self._from_nodes is None:
@@ -249,21 +247,21 @@ class CombineTrip:
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
 
     def open_again(self) -> None:
-        """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
+        """Waits until all rows are complete, between nodes, if :meth:`open` has waited for other nodes' tokens only."""
         heap = self.plan.heap
         if heap.streams.capture and len(heap.topology.ranks) > 1:
-            # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
-            # barrier, and ranks that do so after it, would wait for each other.
+            # A graph may run branches in sequence, in any order: ranks that wait for other nodes before the barrier,
+            # and ranks that wait after it, would deadlock.
             self._come()
         self._ready = heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
     def _pull(self, wanted: Collected) -> None:
-        """Sums rows where they are, and brings values."""
+        """Sums rows in place, and reads values."""
         plan = wanted.plan
         trip = (self.plan.heap.peers, self._ready)
         if wanted.rows is not None:
             lines = plan.slot_to_rank, plan.slot_to_row
-            if wanted.rows.shape[1] > 1:  # one by one
+            if wanted.rows.shape[1] > 1:  # single rows
                 lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
             self._ops.pull_rows(*lines, *trip, wanted.rows.flatten(0, 1), column=READY_ROWS)
         if wanted.values is not None:
@@ -271,7 +269,7 @@ class CombineTrip:
             self._ops.pull_values(*index, *trip, wanted.values, column=READY_VALUES)
 
     def send(self, source: int | None = None, *, num_ctas: int | None = None) -> None:
-        """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""
+        """With order "rank": sums the rows of a peer's tokens and sends the sums to it; None: of all peers."""
         if self._rows is None or self._pulls:
             return
         index = (self._packed_to_row, self.plan.source_to_packed_start)
@@ -282,7 +280,7 @@ class CombineTrip:
             )
 
     def finish(self, *, num_ctas: int | None = None) -> None:
-        """Waits until every rank has sent and read everything, and makes the sums at home."""
+        """Waits until every rank has sent and read all data, and makes the sums of this rank's tokens."""
         plan = self.plan
         heap = self.plan.heap
         with heap._timed("combine"):

@@ -1,12 +1,12 @@
-"""A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that they bring along
+"""A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that travel with them
 (docs/design/nodes.md).
 
-Row numbers are those of the plan over all ranks. Rows are ordered expert, source rank, token, k, and packed rows source
-rank, token, where a source is a rank of any node. So rows of all ranks before this node are next to each other, and
-those of all ranks after it, and two sources stand for all others: the first rank of the group and the last.
+Row numbers are those of the plan over all ranks. Rows are ordered expert, source rank, token, k; packed rows are
+ordered source rank, token. A source is a rank of any node. So rows of all ranks before this node are adjacent, and so
+are rows of all ranks after it: two sources, the group's first and last rank, represent all other nodes.
 
-The words: a *trip* is one way of a call's rows, out or home; *own* tokens are this rank's, *foreign* ones come along
-its rail, and go last, all at once; a *region* are the packed rows, next to each other, of one source on one rank.
+Terms: a *trip* moves a call's rows out or home. *Own* tokens are this rank's; *foreign* tokens arrive along its rail,
+and are sent last, together. A *region* is the adjacent packed rows of one source on one rank.
 
 T tokens and K slots per token of this rank, N nodes, R ranks in all, G ranks of a node.
 """
@@ -33,13 +33,13 @@ from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 _LINES = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
 P = TypeVar("P", bound=PlanIntegers)  # a plan
 Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
-Ways = Sequence[tuple[int, slice]]  # other nodes, and rows that go there or come from there
+Ways = Sequence[tuple[int, slice]]  # other nodes, and rows to or from each
 
 
-# A program finds tensors among the arguments of kernels, not in what these hold.
+# A program finds tensors that are kernel arguments, but not tensors inside other arguments.
 @noted(on_gpus=False, stands_for="itself")
 def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
-    """Integers of this kind with all of their views, which kernels will need."""
+    """Integers of this kind with all of their views, for kernels."""
     integers = kind(storage, layout)
     for name in layout:
         getattr(integers, name)
@@ -47,10 +47,10 @@ def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) 
 
 
 class RailRows:
-    """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
-    message has room for, `rail_rows`; and HEAD_RAIL_DROPPED, what ranks tell each other of the others in addition to
-    the counts of their node. Ids that are out of range count as none. Made locally; does not synchronise. drops:
-    whether slots of the others are dropped, on all ranks. topk_idx: as it came; -1 for the slots that are dropped."""
+    """The tokens for each node, which their home selects before the plan is made: the first tokens up to the size of a
+    message, `rail_rows`. Ranks publish the number of the others, HEAD_RAIL_DROPPED, beside their node's counts. Ids out
+    of range count as none. Made locally; does not synchronise. drops: whether slots of the others are dropped, equal on
+    all ranks. topk_idx: the argument, with -1 for dropped slots."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class RailRows:
         return integers[: num_nodes + 2], integers[num_nodes + 2 :].view(-1, num_nodes)
 
     def tell(self) -> None:
-        """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
+        """Writes the header words that only the device knows into this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
         if self._number is not None:
             peers = self._heap.peers
@@ -100,16 +100,15 @@ class RailRows:
             tell(self._number, peers, self._heap.rank, word=control.HEAD_RAIL_DROPPED)
 
     def share(self, config: int) -> torch.Tensor:
-        """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
-        Collective over the group, after the plan's barrier. config: as in PlanOptions. What that barrier returns, of
-        all ranks."""
+        """Adds the rows of all other nodes' ranks to this rank's count table. Collective over the group, after the
+        plan's barrier. config: as in PlanOptions. Returns that barrier's result for all ranks."""
         heap = self._heap
         nodes = nodes_of(self._heap)
         topology = self._heap.topology
         peers = self._heap.peers
         ops = kernels.for_device(heap.device)
         shape = (len(topology.ranks), peers.layout.row_words)
-        # Zeros in place of what does not come.
+        # Zeros where no count arrives.
         ours = self._numbers.new_empty(shape)
         come = self._numbers.new_empty((topology.num_nodes, *shape))
         ops.own_counts(nodes.maps.own_ranks, peers, ours, come)
@@ -124,7 +123,7 @@ class RailRows:
         receives += zip(others, theirs, strict=True)
         nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
         with nodes.moving(sends, receives):
-            pass  # there is nothing else to do
+            pass  # no other work
         received = torch.empty(
             (heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device
         )
@@ -132,8 +131,8 @@ class RailRows:
         return received
 
     def complete(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Has the report of the plan say what rails have sent or dropped. Integers, see :meth:`of`; and int32 [N],
-        tokens that would come from each node."""
+        """Adds the rails' sent and dropped numbers to the plan's report. Returns integers, see :meth:`of`; and int32
+        [N], tokens that each node would send here."""
         report[control.SUM_MOST_SENT :][:1].copy_(self._numbers[-2:-1])
         if self._drops:
             rows = self._numbers.new_empty(
@@ -150,29 +149,25 @@ class RailRows:
 
 @dataclass(eq=False)
 class RailPlan:
-    """The way of one plan's tokens along the rail. *Sent* rows are those that this rank sends, an equal number for each
-    other node, in their order; foreign tokens are in the order of nodes. *Home* rows are those of this rank's own
-    tokens, and then the sent ones."""
+    """The path of one plan's tokens along the rail. *Sent* rows are the rows that this rank sends, in the order of
+    nodes, an equal number for each other node; foreign tokens are in the order of nodes. *Home* rows are the rows of
+    this rank's own tokens, then the sent rows."""
 
     heap: SymmetricHeap
     found: InNodeIntegers  # where tokens are inside each node
-    num_sent: tuple[int, ...]  # by node, rows that go there; 0 of this node
-    num_received: tuple[int, ...]  # and come from there
-    sizes: int  # what ranks of a rail must agree on, so that their messages fit
-    number: (
-        int  # of the plan, the same for the ranks of the rail; nodes count plans each by themselves
-    )
-    brings_maps: bool = (
-        True  # whether the maps are still to travel, with the first rows of the plan
-    )
+    num_sent: tuple[int, ...]  # by node, rows to it; 0 for this node
+    num_received: tuple[int, ...]  # and rows from it
+    sizes: int  # ranks of a rail must agree on it, so that messages fit
+    number: int  # of the plan, equal on the ranks of the rail; each node counts plans by itself
+    brings_maps: bool = True  # whether the plan's first rows still have to carry the maps
 
     @contextmanager
     def bring_in(
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        comes next. phase, agreed: as in RemoteNodes.meet. Yields what waits for what other nodes send: of each tensor,
-        [F, .], F foreign tokens."""
+        follows. phase, agreed: as in RemoteNodes.meet. Yields a function that waits for other nodes' rows: of each
+        tensor [F, .], for F foreign tokens."""
         heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         sends = of_ways([self.sent_rows(tensor) for tensor in tensors], there)
@@ -192,8 +187,8 @@ class RailPlan:
         self.brings_maps = False
         with ExitStack() as travels:
             begin = partial(travels.enter_context, nodes_of(heap).moving(sends, receives))
-            # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
-            # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
+            # A graph may run branches in sequence, in any order. Ranks that wait for other nodes before they reach the
+            # barrier, or push their rows, and ranks that wait after it, would deadlock.
             wait = None if heap.streams.capture else begin()
 
             def come() -> list[torch.Tensor]:
@@ -204,15 +199,15 @@ class RailPlan:
 
     @property
     def key(self) -> Hashable:
-        """On what it depends what travels, besides tensors; see also :attr:`brings_maps`."""
+        """What determines the messages besides tensors; see also :attr:`brings_maps`."""
         return self.num_sent, self.num_received, self.sizes
 
     def meet(self, phase: int, agreed: control.CallFields) -> None:
-        """The ranks of the rail meet, see RemoteNodes.meet. agreed: on what those of a node agree."""
+        """A barrier of the rail's ranks, see RemoteNodes.meet. agreed: the values on which a node's ranks agree."""
         nodes_of(self.heap).meet(phase, sizes=self.sizes, rail_plan=self.number, **agreed)
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
+        """[A, .], the rows of a tensor [T, .] for other nodes; an unused place has any row."""
         token = self.found.home_row_to_token[len(self.found.token_to_home_row) :]
         sent = tensor.new_empty((len(token), tensor.shape[1]))
         kernels.for_device(sent.device).take_rows(tensor.contiguous(), token, sent)
@@ -220,7 +215,7 @@ class RailPlan:
 
     @functools.cached_property
     def ways(self) -> tuple[Ways, Ways]:
-        """Which of the sent rows go to each other node, and which of the foreign tokens come from there."""
+        """For each other node, the sent rows that go to it, and the foreign tokens that come from it."""
         here = self.heap.topology.node
         most = max(self.num_sent)
         ends = itertools.accumulate(self.num_received)
@@ -236,9 +231,9 @@ class RailPlan:
         ]
 
 
-# Consecutive tokens of a plan that are from one rank: which of those that are sent together; their lines of slot_to_row
-# and slot_to_rank; and their lines of token_to_packed_row, int32 [., R], tokens of each block of them that go to each
-# rank, int32 [R], their first packed row on each rank, and rows of the region there.
+# Consecutive tokens of a plan from one rank: their range among the tokens sent together; their lines of slot_to_row and
+# slot_to_rank; their lines of token_to_packed_row, int32 [., R]; each block's tokens for each rank; int32 [R], their
+# first packed row on each rank; and the rows of the region there.
 Region = tuple[
     slice,
     tuple[torch.Tensor, torch.Tensor],
@@ -247,7 +242,7 @@ Region = tuple[
 
 
 class NodesPlan(Generic[P]):
-    """How the tokens of a plan get to other nodes, along `rails`, and what they do there."""
+    """The paths of a plan's tokens to other nodes, along `rails`, and inside them."""
 
     def __init__(self, plan: P, rails: RailPlan) -> None:
         self._plan = copy.copy(plan)
@@ -256,8 +251,8 @@ class NodesPlan(Generic[P]):
 
     @functools.cached_property
     def own(self) -> P:
-        """The plan inside this node of the own tokens. Its maps have a line for each of these, and name ranks of the
-        node. Everything inside a node works with it as with the plan of a group that is on one node."""
+        """The plan of the own tokens inside this node. Its maps have a line for each own token, and refer to ranks of
+        the node. Code inside a node uses it like the plan of a group on one node."""
         own = self._made(slice(len(self.rails.found.token_to_home_row)))
         regions = self.rails.found.regions[0]
         vars(own)["regions"] = (_region(own, slice(None), regions[self._topology.node]),)
@@ -265,7 +260,7 @@ class NodesPlan(Generic[P]):
 
     @functools.cached_property
     def foreign(self) -> P:
-        """The same of the foreign tokens."""
+        """The plan of the foreign tokens inside this node."""
         foreign = self._made(slice(len(self.rails.found.home_row_to_token), None))
         regions, (_, received) = self.rails.found.regions[1], self.rails.ways
         its = (
@@ -281,7 +276,7 @@ class NodesPlan(Generic[P]):
         found = self.rails.found
         made = copy.copy(self._plan)
         its = [getattr(found, name)[lines] for name in _LINES]
-        # Found before the views of the storage, which are of the plan over all ranks.
+        # These take precedence over views of the storage, which belong to the plan over all ranks.
         vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]))
         vars(made)["arrivals"] = arrivals_in_node(self.rails.heap)
         if self._topology.is_in_order:
@@ -297,15 +292,15 @@ def plan_in_node(
     received: Sequence[int],
     sizes: int,
 ) -> NodesPlan[P]:
-    """The plans of the tokens inside the node, with these numbers of rows to and from each other node. For those that
-    are foreign, the ranks of the rail send each other the maps, with the first rows. Collective over the group; does
-    not synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
+    """The plans of the tokens inside the node, with these numbers of rows to and from each other node. The ranks of the
+    rail exchange the maps of foreign tokens with the first rows. Collective over the group; does not synchronise the
+    host. integers: of RailRows; sizes: as in RailPlan."""
     nodes = nodes_of(heap)
     topology = heap.topology
     num_local = plan.layout["row_range"][2][1]
     num_tokens, top_k = plan.layout["slot_to_row"][
         2
-    ]  # not of a view, which a call that is played does not need
+    ]  # not of a view, which a replayed call does not need
     sent, received = (
         [0 if node == topology.node else rows for node, rows in enumerate(each)]
         for each in (sent, received)
@@ -324,7 +319,7 @@ def plan_in_node(
         kernels.for_device(heap.device).plan_in_node(its, rows, numbers, nodes.maps, found)
         heap.barrier(
             control.PHASE_NODES_PLAN
-        )  # an error that one rail has learnt of reaches the others' ranks here
+        )  # an error known to one rail reaches the other rails' ranks here
         return [found.storage]
 
     key = "plan in node", num_tokens, top_k, num_local, *of_nodes
@@ -335,12 +330,12 @@ def plan_in_node(
 
 
 def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torch.Tensor]]:
-    """By tensor, and in it by node, the rows that go there or come from there."""
+    """For each tensor, and in it for each node, the rows to or from that node."""
     return [(node, each[rows]) for each in tensors for node, rows in ways]
 
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
-    """See Plan.arrivals: the ranks of this node, then those that stand for ranks before it and after it."""
+    """See Plan.arrivals: the ranks of this node, then those that represent ranks before it and after it."""
     ranks = heap.topology.ranks
     first = heap.topology.local_rank
     return [
@@ -351,6 +346,6 @@ def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
 
 
 def _region(plan: PlanIntegers, tokens: slice, numbers: torch.Tensor) -> Region:
-    """Of the tokens that are from one rank. numbers: int32 [3, G], tokens that go to each rank, starts and limits."""
+    """The Region of tokens from one rank. numbers: int32 [3, G], tokens for each rank, starts and limits."""
     slots = plan.slot_to_row[tokens], plan.slot_to_rank[tokens]
     return tokens, slots, (plan.token_to_packed_row[tokens], numbers[:1], numbers[1], numbers[2])

@@ -1,4 +1,4 @@
-"""The plan of one layer call: which row of which rank every slot of this rank's routing becomes, and how it is made.
+"""The plan of one layer call: which row of which rank every slot of this rank's routing becomes.
 
 T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and P packed rows received by this rank.
 """
@@ -42,29 +42,28 @@ _OVERFLOW = {
 
 @dataclass(eq=False)
 class Plan(PlanIntegers):
-    """What :func:`make_plan` returns: tensors on the heap's device, and what the host knows of them.
+    """The result of :func:`make_plan`: tensors on the heap's device, and their sizes on the host.
 
     Attributes:
         splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, places of a rank for replicas of other ranks'
             experts.
-        row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
-            capacity), the capacity given (static), or the room that the call got here; -1: only the routing says that,
-            and the plan has not been settled.
+        row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact capacity),
+            the given capacity (static), or the rows reserved for the call here; -1: unknown until the plan is settled.
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
-        expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
-            tokens if these are fewer.
-        has_sizes: whether the host has read the report, or nobody posts it.
-        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
-        num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
+        expected_rows: estimate of the rows of a rank, equal on all ranks: row_capacity, or all slots of a rank's tokens
+            if these are fewer.
+        has_sizes: whether the host has read the report, or the plan posts none.
+        generation: epoch of the plan's barrier; all ranks of a trip must pass the same plan.
+        num_rows: N on the host; None with static capacity, where only the device knows N, and for a plan with reserved
             room until it is settled.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
-        max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
+        max_rows, max_packed_rows: the largest N and P of any rank; None like num_rows.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
-        fits_budget: False for a plan with too little room on some rank, once it is settled: it has no rows then.
-        nodes: of a group that spans nodes, the way to the other nodes; else None.
+        fits_budget: False for a settled plan with too little room on some rank: it then has no rows.
+        nodes: the paths to other nodes, if the group spans nodes; else None.
     """
 
     heap: SymmetricHeap
@@ -89,9 +88,9 @@ class Plan(PlanIntegers):
     phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
 
     def wait_for_sizes(self) -> None:
-        """Finds out what the routing of a plan with room needs, and whether there is room for it. Waits until the
-        device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan;
-        on every rank."""
+        """Settles a plan with room: reads the rows that its routing needs, and whether they fit. Waits until the device
+        has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan; on
+        every rank."""
         if self.has_sizes:
             return
         report = self.heap.await_report(self.generation)
@@ -103,10 +102,8 @@ class Plan(PlanIntegers):
                 and self.heap.nodes is not None
                 and self.nodes is None
             ):
-                self.heap.barrier(
-                    control.PHASE_NODES_PLAN
-                )  # one of another node, which comes to the record here
-            self.heap.synchronize()  # a fault of a peer is on record, and with room whatever the plan has found
+                self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, recorded here
+            self.heap.synchronize()  # a peer's fault is recorded, and with room also the plan's own
             raise self.heap.faults.of_plan(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
         self.most_sent = report[control.SUM_MOST_SENT]
@@ -121,7 +118,7 @@ class Plan(PlanIntegers):
         )
 
     def shrink(self) -> None:
-        """After forward with room: later buffers have the rows that the routing needs. Local, as buffers are."""
+        """Gives later buffers only the rows that the routing needs, after forward with room. Local."""
         self.row_capacity, self.packed_row_capacity = self.needed_rows
         packed_to_row, row_to_packed_row = self.received_index()
         self.packed_to_row = packed_to_row[: self.packed_row_capacity]
@@ -129,12 +126,12 @@ class Plan(PlanIntegers):
 
     @property
     def needed_rows(self) -> tuple[int, int]:
-        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once it is settled."""
+        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once settled."""
         return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
 
     @property
     def row_start(self) -> torch.Tensor:
-        """int32 [e + 1], where the rows of each local expert and place start; the last is N. A new tensor."""
+        """int32 [e + 1], the first row of each local expert and place; the last is N. A new tensor."""
         return bounds_of(torch.cat([self.row_range, self.replica_ranges[0]], 1))
 
     @property
@@ -154,18 +151,18 @@ class Plan(PlanIntegers):
 
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Where this rank's tokens have their packed rows, by the rank that they are from."""
+        """The packed rows of this rank's tokens, by the tokens' source rank."""
         places = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
         return ((slice(None), (self.slot_to_row, self.slot_to_rank), places),)
 
     @property
     def in_node(self) -> Plan:
-        """This plan as the ranks of a node have it: between nodes a plan of its own; else this one."""
+        """The plan inside the node: a separate plan between nodes, else this one."""
         return self if self.nodes is None else self.nodes.own
 
     def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
-        """Rows of replicas, of tokens of ranks before this one, of its own, which take so many SMs, and of those after
-        it; each one part, or none if there can be no such rows."""
+        """Rows of replicas, in three groups: of tokens of ranks before this one, of its own (on num_sms SMs), and of
+        ranks after it. Each group is one part, or none if it cannot have rows."""
         are_there = self.heap.rank > 0, True, self.heap.rank < self.heap.num_ranks - 1
         return [
             (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),)
@@ -176,18 +173,18 @@ class Plan(PlanIntegers):
 
     @functools.cached_property
     def arrivals(self) -> list[int]:
-        """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
+        """The source ranks in order of arrival, if every rank sends to the next one first."""
         return [
             (self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)
         ]
 
     def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
+        """The part of a row buffer for callers: N rows (exact capacity) or all rows (static)."""
         return buffer if self.num_rows is None else buffer[: self.num_rows]
 
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched. StalePlan: nothing has been
-        dispatched with this plan yet."""
+        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched. StalePlan: no tokens have
+        been dispatched with this plan yet."""
         if self.packed_to_row is None or self.row_to_packed_row is None:
             raise StalePlan(
                 "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
@@ -197,7 +194,7 @@ class Plan(PlanIntegers):
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """A plan that is still to be made: what its kernels take, and what the host knows of it before; see Plan."""
+    """A plan before it is made: the arguments of its kernels, and its sizes known to the host; see Plan."""
 
     heap: SymmetricHeap
     topk_idx: torch.Tensor  # as in make_plan; contiguous
@@ -212,16 +209,16 @@ class PlanRequest:
     expected_rows: int
     config: int  # as in PlanOptions
     is_read: bool  # whether the host reads the report
-    reports: list[torch.Tensor] | None  # gets the report instead
+    reports: list[torch.Tensor] | None  # of a capture, which get the report instead of the host
     rails: _Rails
-    route: Any  # None, or what makes topk_idx first: a Route of moe/router.py
+    route: Any  # None, or a Route of moe/router.py that makes topk_idx first
 
     phase = control.PHASE_PLAN  # the next barrier of its call
     num_rows = nodes = None  # as in Plan
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """On what it depends what is launched, besides tensors."""
+        """What determines the launches besides tensors."""
         route = self.route and self.route.key
         return "plan", self.header, self.config, self.is_read, self.rails, route
 
@@ -238,7 +235,7 @@ class PlanRequest:
         return MadePlan(plan, found)
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
-        """Same as plan_of, in the turn on the heap in which its kernels have been launched. Notes that."""
+        """Same as plan_of, and notes the plan, in the turn on the heap in which its kernels were launched."""
         heap = self.heap
         plan = self.plan_of(storage, generation)
         if self.reports is not None:
@@ -249,7 +246,7 @@ class PlanRequest:
         return plan
 
     def plan_of(self, storage: torch.Tensor, generation: int) -> Plan:
-        """The plan that :meth:`launch` has filled in this storage."""
+        """The plan that :meth:`launch` wrote into this storage."""
         return Plan(
             storage,
             self.layout,
@@ -266,8 +263,8 @@ class PlanRequest:
         )
 
     def launch(self, generation: int) -> tuple[Any, ...]:
-        """A new storage of the plan of this generation, filled; logits, probs and scores, if there is a route; the
-        integers and num_received of RailRows, if the group spans nodes. Collective."""
+        """Returns the new, filled storage of the plan of this generation; with a route also logits, probs and scores;
+        between nodes also the integers and num_received of RailRows. Collective."""
         heap = self.heap
         topk_idx = self.topk_idx
         header = self.header
@@ -287,14 +284,14 @@ class PlanRequest:
         integers = in_storage(
             PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout
         )
-        has_counts = route is not None  # of all slots, as the route has chosen them
+        has_counts = route is not None  # of all slots, from the route
         if rails is not None and rails.topk_idx is not topk_idx:
             topk_idx = rails.topk_idx
             has_counts = False
         if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         received = self._exchange(counts, topk_idx, num_experts, rails)
-        if self.num_replica_slots:  # the rest is the plan of a call whose experts are the copies
+        if self.num_replica_slots:  # the rest plans a call in which replicas are experts too
             num_experts += num_ranks * self.num_replica_slots
             near = num_ranks if rails is None else len(heap.topology.ranks)
             ops.place_replicas(
@@ -326,8 +323,8 @@ class PlanRequest:
         num_experts: int,
         rails: RailRows | None,
     ) -> torch.Tensor:
-        """Sends this rank's counts, and waits in the barrier after which those of all ranks are there. What they have
-        published, a line for each rank of the group; a negative number if the call has failed."""
+        """Sends this rank's counts, and waits in the barrier for the counts of all ranks. Returns the published words,
+        a line for each rank of the group; a negative number if the call failed."""
         heap = self.heap
         header = self.header
         send_counts = kernels.for_device(heap.device).send_counts
@@ -339,19 +336,18 @@ class PlanRequest:
 
 
 def reads_rows_in_place(order: str, nodes: object) -> bool:
-    """Whether a combine in this order reads rows where they are, on the heap; else their sums are sent. nodes: of the
-    plan."""
+    """Whether a combine in this order reads rows in place, on the heap; otherwise sums are sent. nodes: of the plan."""
     return order != "rank" or nodes is not None
 
 
 class MadePlan(NamedTuple):
-    """A plan whose kernels have been launched, and logits, probs and scores of a route that was a part of it."""
+    """A plan whose kernels have been launched, and logits, probs and scores of its route."""
 
     plan: Plan
     found: Sequence[torch.Tensor] = ()
 
     def made(self) -> MadePlan:
-        """As in PlanRequest: there is nothing to do."""
+        """As in PlanRequest: returns self."""
         return self
 
 
@@ -392,32 +388,31 @@ def make_plan(
 
     With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits.
 
-    With `replicas_per_rank` ranks that get more rows than the others give some to replicas of their experts on ranks
-    that
-    get less, in every call anew: after its own experts a rank computes the rows of each of its places with the weights
-    of the expert in `plan.replica_to_expert[rank]` (-1: no rows). All that a plan says of the experts of a rank then
-    holds for its E / R experts and its places; topk_idx and expert_load are of the E experts. See
-    ReplicaKernels.place_replicas for how rows are moved.
+    With `replicas_per_rank`, every call moves rows from overloaded ranks to replicas of their experts on ranks with
+    fewer rows. After its own experts a rank computes the rows of each of its places with the weights of the expert in
+    `plan.replica_to_expert[rank]` (-1: no rows). A rank's experts in a plan are then its E / R experts and its places;
+    topk_idx and expert_load refer to the E experts. ReplicaKernels.place_replicas documents the placement.
 
     Args:
-        topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. An
-            id that a token has twice counts twice. T may differ from rank to rank.
+        topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. A
+            token's repeated id counts twice. T may differ from rank to rank.
         num_experts: E, a multiple of the number of ranks; expert g lives on rank g // (E / R).
         heap: the EP group's heap.
-        capacity: None (exact), or the rows each rank can take.
-        overflow: static capacity only. "raise": if any rank would get more rows, nothing moves and every rank raises
-            CapacityError (on GPUs at its next call on the heap, or in heap.synchronize). "drop": the last tokens of
-            the fullest experts lose those slots.
-        max_tokens: static capacity only: the largest T of any rank, which bounds the packed rows. None: this
-            rank's T, which then must be the same on all ranks.
-        hidden, dtype: of the rows the plan will carry. Given here, ranks that disagree raise in this call.
-        precision, quantized_wire: numbers of the experts, and what travels in them (MoEConfig); checked as hidden is.
-        rail_capacity: static capacity only, and without effect on one node: the most tokens that a rank sends to
-            another node; each has its place in messages of that size. None: max_tokens, or T. More tokens are an
-            overflow: with "drop" the last ones of a rank lose their slots on that node, and do not count as load.
-        replicas_per_rank: S, how many experts of other ranks a rank can have replicas of, the same on all ranks; 0:
-            none. Of ranks of its node, which must follow each other.
-        replica_slack: how much more rows than the mean a rank may keep, as a share of the mean.
+        capacity: None (exact), or the rows that each rank can receive.
+        overflow: static capacity only. "raise": if any rank would get more rows, no row moves and every rank raises
+            CapacityError (on GPUs at its next call on the heap, or in heap.synchronize). "drop": the last tokens of the
+            fullest experts lose those slots.
+        max_tokens: static capacity only: the largest T of any rank, which bounds the packed rows. None: this rank's T,
+            which must then be equal on all ranks.
+        hidden, dtype: of the plan's rows. If they are given here and ranks differ, this call raises.
+        precision, quantized_wire: the experts' number format, and which rows travel in it (MoEConfig); checked like
+            hidden.
+        rail_capacity: static capacity only, ignored on one node: the most tokens that a rank sends to another node,
+            which is the size of its messages. None: max_tokens, or T. More tokens are an overflow: with "drop" a rank's
+            last tokens lose their slots on that node, and do not count as load.
+        replicas_per_rank: S, the most replicas of other ranks' experts on a rank, equal on all ranks; 0: none. These
+            ranks are of its node, whose ranks must be consecutive.
+        replica_slack: the rows above the mean that a rank may keep, as a share of the mean.
 
     Returns:
         The plan.
@@ -425,10 +420,10 @@ def make_plan(
     Raises:
         ArgumentError: an argument is wrong on some rank; raised on every rank.
         ExpertIdError: an id is out of range on some rank; raised on every rank.
-        ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden, dtype, precision,
-            quantized_wire, rail_capacity or replicas; on every rank.
+        ConfigMismatch: ranks differ in K, E, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire,
+            rail_capacity or replicas; on every rank.
         CapacityError: see `overflow`.
-        PeerTimeout: a rank did not come.
+        PeerTimeout: a rank did not enter the call in time.
     """
     options = PlanOptions(
         num_experts,
@@ -446,9 +441,7 @@ def make_plan(
     check_kind("heap", heap, SymmetricHeap)
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
-        with (
-            heap.one_call
-        ):  # an error of any rank before this gets to all of them now, and not where a trip meets
+        with heap.one_call:  # an earlier error of any rank reaches all ranks now, not in a trip
             heap.nodes.meet(control.PHASE_NODES_PLAN)
             heap.barrier(control.PHASE_NODES_PLAN)
     return plan
@@ -460,10 +453,10 @@ def plan_call(
     options: PlanOptions,
     find_budget: FindBudget = lambda: None,
 ) -> Plan:
-    """Same as make_plan, for calls that go on with a trip: between nodes an error at its end is raised there on other
-    ranks. With exact capacity the host does not wait if there is room: see Plan.wait_for_sizes. find_budget: with
-    exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what its routing needs.
-    Asked for once this rank has noticed the errors of earlier calls, as its peers have."""
+    """Same as make_plan, for calls that continue with a trip: between nodes, the trip raises an error at the plan's end
+    on other ranks. With exact capacity the host does not wait if there is room: see Plan.wait_for_sizes. find_budget:
+    with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all ranks: the rows
+    that the routing needs. Called after this rank, like its peers, has noticed errors of earlier calls."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
         return begin_plan(topk_idx, heap, options, find_budget).made().plan
 
@@ -475,8 +468,8 @@ def begin_plan(
     find_budget: FindBudget,
     route: Any = None,
 ) -> PlanRequest | MadePlan:
-    """What plan_call begins with; on one node nothing is launched. route: what makes the values of topk_idx [T, K]
-    before."""
+    """The first part of plan_call; on one node it launches no kernel. route: first makes the values of topk_idx [T,
+    K]."""
     capacity = options.capacity
     heap.check(control.PHASE_PLAN, waits=capacity is None)
     heap._fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
@@ -499,8 +492,8 @@ def _sizes_of(
     room: RowBudget | None,
     rail_capacity: int,
 ) -> tuple[tuple[int, ...], control.PlanLayout, int, int, int]:
-    """What the host knows of a plan with these options, which have been checked, on a heap of so many ranks, before it
-    is made: header, layout, row_capacity, packed_row_capacity and expected_rows of PlanRequest."""
+    """The sizes of a plan that the host knows before it is made, from checked options and the number of ranks: header,
+    layout, row_capacity, packed_row_capacity and expected_rows of PlanRequest."""
     capacity = options.capacity
     max_tokens = options.max_tokens
     num_replica_slots = options.replicas_per_rank
@@ -546,10 +539,10 @@ def _plan_between_nodes(
     room: RowBudget | None,
     route: Any,
 ) -> MadePlan:
-    """The plan on a heap that spans nodes. With exact capacity and no room the host waits for the plan, and reads how
-    long messages are."""
+    """The plan on a heap that spans nodes. With exact capacity and no room the host waits for the plan, and reads the
+    lengths of messages."""
     num_tokens, top_k = topk_idx.shape
-    rail_capacity = 0  # of exact capacity
+    rail_capacity = 0  # exact capacity
     rail_rows = num_tokens if room is None else room.rail_rows
     drops = False
     if options.capacity is not None:
@@ -557,7 +550,7 @@ def _plan_between_nodes(
         rail_rows = rail_capacity = options.rail_capacity or max(1, most_tokens)
         drops = options.overflow == "drop" and rail_rows < most_tokens
     request = _request(topk_idx, heap, options, room, (rail_rows, drops), route, rail_capacity)
-    # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
+    # Without room it waits for the device, before any barrier: ranks with room raise the plan's errors immediately.
     plan, (*routed, integers, num_received) = request.made()
     sent = [rail_rows] * len(num_received)
     received = nodes_of(heap).rail_rows
@@ -608,8 +601,8 @@ def _request(
 def _find_problem(
     topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, route: Any
 ) -> Problem:
-    """What is wrong with this rank's arguments, found without looking at device memory. topk_idx with a route is memory
-    that the caller has made for it."""
+    """The error of this rank's arguments, or None. Reads no device memory. With a route, topk_idx is memory that the
+    caller allocated for it."""
     error = None
     if route is None:
         error = tensor_problem(
@@ -625,10 +618,10 @@ def _find_problem(
         return ArgumentError(
             f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]"
         )
-    if topk_idx.numel() >= 2**31:  # a slot is known by its number
+    if topk_idx.numel() >= 2**31:  # slots have int32 numbers
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
     is_in_order = heap.nodes is None or heap.topology.is_in_order
-    # MoEConfig has looked at the options of a layer: they can be hashed.
+    # MoEConfig has checked a layer's options: they can be hashed.
     if not (options.config and _are_sound(options, heap.num_ranks, is_in_order)):
         error = _options_problem(options, heap.num_ranks, is_in_order)
     capacity = options.capacity
@@ -656,7 +649,7 @@ def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 
 
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
-    """What is wrong with options for a group of so many ranks, of which those of a node follow each other or not."""
+    """The error of options for a group of so many ranks, or None. is_in_order: a node's ranks are consecutive."""
     num_experts = options.num_experts
     capacity = options.capacity
     dtype = options.dtype
@@ -670,7 +663,7 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
         "rail_capacity",
         "replicas_per_rank",
     )
-    for name in () if options.config else sizes:  # MoEConfig has looked at those of a layer
+    for name in () if options.config else sizes:  # MoEConfig has checked a layer's
         value = getattr(options, name)
         if value is None and name != "num_experts":
             continue

@@ -1,13 +1,13 @@
 """The dispatch trip without autograd: rows of tokens travel to the ranks of their experts (docs/design/trips.md).
 
 The receive buffer is packed [P, H], one row per (token, rank), from which readers gather through
-`plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (which rows a token has here, and their
+`plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (a token's rows on the rank, and their
 probs); backward sends only rows.
 
-Without a division of the SMs, everything travels between two barriers. With one, rows travel on a branch stream while
-GEMMs run ("Overlap"): a rank can begin with its own rows, go on with those of the rank before it, and so on
-(`plan.arrivals`). Between nodes this is what the ranks of a node do with their own tokens; foreign ones are the last
-parts, and a barrier says that they are there.
+Without a division of the SMs, all rows travel between two barriers. With a division, rows travel on a branch stream
+while GEMMs run ("Overlap"): a rank can begin with its own rows, continue with the rows of the rank before it, and so on
+(`plan.arrivals`). Between nodes, the ranks of a node do this with their own tokens. Foreign tokens are the last parts,
+and a barrier signals their arrival.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from symmoe.program.builder import mark, must_complete
 from symmoe.program.program import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
-# What a rank publishes there: where it wants each of these, the last for replicas.
+# A rank publishes there where it receives each of these, the last for replicas.
 READY_ROWS, READY_SLOTS, READY_PROBS, READY_WEIGHTS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Rows that have come (no parts), or are on their way: a part per source rank, in the order of arrival, has rows of
-    the local experts that the current stream may read from then on, and SMs for their GEMMs. Tensors [N_cap] are
-    complete for the parts that have been handed out."""
+    """Rows that have arrived (no parts), or are in flight. In flight, there is a part per source rank, in order of
+    arrival: rows of the local experts, readable on the current stream from then on, and SMs for their GEMMs. Tensors
+    [N_cap] are complete for the yielded parts."""
 
     parts: Iterator[Part] | None
     row_probs: torch.Tensor | None  # fp32; None without probs
@@ -44,14 +44,14 @@ class Arrival:
 
 
 class ExtraPayload(Protocol):
-    """The weights of replicas, which travel before rows. agreed: what ranks must agree on, by name, so that they fit.
-    weights_offset: where this rank wants them."""
+    """The weights of replicas, which travel before rows. agreed: values that ranks must agree on, by name, so that the
+    weights fit. weights_offset: where this rank receives them."""
 
     agreed: Mapping[str, object]
     weights_offset: int
 
     def send(self, ready: torch.Tensor) -> None:
-        """Sends them to where all ranks want them, int64 [R, NUM_PUBLISHED], on the current stream."""
+        """Sends the weights to the published offsets of all ranks, int64 [R, NUM_PUBLISHED], on the current stream."""
 
 
 @contextmanager
@@ -67,19 +67,19 @@ def dispatch(
     is_last: bool = True,
     extra_payload: ExtraPayload | None = None,
 ) -> Iterator[Arrival]:
-    """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective. A context, at
-    the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the plan's
-    `packed_to_row` and `row_to_packed_row`; backward needs them.
+    """Sends rows of x [T, H], and in forward slots, to every rank's `buffer` (on the heap). Collective. A context: at
+    its end all rows have been sent and received. Does not synchronise the host. Forward sets the plan's `packed_to_row`
+    and `row_to_packed_row`; backward needs them.
 
     Args:
         probs: fp32 [T, K], which travel along in forward.
         layout: layout of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
-        gradients: in backward, index of control.GRADIENTS, what it will collect, the same on all ranks; None: forward.
+        gradients: in backward, index of control.GRADIENTS, the gradients to collect, equal on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
-        is_last: False if another trip of the same call follows, which ends with a meeting of nodes.
-        rider: what else travels, and has come when all rows have.
+        is_last: False if another trip of the same call follows, which ends with a barrier of nodes.
+        rider: other data that travels, complete when all rows are.
     """
-    agreed: control.CallFields = {  # so that rows fit the peers' buffers
+    agreed: control.CallFields = {  # rows must fit the peers' buffers
         "hidden": x.shape[1],
         "dtype": control.DTYPES.index(x.dtype),
         "probs": int(probs is not None),
@@ -120,9 +120,9 @@ def _token_sources(
     come: Callable[[], list[torch.Tensor]] | None,
     agreed: control.CallFields | None,
 ) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
-    """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
-    nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
-    with a meeting, see RemoteNodes.meet: its last barrier is next."""
+    """Yields tensors [T, .] to send to the ranks of a node, with the plan of their tokens: this rank's own, and between
+    nodes, after they `come`, the foreign ones. The last trip of its call (ranks `agreed` on that) ends with a barrier
+    of nodes, see RemoteNodes.meet, before its last barrier."""
     yield plan.in_node, tensors
     if plan.nodes is not None and come is not None:
         yield plan.nodes.foreign, come()
@@ -132,12 +132,12 @@ def _token_sources(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Index:
-    """What the slots of a dispatch say of the rows that come: tensors as in Plan and Arrival."""
+    """The index of received rows, made from the slots of a dispatch: tensors as in Plan and Arrival."""
 
     packed_to_row: torch.Tensor
     row_to_packed_row: torch.Tensor
     row_probs: torch.Tensor | None = None
-    slots: torch.Tensor | None = None  # where they come, int32 [P_cap, K]; None in backward
+    slots: torch.Tensor | None = None  # their buffer, int32 [P_cap, K]; None in backward
     probs: torch.Tensor | None = None  # fp32
     offsets: tuple[int, ...] = ()
 
@@ -174,7 +174,7 @@ class _Index:
 
 @contextmanager
 def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
-    """A context that leases buffers for slots. If no exception is raised, the plan has the index after it."""
+    """A context that leases buffers for slots. After it, unless it raises, the plan has the index."""
     heap = plan.heap
     shape = (plan.packed_row_capacity, plan.top_k)
     packed_to_row = torch.empty(shape, dtype=torch.int32, device=heap.device)
@@ -198,19 +198,19 @@ def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
 
 @dataclass(eq=False)
 class _Trip:
-    """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
-    division, on a branch."""
+    """A dispatch after its first barrier. This rank's own rows travel on the current stream; with a division, the other
+    rows travel on a branch."""
 
     _plan: Plan
     _buffer: torch.Tensor
     _layout: str
     _index: _Index
-    _token_sources: Iterator[tuple[Plan, list[torch.Tensor]]]  # see there
+    _token_sources: Iterator[tuple[Plan, list[torch.Tensor]]]  # see _token_sources
     _agreed: control.CallFields
     _division: Division | None
     _rider: ExtraPayload | None
     _num_sent = 0  # steps of _exchange that have sent their rows
-    _are_read = True  # whether somebody reads what comes
+    _are_read = True  # whether the received rows are read
 
     def __post_init__(self) -> None:
         self._heap = self._plan.heap
@@ -223,7 +223,7 @@ class _Trip:
         self._signalled: torch.cuda.Event | None = None  # after which all ranks have sent
         self._come: dict[
             int, torch.cuda.Event | None
-        ] = {}  # key: the source whose rows are complete after the event
+        ] = {}  # by source, the event after which its rows are complete
         with nullcontext() if division is None else self._heap._timed("dispatch"):
             offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
             if extra_payload is not None:
@@ -233,13 +233,13 @@ class _Trip:
             )
 
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
-        """The plan and the rows [T, H] of what travels next; its slots have been sent."""
+        """Yields the plan and the rows [T, H] to send next, after their slots have been sent."""
         for tokens, (rows, *values) in self._token_sources:
             self._index.push(tokens, values[0] if values else None, self._ready)
             yield tokens, rows
 
     def send(self) -> None:
-        """Sends and receives everything."""
+        """Sends and receives all rows."""
         if self._rider is not None:
             self._rider.send(self._ready)
         for tokens, rows in self._tokens():
@@ -256,36 +256,34 @@ class _Trip:
     @contextmanager
     def arriving(self) -> Iterator[Iterator[Part]]:
         """The parts. By the end of the context all rows have been sent and received, even after an exception: peers
-        wait for this rank's rows, and what they send must not land in memory that has been leased again. Between nodes
-        that is so for the rows of this node; for the others the peers wait at a barrier, where they can be told."""
+        wait for this rank's rows, and their rows must not arrive in memory that has been leased again. Between nodes
+        this holds for the rows of this node; for the others the peers wait at a barrier, which can signal an error."""
         heap = self._heap
         mark(MUST_ABORT)
         try:
             with heap._timed("dispatch"):
                 self._own, self._x = next(self._tokens())
-                if (
-                    self._rider is not None
-                ):  # with all SMs, and before all signals, which say that it has come
+                if self._rider is not None:  # with all SMs, and before the signals of its arrival
                     self._rider.send(self._ready)
                 self._branch = heap.streams.branch()
                 self._start = self._branch.point()
         except Exception as error:
-            heap.abort(error)  # peers wait for signals; only at a barrier could they be told
+            heap.abort(error)  # peers wait for signals, which carry no error
             raise
         mark(MUST_SIGNAL)
         parts = self._parts()
         try:
             yield parts
-            for _ in parts:  # the caller may have left parts
+            for _ in parts:  # the caller may have stopped early
                 pass
         except BaseException:
             try:
                 self._are_read = False
                 with suppress(
                     SymmoeError
-                ):  # a wait on a CPU may raise what will be raised again at the next call
+                ):  # a wait on a CPU may raise an error that the next call raises again
                     self._exchange()
-            except Exception as error:  # noqa: BLE001 - the exception that led here is raised
+            except Exception as error:  # noqa: BLE001 - the first exception is raised
                 heap.abort(error)
             raise
         finally:
@@ -294,7 +292,7 @@ class _Trip:
             mark(CLEAN)
 
     def _parts(self) -> Iterator[Part]:
-        """Rows of each source rank, after which the current stream comes."""
+        """Yields the rows of each source rank, ready on the current stream."""
         plan = self._own
         num_sms = None if self._division is None else self._division.num_sms
         (own, *others), (before, of_own, after) = (
@@ -322,9 +320,9 @@ class _Trip:
         yield from (*before, *after)
 
     def _exchange(self) -> None:
-        """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
+        """Launches the remaining steps on the branch: a push to one rank, then the receipt of another rank's push.
 
-        All ranks wait for a push only after their own one of the same step: no two wait for each other.
+        All ranks wait for a push only after their own push of the same step, so there is no deadlock.
         """
         heap = self._heap
         num_ranks = self._num_ranks
@@ -335,7 +333,7 @@ class _Trip:
                 with must_complete():
                     if (
                         step > self._num_sent
-                    ):  # once: after the signal the peer may use its buffer for other rows
+                    ):  # once: after the signal the peer may reuse its buffer
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap._send_signal(to)
                         self._num_sent = step
@@ -349,7 +347,7 @@ class _Trip:
                 self._come[source] = self._branch.point()
 
     def _forward(self) -> None:
-        """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
+        """Sends foreign tokens to all ranks of this node, and receives the foreign tokens that they send."""
         with self._branch.after(self._start), self._heap._timed("dispatch"):
             for tokens, rows in self._tokens():  # the foreign ones
                 if self._num_ranks == 1 and self._layout == "expert-major":
@@ -383,12 +381,12 @@ class _Trip:
         )
 
     def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
-        """Writes tokens to all rows that they have on this rank, in an expert-major buffer."""
+        """Writes tokens to all of their rows on this rank, in an expert-major buffer."""
         slots = tokens.slot_to_rank, tokens.slot_to_row
         self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
 
     def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
-        """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows. arrived:
+        """Indexes the rows received from one source rank or from all, and copies them to secondary rows. arrived:
         result of the wait for them."""
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)

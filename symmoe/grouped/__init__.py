@@ -1,6 +1,6 @@
 """Grouped layers: one weight for each group of rows, on one rank. Linear layer, activation, MLP, Sequential.
 
-May use kernels and precision, nothing of expert parallelism. Begin with `linear`, then `rows_function`, `experts`.
+May use kernels and precision, but no expert parallelism. Begin with `linear`, then `rows_function`, `experts`.
 """
 
 from symmoe.grouped.activations import (

@@ -21,7 +21,7 @@ from symmoe.torch_internals import replaceable
 
 
 def activation_problem(activation: object, kind: type = Activation) -> ArgumentError | None:
-    """Why this is no Activation, or no ScaledActivation, and what there is, or None."""
+    """The error if this is no Activation (or ScaledActivation), with the alternatives, or None."""
     if isinstance(activation, kind):
         return None
     wanted = (
@@ -36,7 +36,7 @@ def activation_problem(activation: object, kind: type = Activation) -> ArgumentE
 
 
 class ScaledActivation(nn.Module):
-    """out = act(h) * scale for the function that `activation` names. Has no parameters. ArgumentError: it is no
+    """out = act(h) * scale, with act from `activation`. Has no parameters. ArgumentError: `activation` is no
     Activation."""
 
     num_extra_inputs = 1  # Sequential passes the scale

@@ -1,7 +1,7 @@
 """The experts of a call, and FC1, activation times scale, FC2 for all of them: the fused kernels in their order.
 
-H hidden, I ffn, W width of FC1's output (2I if gated), G groups (experts of this rank), N rows sorted by group.
-Nothing here synchronises the host, copies rows, or knows of autograd.
+H hidden, I ffn, W width of FC1's output (2I if gated), G groups (experts of this rank), N rows sorted by group. This
+module does not synchronise the host, copy rows, or use autograd.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """What launches of experts depend on in addition to tensors: fields of GroupedMLP; and of fc1 and of fc2 the number
-    of weights, and whether they have biases."""
+    """The properties of experts, besides tensors, that determine launches: fields of GroupedMLP; for fc1 and fc2 the
+    number of weights, and whether they have biases."""
 
     num_groups: int
     hidden: int
@@ -43,7 +43,7 @@ class ExpertSpec:
     have_biases: tuple[bool, bool]
 
     def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
-        """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
+        """Splits a sequence into the weights of fc1, the weights of fc2, and the adapters."""
         first = self.num_weights[0]
         end = sum(self.num_weights)
         return tuple(tensors[:first]), tuple(tensors[first:end]), tuple(tensors[end:])
@@ -51,8 +51,8 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTensors:
-    """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
-    parametrizations and adapters have made for this call, or an operator's inputs."""
+    """The experts of one call: a frozen description, and tensors, which are a module's, this rank's parts of DTensors,
+    results of parametrizations and adapters for this call, or an operator's inputs."""
 
     form: ExpertSpec
     biases: Biases
@@ -63,7 +63,7 @@ class ExpertTensors:
 def of_tensors(
     layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
 ) -> ExpertTensors:
-    """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
+    """Experts of these layers with these biases (or none), weights and adapters, in the form of local_tensors."""
     fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
     form = ExpertSpec(
@@ -79,7 +79,7 @@ def of_tensors(
 
 
 def materialized(experts: Any, dtype: torch.dtype) -> ExpertTensors:
-    """The experts for a call in that dtype, see local_tensors, of a GroupedMLP; ExpertTensors are as they are."""
+    """The experts of a GroupedMLP for a call in that dtype, see local_tensors. Returns ExpertTensors unchanged."""
     if isinstance(experts, ExpertTensors):
         return experts
     biases, tensors = local_tensors((experts.fc1, experts.fc2), dtype)
@@ -87,11 +87,11 @@ def materialized(experts: Any, dtype: torch.dtype) -> ExpertTensors:
 
 
 class SavedActivations(NamedTuple):
-    """What forward leaves for backward, in addition to its inputs; with a recipe the transposed weights as operands."""
+    """Tensors that forward keeps for backward besides its inputs; with a recipe the transposed weights as operands."""
 
     h: torch.Tensor  # [num_rows, W], FC1's output
-    t1: torch.Tensor | None = None  # [num_rows, r], what adapters have made of the rows
-    t2: torch.Tensor | None = None  # and of the activation
+    t1: torch.Tensor | None = None  # [num_rows, r], A1 times the rows
+    t2: torch.Tensor | None = None  # and A2 times the activation
     w1_data: torch.Tensor | None = None
     w1_scale: torch.Tensor | None = None
     w1_global_scale: torch.Tensor | None = None
@@ -101,7 +101,7 @@ class SavedActivations(NamedTuple):
 
     @property
     def transposed(self) -> tuple[Operand | None, Operand | None]:
-        """W1 and W2 for dgrad; None for one that backward does not use."""
+        """W1 and W2 for dgrad; None if backward does not use it."""
         w1, w2 = (
             None if fields[0] is None else Operand._make(fields)
             for fields in (self[3:6], self[6:9])
@@ -119,55 +119,55 @@ B2 = FC2.start + 1
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Replicas of other ranks' experts that compute rows after those of the experts: S groups more."""
+    """Replicas of other ranks' experts, S further groups, whose rows follow the rows of the experts."""
 
     weights: ExpertWeights
     row_range: torch.Tensor  # int32 [2, S]
 
 
-# What the first layer passes to the second: the activation, and what A2 has made of it (None without adapters); or,
-# with a recipe, the operands of the product.
+# The first layer's output for the second: the activation, and A2 times it (None without adapters); or, with a recipe,
+# the operands of the product.
 SecondInput = tuple[Any, Any]
-Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are there
+Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows have arrived
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of the experts as the kernels take them, and the order in which the kernels run.
+    """The experts' weights in the kernels' form, and the order in which the kernels run.
 
         h = W1 x + b1, += B1 (A1 x)        a = act(h) * scale        out = W2 a + b2, += B2 (A2 a)
 
-    What adapters add to h comes before the activation, so with them the kernels that fuse a GEMM with the activation do
-    not fit: GEMMs and activation run by themselves, with the same bits where the adapters add zeros."""
+    Adapters add to h before the activation, so with adapters the kernels that fuse a GEMM with the activation do not
+    fit: GEMMs and activation run separately, with the same bits if the adapters add zeros."""
 
     fc1: LayerWeights  # W1 [G, W, H]
     fc2: LayerWeights  # W2 [G, H, I]
     activation: Activation
     replicas: Replicas | None = field(default=None, kw_only=True)
-    # In backward, by kind, what gets them; None: not wanted, or for others to choose, as those of W1 and W2.
+    # In backward, by kind, buffers for the gradients; None: not wanted, or chosen elsewhere, as for W1 and W2.
     gradients: Sequence[torch.Tensor | None] = field(default=(), kw_only=True)
 
     @property
     def matrices(self) -> tuple[Matrices | None, ...]:
-        """All that an expert has, by kind."""
+        """All tensors of the experts, by kind."""
         return *self.fc1[:4], *self.fc2[:4]
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """Those of both layers."""
+        """The operands of both layers."""
         return self.fc1.operands + self.fc2.operands
 
     @property
     def key(self) -> Hashable:
-        """On what it depends what is launched, besides the form of the experts and operands."""
+        """What determines the launches besides the form of the experts and operands."""
         return self.fc1.key, self.fc2.key
 
     def of_matrices(self, matrices: Sequence[Any]) -> ExpertWeights:
-        """Other experts of the same kind, of these :attr:`matrices`."""
+        """Experts of the same kind with these :attr:`matrices`."""
         return replace(self, fc1=LayerWeights(*matrices[FC1]), fc2=LayerWeights(*matrices[FC2]))
 
     def calls(self, x: ExpertRows, parts: Parts | Part = None) -> Iterator[tuple[Part, Any]]:
-        """The parts of the rows, and the weights of each."""
+        """Yields the parts of the rows, and the weights of each part."""
         if parts is None:
             parts = [Part(x.row_range)]
             parts += (
@@ -186,8 +186,8 @@ class ExpertWeights:
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None
     ) -> tuple[SavedActivations, SecondInput]:
-        """h [num_rows, W] and a [num_rows, I]. The first GEMM runs once for each part, or for all rows; so does the
-        activation, which with adapters runs after all parts."""
+        """h [num_rows, W] and a [num_rows, I]. The first GEMM and the activation run once for each part, or for all
+        rows; with adapters the activation runs after all parts."""
         ops = kernels.for_device(x.rows.device)
         rows = (x.rows, x.row_index)
         h = x.rows.new_empty((num_rows, self.fc1.weight.shape[1]))
@@ -227,8 +227,8 @@ class ExpertWeights:
         *,
         zero_tail: bool = False,
     ) -> None:
-        """out [N, H], or only a part of the rows; b2 times bias_scale; up to the end of the last group, and with zeros
-        past it if `zero_tail`. The sum with what adapters make is made in `out`."""
+        """out [N, H], or only a part of the rows, with b2 times bias_scale, up to the end of the last group, and with
+        zeros past it if `zero_tail`. Adapters add their product in `out`."""
         a, t2 = a
         ops = kernels.for_device(out.device)
         for its_part, its in self.calls(x, part):
@@ -250,17 +250,17 @@ class ExpertWeights:
     def backward(
         self, x: ExpertRows, hidden: SavedActivations, d_out: torch.Tensor, **options: Any
     ) -> ExpertsBackward:
-        """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
+        """The backward pass after its first step. Arguments as in ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, **options)
 
 
 class ExpertsBackward:
     """Backward of both layers of ExpertWeights, in three steps that the caller puts in order. Construction runs the
     first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then :meth:`input_gradient`,
-    :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of d_out [., H] is at
+    :meth:`w1_gradient` and :meth:`w2_gradient` may be called in any order, or not at all. Row i of d_out [., H] is at
     `row_index[i]`, or at i without an index; it is complete after the last of `parts`. d_scale fp32 [num_rows] is the
     gradient of the scale of the activation and (if it has the same) of b2, 0 in the tail; it is incomplete without
-    `needs_scale`. `spends_h`: nobody reads h later, and its gradient takes its place."""
+    `needs_scale`. `spends_h`: h has no later reader, and its gradient overwrites it."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class ExpertsBackward:
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
         self.gradients: list[
             Any
-        ] = [  # by kind; those of W1 and W2, where there are replicas, once they are computed
+        ] = [  # by kind; with replicas, W1's and W2's are set when they are computed
             torch.empty_like(own)
             if kind not in (W1, W2) and isinstance(own, torch.Tensor) and own.requires_grad
             else None
@@ -300,7 +300,7 @@ class ExpertsBackward:
                     )
 
     def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
-        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient. Whether it has also made db2."""
+        """Makes dh, a, d_scale and db1 by FC2 dgrad and the activation's gradient. Returns whether it also made db2."""
         h = hidden.h
         weights = self._weights
         self._dh = self._rows_for_dh(h)
@@ -312,7 +312,7 @@ class ExpertsBackward:
         return False
 
     def _fused_dgrad(self, h: torch.Tensor, parts: Parts) -> None:
-        """In one kernel per part."""
+        """Runs _fc2_dgrad in one kernel per part."""
         ops = self._ops
         x = self._x
         weights = self._weights
@@ -345,7 +345,7 @@ class ExpertsBackward:
             ops.sum_dact_partials(workspace, end, self.d_scale, num_partials)
 
     def _dgrad_with_adapters(self, hidden: SavedActivations, parts: Parts) -> None:
-        """By kernels of their own, which compute `a` again."""
+        """Runs _fc2_dgrad in separate kernels, which recompute `a`."""
         ops = self._ops
         x = self._x
         weights = self._weights
@@ -373,20 +373,20 @@ class ExpertsBackward:
             ops.grouped_gemm_dgrad(self._dh, its.fc1.b, part.rows, self._dt1)
         ops.sum_dact_partials(
             d_scale, part.rows, self.d_scale, 1
-        )  # the same, with zeros in the tail
+        )  # the same with zeros in the tail
 
     def _rows_for_dh(self, h: torch.Tensor) -> torch.Tensor:
         return h if self._spends_h else torch.empty_like(h)
 
     def _output_gradients(self) -> torch.Tensor:
-        """[., H] in the working dtype, as d_out."""
+        """Output gradients [., H] in the working dtype, like d_out."""
         return self._d_out
 
     def input_gradient(
         self, d_rows: torch.Tensor, part: Part | None = None, *, zero_tail: bool = False
     ) -> None:
-        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part. The sum
-        with what goes through adapters is made in `d_rows`."""
+        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part. Adapters
+        add their gradient in `d_rows`."""
         ops = self._ops
         x = self._x
         weights = self._weights
@@ -408,12 +408,12 @@ class ExpertsBackward:
                 )
 
     def w1_product(self) -> WeightProduct:
-        """Of dW1 [G, W, H]."""
+        """The product of dW1 [G, W, H]."""
         x = self._x
         return WeightProduct(self._dh, (x.rows, x.row_index), x.row_range, {"rows": x.rows})
 
     def w2_product(self) -> WeightProduct:
-        """Of dW2 [G, H, I]."""
+        """The product of dW2 [G, H, I]."""
         x = self._x
         d_out = self._d_out
         return WeightProduct((d_out, x.row_index), self._a, x.row_range, {"d_out": d_out})
@@ -434,7 +434,7 @@ class ExpertsBackward:
         accumulate: bool,
         num_sms: int | None = None,
     ) -> None:
-        """Writes the product to out, and that of rows of replicas to theirs, if it is wanted. kind: W1 or W2."""
+        """Writes the product to out, and the wanted product of replicas' rows to their buffer. kind: W1 or W2."""
         if (replicas := self._weights.replicas) is not None:
             self.gradients[kind] = out
             if (theirs := replicas.weights.gradients[kind]) is not None:
@@ -443,13 +443,13 @@ class ExpertsBackward:
         product(out, accumulate, num_sms=num_sms)
 
     def forget_w2(self) -> None:
-        """Lets go of what only dW2 reads, which is made or not wanted."""
+        """Frees tensors that only dW2 reads, once dW2 is made or if it is not wanted."""
         for name in ("_a", "_a_columns", "_d_out"):
             vars(self).pop(name, None)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """dA1, dB1, dA2, dB2; None for adapters that require none; nothing without adapters. Those of replicas are
-        written, too."""
+        """dA1, dB1, dA2, dB2; None for adapters that require no gradient; empty without adapters. Also writes the
+        gradients of replicas' adapters."""
         if self._weights.fc1.a is None:
             return ()
         rows = (self._x.rows, self._x.row_index)

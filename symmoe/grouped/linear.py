@@ -1,7 +1,7 @@
 """GroupedLinear: y_g = x_g W_g^T + b_g for every group g of rows, with results in buffers of the caller.
 
 G groups (experts of this rank), C input features, O output features, N rows sorted by group; rows past sum(splits) are
-a tail that is never read: it stays as it is in a buffer of the caller, and is zero in what is allocated here.
+a tail, which is never read. The tail does not change in a buffer of the caller, and is zero in memory allocated here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from symmoe.grouped.rows_function import (
     run_rows,
 )
 from symmoe.grouped.weights import LayerWeights, WeightProduct, kernel_matrices
-from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
+from symmoe.kernels import flops  # noqa: F401 - registers formulas, before a FLOP counter is made
 from symmoe.kernels.operands import Operand, Rows, require_tensor
 from symmoe.precision.operands import CachedWeight, gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
@@ -45,22 +45,21 @@ class GroupedLinear(GroupedParameters):
         bias: whether there is a bias [G, O].
         return_bias: forward returns (y, bias) and does not add the bias.
         weights: "packed": one parameter `weight` [G, O, C], with views `weight0` .. of its groups. "discrete": G
-            parameters `weight0` .. [O, C]. They are made one after the other in one storage, and as long as they lie
-            so, also after `.to()`, the kernels take them for a packed weight. A trainer may put them anywhere: on GPUs
-            the kernels then find them by their addresses, which is slower. State dicts of either form load into either.
+            parameters `weight0` .. [O, C]. They start adjacent in one storage, and while they stay adjacent, also after
+            `.to()`, the kernels treat them as a packed weight. A trainer may move them: on GPUs the kernels then use
+            their addresses, which is slower. State dicts of either form load into either.
         accumulate_into_main_grad: the wgrad kernel adds to the fp32 `main_grad` of each weight instead of making
             `.grad` (see symmoe.grouped.weights).
         delay_wgrad: backward leaves the weight gradients to :meth:`backward_dw`.
-        precision: which numbers the three products multiply (docs/precision.md); None: those of the working dtype.
-            Parameters, their gradients and state dicts are the same with all of them. C and O must be multiples of
-            its `feature_multiple`.
+        precision: the number format of the three products (docs/precision.md); None: the working dtype. Parameters,
+            their gradients and state dicts do not depend on it. C and O must be multiples of its `feature_multiple`.
         init_method: fills one group's [O, C] in place; None: uniform with the bound of nn.Linear.
 
-    `holds_experts = True` tells reduce_gradients and others that the parameters are not data-parallel.
+    `holds_experts = True` marks the parameters as not data-parallel, e.g. for reduce_gradients.
 
     Raises:
-        ArgumentError: a size is no int or out of range, the dtype is none of fp32, fp16 and bf16, or the device cannot
-            compute with the precision.
+        ArgumentError: a size is no int or out of range, the dtype is not fp32, fp16 or bf16, or the device does not
+            support the precision.
     """
 
     num_extra_inputs = 1  # Sequential passes the splits
@@ -81,11 +80,11 @@ class GroupedLinear(GroupedParameters):
         Args:
             x: [..., C] in the dtype of the weights (or any, under autocast); the leading dimensions, flattened, are
                 the rows.
-            splits: integers [G] on the device of x: rows of each group. A list, a NumPy array or a CPU tensor is
-                checked and copied, outside of CUDA-graph capture. Device values are not checked: kernels stay inside
-                the rows.
+            splits: integers [G] on the device of x: rows of each group. Outside CUDA-graph capture, a list, a NumPy
+                array or a CPU tensor is checked and copied. Device values are not checked: kernels stay inside the
+                rows.
             out: [..., O] buffer for the result, e.g. of a heap lease.
-            grad_input_out: [..., C] buffer for the gradient of x. Autograd hands it on as it is to a single producer
+            grad_input_out: [..., C] buffer for the gradient of x. Autograd passes it on uncopied to a single producer
                 of x, and copies it for a leaf or a second consumer.
             bias_scale: [...], a factor on the bias of each row; differentiable.
             is_first_microbatch: the weight gradient overwrites `main_grad`.
@@ -94,7 +93,7 @@ class GroupedLinear(GroupedParameters):
             [..., O], in the memory of `out` if given; with `return_bias` also the bias [G, O] or None.
 
         Raises:
-            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
+            ArgumentError, StaleLease: an argument is wrong; no kernel has run.
         """
         arguments = RowArguments(splits, bias_scale, out, grad_input_out, (is_first_microbatch,))
         x, biases, tensors = arguments.checked("x", x, (self,))
@@ -105,9 +104,9 @@ class GroupedLinear(GroupedParameters):
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Computes the weight gradients that delay_wgrad has left out of the oldest backward pass, if there are any,
-        and adds them to `.grad` or `main_grad`, as autograd would. Not collective, no host synchronisation. StaleRows:
-        the layer's input or the gradient of its output has been overwritten since."""
+        """Computes the weight gradients that delay_wgrad postponed in the oldest backward pass, if any, and adds them
+        to `.grad` or `main_grad`, as autograd would. Not collective, no host synchronisation. StaleRows: the layer's
+        input or the gradient of its output has been overwritten since."""
         if not self._delayed:
             return
         self._delayed.popleft()()
@@ -115,7 +114,7 @@ class GroupedLinear(GroupedParameters):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """`hook()` runs after each backward_dw that computed something (Megatron's protocol)."""
+        """`hook()` runs after each backward_dw that computed a gradient (Megatron's protocol)."""
         self._after_backward_dw.append(hook)
 
     def extra_repr(self) -> str:
@@ -131,16 +130,16 @@ class LinearProducts:
     """What a layer computes in a call, without autograd: y = W x + bias * scale, += B (A x) with adapters."""
 
     layers: tuple[GroupedParameters]
-    trains_rows: bool  # whether backward will ask for the gradient of the rows
-    scale_bias: bool = True  # what the scale multiplies
+    trains_rows: bool  # whether backward needs the gradient of the rows
+    scale_bias: bool = True  # whether the scale multiplies the bias
 
     @property
     def key(self) -> Hashable:
-        """On what it depends what is launched, besides tensors and weights."""
+        """What determines the launches besides tensors and weights."""
         return self.layers[0].precision, self.trains_rows
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> LayerWeights:
-        """Those of a pass, from a bias or None, the weights, and the adapters."""
+        """The weights of a pass, from a bias or None, the weights, and the adapters."""
         (layer,), (bias, *matrices) = self.layers, tensors
         end = len(layer.weight_names)
         (weight,) = kernel_matrices({"weight": matrices[:end]})
@@ -152,8 +151,8 @@ class LinearProducts:
     def forward(
         self, weights: LayerWeights, rows: ExpertRows, out: torch.Tensor, *, zero_tail: bool
     ) -> Gradients:
-        """Fills out [N, O], and returns what backward needs besides the inputs: A x, and the transposed weight in the
-        recipe's numbers if rows are trained."""
+        """Fills out [N, O], and returns backward's tensors besides the inputs: A x, and if rows are trained the
+        transposed weight in the recipe's numbers."""
         recipe = self.layers[0].precision
         transposed = None
         t = None
@@ -188,14 +187,14 @@ class LinearProducts:
         *,
         zero_tail: bool,
     ) -> RowGradients:
-        """The gradients of d_out [N, O]; kept: what forward has returned. d_rows [N, C] gets that of the rows, with
-        zeros past the last group if `zero_tail`. With a recipe the bias has its gradient from the pass that quantises
-        d_out for that, by the same formula."""
+        """The gradients from d_out [N, O]; kept: result of forward. d_rows [N, C] gets the rows' gradient, with zeros
+        past the last group if `zero_tail`. With a recipe the pass that quantises d_out for it also makes the bias
+        gradient, by the same formula."""
         recipe = self.layers[0].precision
         ops = kernels.for_device(d_out.device)
         row_range = rows.row_range
         (_, needs_scale, needs_bias), (t, *transposed) = needs, kept
-        bias: Any = weights.bias  # there is one, if it or its scale needs a gradient
+        bias: Any = weights.bias  # not None if it or its scale needs a gradient
         d_bias = torch.empty_like(bias) if needs_bias else None
         d_scale = None
         d_t = None
@@ -228,7 +227,7 @@ class LinearProducts:
 
 
 def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor) -> WeightProduct:
-    """Of d_out_g^T x_g."""
+    """The product d_out_g^T x_g."""
     x = rows.rows
     row_range = rows.row_range
     if recipe is None:
@@ -239,22 +238,20 @@ def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor
 
 @contextmanager
 def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
-    """A block in which no weight of a GroupedLinear in `module` (also those of GroupedMLP and MoELayer) changes: each
-    that has a `precision` is quantised once, for all calls in it, e.g. of the micro-batches before an optimizer's step.
-    What is held, and CUDA graphs: docs/tuning.md. If the first forward pass was without gradients, the first one with
-    gradients quantises again. Results have the same bits as without the block; backward passes may run after it. Blocks
-    may be nested; the outer one counts. Inside torch.compile, and under a TorchDispatchMode, calls quantise as without
-    the block.
+    """A block in which no weight of a GroupedLinear in `module` (also inside GroupedMLP and MoELayer) changes: each
+    weight with a `precision` is quantised once for all calls in the block, e.g. of the micro-batches before an
+    optimizer's step. Cached tensors and CUDA graphs: docs/tuning.md. If the first forward pass was without gradients,
+    the first one with gradients quantises again. Results have the same bits as without the block; backward passes may
+    run after it. Blocks may be nested; the outer one counts. Inside torch.compile, and under a TorchDispatchMode, the
+    block has no effect.
 
-    Not collective, but it must be the same on all ranks of an expert-parallel group, as the calls are. Does not
-    synchronise the host.
+    Not collective, but all ranks of an expert-parallel group must use it alike. Does not synchronise the host.
 
     Raises:
-        ArgumentError: in the block, by a forward pass, before anything is computed: a weight has been written to since
-            the first one, e.g. by an optimizer's step, or another parameter has taken its place, e.g. by loading with
-            `assign=True`, or only one of the two is captured in a CUDA graph. A write that autograd does not see
-            (`weight.data.copy_`) is not found: then results are those of the old weight. On entering: `module` has no
-            GroupedLinear.
+        ArgumentError: on entering: `module` has no GroupedLinear. In the block, by a forward pass, before it computes:
+            since the first pass a weight was written to, e.g. by an optimizer's step, or replaced, e.g. by loading with
+            `assign=True`, or only one of the two passes is captured in a CUDA graph. A write that bypasses autograd
+            (`weight.data.copy_`) is not detected: results then use the old weight.
     """
     linears = modules_of(
         module, GroupedLinear, name="module", needs="GroupedLinear whose weights could be constant"
@@ -277,9 +274,9 @@ def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 #
 # y += B[g] (A[g] x), as grouped GEMMs of rank r: A [G, r, C], and B [G, O, r] times the adapters' scaling; r is a
-# multiple of RANK_MULTIPLE on GPUs. Neither B A nor a gradient of its size is ever made: forward is t = x A^T and
-# y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. A sum is made where the frozen weight's GEMM
-# has put its result, e.g. in the heap; it is computed in fp32, and rounded again.
+# multiple of RANK_MULTIPLE on GPUs. Neither B A nor a gradient of its size is made. Forward: t = x A^T, y += t B^T;
+# backward: dt = dy B, dx += dt A, dA = dt^T x, dB = dy^T t. A sum is added in place to the result of the frozen
+# weight's GEMM, e.g. in the heap; it is computed in fp32, and rounded again.
 
 
 def write_gradients(
@@ -287,8 +284,8 @@ def write_gradients(
     row_range: torch.Tensor,
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """dA = dt^T rows and dB = dy^T t of operands (rows, t, dy, dt), each if there is a tensor for it; a group without
-    rows has zeros."""
+    """dA = dt^T rows and dB = dy^T t of operands (rows, t, dy, dt), each if it has a tensor; a group without rows gets
+    zeros."""
     (rows, t, dy, dt), (d_a, d_b) = operands, gradients
     ops = kernels.for_device(t.device)
     if d_a is not None:

@@ -41,8 +41,8 @@ _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 class GroupedMLP(nn.Module):
     """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
 
-    It always multiplies FC2's bias by the row's prob; Sequential does so only with `bias_scale`. ArgumentError: as in
-    GroupedLinear; or `activation` is not a ScaledActivation.
+    It always multiplies FC2's bias by the row's prob; Sequential multiplies it only with `bias_scale`. ArgumentError:
+    as in GroupedLinear; or `activation` is not a ScaledActivation.
 
     Args:
         num_groups: G, experts on this rank.
@@ -93,7 +93,7 @@ class GroupedMLP(nn.Module):
 
     @property
     def precision(self) -> Recipe | None:
-        """Which numbers the products of both layers multiply."""
+        """The number format of both layers' products."""
         return self.fc1.precision
 
     def reset_parameters(self) -> None:
@@ -119,14 +119,14 @@ class GroupedMLP(nn.Module):
             splits: as in GroupedLinear.
             row_probs: [...], scale of each row; the computation is in fp32.
             out, grad_input_out: [..., H] buffers for the result and for the gradient of `rows`, e.g. of heap leases.
-                Their tails stay as they are.
+                Their tails do not change.
             is_first_microbatch: the weight gradients overwrite `main_grad`.
 
         Returns:
             [..., H], in the memory of `out` if given; the tail is zero otherwise.
 
         Raises:
-            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
+            ArgumentError, StaleLease: an argument is wrong; no kernel has run.
         """
         given = RowArguments(
             splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch)
@@ -145,8 +145,8 @@ class GroupedMLP(nn.Module):
 def fused_mlp(
     layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool
 ) -> torch.Tensor:
-    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
-    as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
+    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without intermediate rows. Arguments as
+    in GroupedMLP.forward. scale_bias: whether the scale also multiplies fc2's bias."""
     fc1, activation, fc2 = layers
     raise_for(call_problem(fc1=fc1, activation=activation, fc2=fc2))
     x, biases, tensors = arguments.checked("rows", x, (fc1, fc2))
@@ -163,7 +163,7 @@ def fused_mlp(
 
 
 def experts_call_problem(experts: Any) -> ArgumentError | None:
-    """That of call_problem for a step of experts."""
+    """The result of call_problem for a step of experts."""
     parts = {f"experts.{name}": getattr(experts, name) for name in ("fc1", "activation", "fc2")}
     return call_problem(experts=experts, **parts)
 
@@ -184,11 +184,11 @@ def without_memory(experts: GroupedMLP) -> GroupedMLP:
 
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
-    """Everything but the values of parameters in which two GroupedMLPs can differ."""
+    """All properties in which two GroupedMLPs can differ, except the values of parameters."""
     fc1 = experts.fc1
     fc2 = experts.fc2
     sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    # The fields, not the object: torch.compile would tell layers apart that do not share the object.
+    # The fields, not the object: torch.compile would distinguish layers with separate objects.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
     return (
         *sizes,
@@ -210,9 +210,9 @@ def expert_weights(
     wire: Wire | None = None,
     held: tuple[CachedWeight | None, CachedWeight | None] = (None, None),
 ) -> ExpertWeights:
-    """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
-    trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
-    gradients have travelled; held: what symmoe.grouped.cache_quantized_weights holds of fc1 and fc2."""
+    """The experts' weights in the kernels' form. `tensors`: the weights, then the adapters; trains: whether backward
+    needs the gradient of the rows, and whether it will run; wire: wire formats of rows and gradients; held: weights of
+    fc1 and fc2 in symmoe.grouped.cache_quantized_weights."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     a1, b1, a2, b2 = adapters or (None,) * 4
@@ -233,7 +233,7 @@ def expert_weights(
 
 @dataclass(frozen=True, slots=True)
 class MLPProducts:
-    """What the layers of an MLP compute in a call, without autograd. trains: as in expert_weights."""
+    """The computation of an MLP's layers in a call, without autograd. trains: as in expert_weights."""
 
     form: ExpertSpec
     layers: tuple[GroupedLinear, GroupedLinear]

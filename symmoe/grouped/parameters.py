@@ -1,8 +1,8 @@
-"""The parameters of a grouped linear layer: weights, packed or discrete, and biases, and where their gradients go. And
-which parameters of a model belong to all ranks, and which to an expert, which lives on one rank of each EP group.
+"""The parameters of a grouped linear layer: packed or discrete weights, biases, and where their gradients go. Also
+separates a model's parameters into those of all ranks and those of experts, which are on one rank of each EP group.
 
-The module that owns a parameter decides that. Parameters are replaced (copies of layers, loading by assignment, the
-meta device, FSDP, parametrizations), and the attributes of a Parameter are lost with it.
+The module that owns a parameter decides its kind. An attribute of a Parameter would be lost when the Parameter is
+replaced (copies of layers, loading by assignment, the meta device, FSDP, parametrizations).
 
 G groups (experts of this rank), C input features, O output features.
 """
@@ -40,15 +40,13 @@ from symmoe.precision.recipes import Recipe, precision_problem
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_GPU_MULTIPLE = (
-    8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
-)
-RANK_MULTIPLE = 8  # of adapters: kernels want matrices with rows of a multiple of 16 bytes
+_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also for fp32 weights used in 16 bits
+RANK_MULTIPLE = 8  # of adapters: kernels need rows of a multiple of 16 bytes
 _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
 
 class GroupedParameters(nn.Module):
-    """What a GroupedLinear is without its forward; the arguments are its."""
+    """A GroupedLinear without its forward; arguments as in GroupedLinear."""
 
     holds_experts = True
     _is_fsdp_managed_module = False  # FSDP sets it
@@ -84,7 +82,7 @@ class GroupedParameters(nn.Module):
         self.precision = precision
         self.precision_name = str(
             precision
-        )  # equal where precisions are, for torch.compile to compare
+        )  # equal for equal precisions: torch.compile compares it
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad = delay_wgrad
         self.is_packed = weights == "packed"
@@ -107,9 +105,7 @@ class GroupedParameters(nn.Module):
         self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
         self._weight_marks: dict[str, object] = {}
         if delay_wgrad:
-            self.mark_weights(
-                skip_backward_post_hook=True
-            )  # Megatron's DDP: the gradient comes later
+            self.mark_weights(skip_backward_post_hook=True)  # for Megatron's DDP: a later gradient
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
@@ -130,12 +126,12 @@ class GroupedParameters(nn.Module):
         return (local_part(found[0]),) if self.is_packed else found
 
     def mark_weights(self, **marks: object) -> None:
-        """Sets attributes of every weight, for trainers to read. Parameters that replace the weights get them too."""
+        """Sets attributes of every weight, for trainers to read. Parameters that replace the weights also get them."""
         self._weight_marks |= marks
         self._restate_marks()
 
     def width_problem(self, device: torch.device) -> ArgumentError | None:
-        """What keeps the layer from running on the device, or None: the dtype of its weights, or a width."""
+        """The error if the layer cannot run on the device, due to the dtype of its weights or a width, or None."""
         weight = next(
             iter(self._parameters.values()), None
         )  # three times as fast as `parameters()`
@@ -151,10 +147,10 @@ class GroupedParameters(nn.Module):
         return None if self.precision is None else e4m3_problem(self.precision, device)
 
     def cache_problem(self) -> ArgumentError | None:
-        """Why a forward pass cannot use the weights that symmoe.grouped.cache_quantized_weights holds, or None."""
+        """Why a forward pass cannot use the weights cached by symmoe.grouped.cache_quantized_weights, or None."""
         if self.cached_weight is None:
             return None
-        # FSDP puts others in their place in every call; what a parametrization makes is new in each.
+        # FSDP and parametrizations make new tensors in every call.
         is_theirs = self._is_fsdp_managed_module or self.weight_names[0] not in self._parameters
         current = () if is_theirs else map(self._parameters.__getitem__, self.weight_names)
         return self.cached_weight.problem(current)
@@ -165,13 +161,13 @@ class GroupedParameters(nn.Module):
 
     def bias_parameter(self) -> torch.Tensor | None:
         """The bias, if there is one; for a DTensor this rank's part, differentiable."""
-        # Once: a parametrization evaluates it. Attributes of modules take a microsecond each.
+        # Read once: a parametrization evaluates it, and module attributes take a microsecond each.
         bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
         return None if bias is None else local_part(bias)
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias. Evaluates none."""
+        """Whether the layer has a bias. Does not evaluate it."""
         return not any(
             "bias" in found and found["bias"] is None for found in (self._parameters, self.__dict__)
         )
@@ -193,8 +189,8 @@ class GroupedParameters(nn.Module):
     def gradient_target(
         self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool
     ) -> Target:
-        """Where the gradients of `weights`, as the computation takes them, go: as the options are now. ArgumentError:
-        an option wants parameters of this module, and the weights are made of others."""
+        """The target of the gradients of `weights` (the computation's inputs), by the current options. ArgumentError:
+        an option needs this module's own parameters, but the weights are computed from others."""
         if not any(weight.requires_grad for weight in weights):
             return Target()
         if not (self.delay_wgrad or self.accumulate_into_main_grad):
@@ -225,7 +221,7 @@ class GroupedParameters(nn.Module):
             return self
         weights = self.weight_parameters()
         after = addresses(weights)
-        # A parameter that has moved has new memory. One that has not may lie in a trainer's buffer, and stays there.
+        # A moved parameter has new memory. A parameter that did not move may be in a trainer's buffer, and stays there.
         if after is not None and (
             before is None or all(old != new for old, new in zip(before, after, strict=True))
         ):
@@ -256,7 +252,7 @@ class GroupedParameters(nn.Module):
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, differentiable; any other tensor as it is."""
+    """This rank's part of a DTensor, differentiable; any other tensor unchanged."""
     # Not isinstance: torch.distributed.tensor takes long to import, and most users have no DTensors.
     return cast("DTensor", parameter).to_local() if hasattr(parameter, "device_mesh") else parameter
 
@@ -265,9 +261,9 @@ def local_tensors(
     linears: Sequence[GroupedParameters], dtype: torch.dtype, *, cast_biases: bool = True
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
     """Biases of the layers in that dtype, and weights, then adapters; for DTensors this rank's parts, differentiable.
-    Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save something.
-    There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
-    or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros."""
+    Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save tensors.
+    Each layer has a bias or None; kernels also take a bias of another dtype. Adapters are A and B of each layer, or
+    empty if no layer has any: if only one layer has any, e.g. because the other's are merged, the other gets zeros."""
     biases: list[torch.Tensor | None] = []
     tensors: list[torch.Tensor] = []
     pairs = []
@@ -275,7 +271,7 @@ def local_tensors(
         bias = linear.bias_parameter()
         biases.append(bias if bias is None or not cast_biases else bias.to(dtype))
         own = linear.weight_parameters()
-        if own[0].dtype != dtype:  # else kernel_matrices looks at them
+        if own[0].dtype != dtype:  # otherwise kernel_matrices checks them
             check_uniform(own)
             own = tuple(weight.to(dtype) for weight in own)
         tensors += own
@@ -301,15 +297,15 @@ def named_parameters(
     model: nn.Module, *, shared: bool = False
 ) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """(name, parameter, whether it is an expert's) of every parameter, in the order of `model.named_parameters()`; if
-    `shared`, once for each name that it has. GroupedLinear has `holds_experts`, and any module of experts may. A
-    parameter that such a module holds is an expert's under its other names as well."""
+    `shared`, once for each of its names. GroupedLinear has `holds_experts`, and any module of experts may have it. A
+    parameter of such a module is an expert's under all of its names."""
     experts = tensors_of_experts(model)
     for name, parameter in model.named_parameters(remove_duplicate=not shared):
         yield name, parameter, id(parameter) in experts
 
 
 def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(dense, experts): parameters that take a gradient, each once, in the order of `model.parameters()`."""
+    """(dense, experts): trainable parameters, each once, in the order of `model.parameters()`."""
     named = [each for each in named_parameters(model) if each[1].requires_grad]
     dense, experts = (
         [parameter for _, parameter, is_expert in named if is_expert == kind]

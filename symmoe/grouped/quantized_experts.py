@@ -7,9 +7,9 @@ H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (preci
     dW2 = q(d_out)^T q(a)             dW1 = q(dh)^T q(x)            along tokens
 
 h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
-GroupedLinear give the same bits. If takes_parts says so, rows that are still arriving are quantised (or taken off the
-wire), multiplied and activated part by part. The activation and its gradient run in kernels that also quantise their
-results (kernels/act_quantized.py) where those take the arguments; the separate kernels give the same bits.
+GroupedLinear give the same bits. If takes_parts is true, arriving rows are quantised (or read from the wire),
+multiplied and activated part by part. The activation and its gradient run in kernels that also quantise their results
+(kernels/act_quantized.py) if those support the arguments; the separate kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -43,26 +43,24 @@ from symmoe.precision.wire import WireFormat
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The formats in which rows and gradients have travelled; None: not quantised."""
+    """The wire formats of rows and gradients; None: not quantised."""
 
     rows: WireFormat | None = None
     gradients: WireFormat | None = None
 
 
 def takes_parts(recipe: Recipe | None) -> bool:
-    """Whether experts compute some rows while others are on their way. For that, row i of an operand must be made of
-    row i only: not so with scales in tiles."""
+    """Whether experts can compute some rows while others are in flight. For that, row i of an operand must depend on
+    row i only, which scales in tiles prevent."""
     return recipe is None or recipe.row_format.scale_dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights(ExpertWeights):
-    """Weights of experts in the working dtype, and how they are multiplied."""
+    """Weights of experts in the working dtype, with the products in a recipe's numbers."""
 
     recipe: Recipe
-    needs_transposed: tuple[
-        bool, bool
-    ]  # whether backward will need W1 for dgrad, and whether it will need W2
+    needs_transposed: tuple[bool, bool]  # whether backward will need W1, and W2, for dgrad
     wire: Wire
 
     @property
@@ -100,7 +98,7 @@ class QuantizedWeights(ExpertWeights):
             full = h.new_empty((num_rows, ffn))
             ops.scaled_activation(h, x.scale, full, self.activation)
             a = recipe.quantize(full, x.row_range)
-        unused = (None,) * len(Operand._fields)  # by backward
+        unused = (None,) * len(Operand._fields)  # in backward
         return SavedActivations(
             h, None, None, *(transposed1 or unused), *(transposed2 or unused)
         ), (
@@ -140,16 +138,16 @@ class QuantizedWeights(ExpertWeights):
         self, x: ExpertRows, hidden: SavedActivations, d_out: torch.Tensor, **options: Any
     ) -> QuantizedBackward:
         num_rows = len(hidden.h)
-        d_out = d_out[:num_rows] if x.row_index is None else d_out  # it may be longer
+        d_out = d_out[:num_rows] if x.row_index is None else d_out  # d_out may be longer
         return QuantizedBackward(x.without_tail(num_rows), self, hidden, d_out, **options)
 
 
 class QuantizedBackward(ExpertsBackward):
-    """Backward of QuantizedWeights. What has travelled quantised is dequantised for weight and bias gradients; FC2's
-    bias gradient otherwise comes from the pass that quantises, as FC1's does."""
+    """Backward of QuantizedWeights. Tensors from a quantised wire are dequantised for weight and bias gradients.
+    Otherwise the pass that quantises also makes FC2's bias gradient, like FC1's."""
 
     _weights: QuantizedWeights
-    # dh for dgrad, dh for wgrad, and the activation again for wgrad: made all at once, or each when it is asked for.
+    # dh for dgrad, dh for wgrad, and the activation again for wgrad: made together, or each on its first use.
     _dh_rows: Callable[[], Operand]
     _dh_columns: Callable[[], Operand]
     _a_columns: Callable[[], Operand]
@@ -193,7 +191,7 @@ class QuantizedBackward(ExpertsBackward):
         self._ops.dact_quantize(
             da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format
         )
-        # Now, not when they are asked for: that may launch kernels.
+        # Now, not on first use: this may launch kernels.
         for_dgrad = rows.operand()
         for_wgrad = columns.operand()
         a_operand = a_columns.operand()
@@ -212,9 +210,7 @@ class QuantizedBackward(ExpertsBackward):
         sums = torch.empty_like(self.d_scale)
         ops.scaled_activation(h, x.scale, a, activation)
         ops.scaled_activation_grad(da, h, x.scale, dh, sums, activation)
-        ops.sum_dact_partials(
-            sums, x.row_range, self.d_scale, 1
-        )  # the same, with zeros in the tail
+        ops.sum_dact_partials(sums, x.row_range, self.d_scale, 1)  # the same with zeros in the tail
         rows = None if self.db1 is None else gradient_rows(recipe, dh, x.row_range, dbias=self.db1)
         self._dh_rows = lambda: rows or gradient_rows(recipe, dh, x.row_range)
         self._dh_columns = lambda: gradient_columns(recipe, dh, x.row_range)
@@ -236,7 +232,7 @@ class QuantizedBackward(ExpertsBackward):
         self._ops.grouped_gemm_quantized(
             dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail
         )
-        self._transposed1 = None  # they have been made
+        self._transposed1 = None  # the rows have been made
 
     def w1_product(self) -> WeightProduct:
         x = self._x
@@ -271,9 +267,9 @@ def _arriving(
     is_gradient: bool = False,
     dbias: torch.Tensor | None = None,
 ) -> Iterable[tuple[Operand, Part]]:
-    """The operand of received rows (or gradients, as x.rows) and a part of it that has arrived, one part after the
-    other. Without parts, or if the recipe does not take them, all rows are one part. dbias: gets the sums of the rows
-    times x.bias_scale, with the last part. None: not wanted, or they came by wire."""
+    """Yields the operand of received rows (or gradients, as x.rows) with each part of it that has arrived. Without
+    parts, or if the recipe does not support parts, all rows are one part. dbias: gets the sums of the rows times
+    x.bias_scale, with the last part. None: not wanted, or the rows arrived quantised."""
     recipe = weights.recipe
     if parts is not None and takes_parts(recipe):
         return _part_by_part(weights, wire, x, parts, dbias)

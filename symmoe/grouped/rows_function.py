@@ -1,7 +1,7 @@
 """A call of one grouped linear layer, or of two with an activation between them: arguments, checks, autograd function.
 
 N rows sorted by group, C features of a row, O features of a result. Buffers of the caller take results and gradients in
-place; what lies past the last group in them stays as it is, and is zero in what is allocated here.
+place. Rows past the last group do not change in them, and are zero in memory allocated here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RowArguments:
     overwrite_main_grad: tuple[bool, ...] = (False, False)  # for each layer
 
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
-        """What is wrong with them for rows that go through these layers, or None. Reads no device memory."""
+        """The error of the arguments for rows that go through these layers, or None. Reads no device memory."""
         first = layers[0]
         last = layers[-1]
         num_rows = None if rows.shape is None else math.prod(rows.shape)
@@ -98,8 +98,8 @@ class RowArguments:
     def checked(
         self, name: str, x: torch.Tensor, layers: Layers
     ) -> tuple[torch.Tensor, list[MaybeTensor], list[torch.Tensor]]:
-        """x in the dtype to compute in, and what local_tensors finds. All arguments of the call are right, of which
-        argument `name` is x: else ArgumentError, StaleLease."""
+        """x in the dtype to compute in, and the result of local_tensors, after a check of all arguments (x is argument
+        `name`). ArgumentError, StaleLease: an argument is wrong."""
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
             problem = problem or layer.width_problem(x.device) or layer.cache_problem()
@@ -119,7 +119,7 @@ class RowArguments:
 
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
-    """What keeps `x` from being the rows of a linear layer, or None; apart from its width_problem."""
+    """The error if `x` cannot be the rows of a linear layer, or None. Does not check width_problem."""
     weight = next(linear.parameters())
     device = weight.device
     has_kernels = device.type in ("cpu", "cuda")
@@ -136,17 +136,17 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """What both directions need to know of the rows of a linear layer, or of experts. Row i is `rows[row_index[i]]`, or
-    `rows[i]` without an index."""
+    """The rows of a linear layer, or of experts, in both directions. Row i is `rows[row_index[i]]`, or `rows[i]`
+    without an index."""
 
     rows: torch.Tensor  # [., H]
-    row_range: torch.Tensor  # int32 [2, G], where the rows of each group begin and end
+    row_range: torch.Tensor  # int32 [2, G], first row of each group, and its end
     scale: Any = None  # fp32 [N], multiplies the activation of experts; None without one
     bias_scale: torch.Tensor | None = None  # fp32 [N], multiplies the last bias; None is 1
     row_index: torch.Tensor | None = None  # int32 [N]
 
     def without_tail(self, num_rows: int) -> ExpertRows:
-        """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
+        """The first `num_rows` rows: all rows of groups, and possibly some of the tail."""
         found = (
             {"rows": self.rows[:num_rows]}
             if self.row_index is None
@@ -161,11 +161,11 @@ class ExpertRows:
 
 
 class RowGradients(NamedTuple):
-    """What a backward pass has computed, except that of the rows; and what computes the rest."""
+    """The gradients of a backward pass, except the rows' gradient, and functions that compute the rest."""
 
     d_scale: MaybeTensor  # fp32 [N]
     d_biases: Gradients  # of each layer
-    products: tuple[Callable[[], WeightProduct], ...]  # what makes those of each layer's weights
+    products: tuple[Callable[[], WeightProduct], ...]  # make each layer's weight gradients
     adapter_gradients: Callable[[], Gradients]  # of all layers
 
 
@@ -176,7 +176,7 @@ def run_rows(
     biases: Gradients,
     tensors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The result [..., O] of a call whose arguments are checked; differentiable in x, the scale and all tensors."""
+    """The result [..., O] of a call with checked arguments; differentiable in x, the scale and all tensors."""
     row_range = splits_to_row_range(given.splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
     scale = None if given.scale is None else given.scale.float()
     y: torch.Tensor = _RowsFunction.apply(products, given, x, row_range, scale, *biases, *tensors)
@@ -189,7 +189,7 @@ def _rows_of(
     row_range: torch.Tensor,
     scale: MaybeTensor,
 ) -> ExpertRows:
-    """x [..., C] and its scale as kernels take them."""
+    """x [..., C] and its scale in the kernels' form."""
     scale = None if scale is None else scale.view(-1)
     bias_scale = scale if products.scale_bias else None
     return ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, bias_scale)
@@ -262,7 +262,7 @@ class _RowsFunction(Function):
         options = [target.option for target in targets]
         has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
         key = "rows backward", products.key, weights.key, *options, has, needs
-        # The rows, not x: what the program returns of them is the tensor that it is given, with its version.
+        # The rows, not x: a program returns the tensor that it is given, with its version.
         read = present_tensors(d_y, rows.rows, row_range, scale, *kept, *weights.operands)
         written = [tensor for target in targets for tensor in target.operands]
         found = run_program(key, compute, [*read, *written, *present_tensors(d_x)])
@@ -304,8 +304,8 @@ def _input_gradient_buffer(
 def splits_problem(
     splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None
 ) -> Problem:
-    """What is wrong with `splits` for `num_rows` rows on `device` (None: unknown), or None. Never waits for the device:
-    the values of splits on a GPU are not checked, and kernels clamp them instead."""
+    """The error of `splits` for `num_rows` rows on `device` (None: unknown), or None. Never waits for the device:
+    values of splits on a GPU are not checked; kernels clamp them."""
     if not isinstance(splits, (torch.Tensor, np.ndarray, Sequence)):
         return ArgumentError(
             f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts"
@@ -338,8 +338,8 @@ def splits_problem(
 
 
 def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
-    """int32 [2, G] on `device` of checked splits: group g has rows row_range[0, g]:row_range[1, g], none past num_rows,
-    whatever device splits say. Does not synchronise the host."""
+    """int32 [2, G] on `device` from checked splits: group g has rows row_range[0, g]:row_range[1, g], clamped to
+    num_rows for any device splits. Does not synchronise the host."""
     counts = (
         splits if isinstance(splits, torch.Tensor) else torch.from_numpy(np.array(splits, np.int64))
     )
@@ -355,7 +355,7 @@ def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) 
 
 
 def same_splits(left: Splits, right: Splits) -> bool:
-    """Whether two splits are certainly equal, as far as can be told without waiting for a device. Takes any objects."""
+    """Whether two splits are certainly equal, without a wait for a device. Takes any objects."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -378,7 +378,7 @@ def same_splits(left: Splits, right: Splits) -> bool:
 
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:
-    # isinstance takes a bool for an int, but a mask is no count.
+    # A bool is an int for isinstance, but a mask is no count.
     return all(
         isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts
     )

@@ -1,8 +1,8 @@
-"""Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them. Three of
-them run as a GroupedMLP where nothing can tell the difference, with the same bits.
+"""Sequential: modules in sequence, with extra inputs and keyword arguments routed to their modules. Three modules run
+as a GroupedMLP if the difference is not observable, with the same bits.
 
-Before the first module has run, all that the modules read and write is checked together: a module would find its
-arguments wrong only after earlier ones have written into their buffers.
+All tensors that the modules read and write are checked together before the first module runs. Otherwise a module would
+find its arguments wrong after earlier modules have written into their buffers.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _PATTERN = (
     GroupedLinear,
 )  # both layers of it need the same splits
 
-# What the fused kernels can honour; any other argument brings the three modules back.
+# The fused kernels support these; with any other argument the three modules run.
 _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
 _FUSED_FC2_KEYWORDS = {"out", "bias_scale", "is_first_microbatch"}
 
 
 class Sequential(nn.Sequential):
-    """Modules in a row.
+    """Modules in sequence.
 
-    It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always does, by the row's prob.
+    It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always multiplies it by the row's prob.
 
     Args:
         modules: each takes the result of the one before it as first argument, then as many of the extra inputs as its
             attribute `num_extra_inputs` says (GroupedLinear: its splits; ScaledActivation: its scale; GroupedMLP: its
-            splits and row_probs; Sequential: those of its modules; other modules: none). The modules of a nested
-            Sequential run as if they stood here; if it has hooks, it is called as one module.
+            splits and row_probs; Sequential: its modules' extra inputs; other modules: none). A nested Sequential's
+            modules run as if listed here; if it has hooks, it is called as one module.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -68,7 +68,7 @@ class Sequential(nn.Sequential):
 
     @property
     def num_extra_inputs(self) -> int:
-        """Extra inputs of all modules. A subclass with a forward of its own says here how many that takes."""
+        """The number of extra inputs of all modules. A subclass with its own forward overrides it."""
         return sum(map(_num_extra_inputs, self))
 
     @replaceable
@@ -79,23 +79,23 @@ class Sequential(nn.Sequential):
 
         Args:
             x: the input of the first module.
-            extra_inputs: those of all modules that take some, from left to right. Or fewer by the number of patterns
-                GroupedLinear, ScaledActivation, GroupedLinear: `mlp(rows, splits, scale)`. Then the splits of a
-                pattern's first layer are those of its second, too. Patterns are counted from the left, do not overlap,
-                and may reach into nested Sequentials.
+            extra_inputs: the extra inputs of all modules, from left to right. Or one fewer for each pattern
+                GroupedLinear, ScaledActivation, GroupedLinear: `mlp(rows, splits, scale)`. Then the second layer of a
+                pattern also gets the first layer's splits. Patterns are counted from the left, do not overlap, and may
+                extend into nested Sequentials.
             op_kwargs: keyword arguments for single modules, keyed by the module or by its index (from the end if
-                negative): `{-1: {"out": buffer}}`. Those of modules in a nested Sequential are its own `op_kwargs`:
-                `{1: {"op_kwargs": {-1: {"out": buffer}}}}`.
+                negative): `{-1: {"out": buffer}}`. Arguments for modules in a nested Sequential are its own
+                `op_kwargs`: `{1: {"op_kwargs": {-1: {"out": buffer}}}}`.
 
         Returns:
-            What the last module returns; where modules return tuples, (result, all further elements in order).
+            The last module's result; if modules return tuples, (result, all further elements in order).
 
         Raises:
             ArgumentError: the number of extra inputs is wrong; or a key of op_kwargs names no module, names one twice,
-                or names one that does not take the keyword. Nothing has been computed.
-            ArgumentError, StaleLease: what a grouped layer or activation is given is wrong, or its buffers share memory
-                with what another of the modules uses. Nothing has been computed, unless a module of another kind comes
-                before it, such as a nested Sequential with hooks, which checks itself, alone, when it runs.
+                or names one that does not take the keyword. No module has run.
+            ArgumentError, StaleLease: an argument of a grouped layer or activation is wrong, or its buffers share
+                memory with another module's tensors. No module has run, unless a module of another kind precedes it,
+                such as a nested Sequential with hooks, which checks only itself, when it runs.
         """
         calls = list(_calls(self, iter(_complete(list(self), extra_inputs)), op_kwargs))
         stages = [Stage(part) for part in _split(calls, _are_fusible)]
@@ -115,7 +115,7 @@ def _num_extra_inputs(module: nn.Module) -> int:
 
 
 def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[Any]:
-    """One element for each input of the modules: splits that were given once for a pattern are repeated."""
+    """One element for each input of the modules: repeats splits that were given once for a pattern."""
     counts = [_num_extra_inputs(module) for module in modules]
     given = len(extra_inputs)
     needed = sum(counts)
@@ -123,7 +123,7 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
     if given == needed:
         return completed
     patterns = []
-    place = 0  # where among all inputs those of each pattern begin: splits, scale, splits
+    place = 0  # the first input of each pattern: splits, scale, splits
     for part in _split(list(_flatten(modules)), _is_pattern):
         patterns += [place] * (len(part) == 3)
         place += sum(map(_num_extra_inputs, part))
@@ -147,7 +147,7 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
 
 
 def _split(items: list[_Item], belong: Callable[[list[_Item]], bool]) -> Iterator[list[_Item]]:
-    """The items in order: three at once where they belong together, else one."""
+    """Yields the items in order: three at once if they belong together, else one."""
     i = 0
     while i < len(items):
         count = 3 if belong(items[i : i + 3]) else 1
@@ -156,8 +156,8 @@ def _split(items: list[_Item], belong: Callable[[list[_Item]], bool]) -> Iterato
 
 
 def _flatten(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules, with those of nested Sequentials in their place."""
-    # Also of those with hooks: a profiler's must not change how many extra inputs a call needs.
+    """The modules, with each nested Sequential replaced by its modules."""
+    # Also if it has hooks: a profiler's hook must not change the number of extra inputs.
     for module in modules:
         if type(module).forward is Sequential.forward:
             yield from _flatten(cast(Sequential, module))
@@ -175,7 +175,7 @@ def _is_pattern(modules: list[nn.Module]) -> bool:
 def _calls(
     sequential: Sequential, inputs: Iterator[Any], op_kwargs: OpKwargs | None, prefix: str = ""
 ) -> Iterator[Call]:
-    """The modules with their arguments. Those of a nested Sequential take its place where nothing sees its call."""
+    """The modules with their arguments. Replaces a nested Sequential by its modules if its call is unobservable."""
     modules = list(sequential)
     for i, (module, keywords) in enumerate(
         zip(modules, _route(modules, op_kwargs, prefix), strict=True)
@@ -192,7 +192,7 @@ def _calls(
 def _route(
     modules: list[nn.Module], op_kwargs: OpKwargs | None, prefix: str
 ) -> list[dict[str, Any]]:
-    """The keyword arguments of each module. `prefix` goes before the modules' indices in texts."""
+    """The keyword arguments of each module. `prefix` precedes the modules' indices in texts."""
     routed: list[dict[str, Any]] = [{} for _ in modules]
     if op_kwargs is None:
         return routed
@@ -251,11 +251,11 @@ def _keywords(module: nn.Module) -> set[str] | None:
 
 
 def _are_fusible(calls: list[Call]) -> bool:
-    """Whether these are three modules whose calls nothing sees, and the fused kernels give the same result."""
+    """Whether these are three modules with unobservable calls for which the fused kernels give the same result."""
     if len(calls) < 3:
         return False
     fc1, activation, fc2 = (call.module for call in calls)
-    # Subclasses may compute something else: only the plain modules are known well enough.
+    # Subclasses may compute differently: only the plain modules are fused.
     if not (
         type(fc1) is GroupedLinear
         and isinstance(activation, ScaledActivation)
@@ -289,7 +289,7 @@ def _show(key: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One module with what it takes in addition to the rows; `name` is that of named_modules()."""
+    """One module with its arguments besides the rows; `name` as in named_modules()."""
 
     name: str
     module: nn.Module
@@ -305,11 +305,11 @@ class Stage:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known how the modules use all arguments, and that the result has new memory."""
+        """Whether the modules' use of all arguments is known, and the result has new memory."""
         return len(self.calls) == 3 or type(self.calls[0].module).forward in _FORWARDS
 
     def arguments(self) -> RowArguments:
-        """Those of grouped layers."""
+        """The arguments of grouped layers."""
         first = self.calls[0]
         last = self.calls[-1]
         splits, *scales = [value for call in self.calls for value in call.inputs]
@@ -326,7 +326,7 @@ class Stage:
         )
 
     def problem(self, rows: RowsLike) -> Problem:
-        """What is wrong with an argument of a known stage other than the rows, or None."""
+        """The error of an argument of a known stage, other than the rows, or None."""
         module = self.calls[0].module
         if isinstance(module, ScaledActivation):
             return scale_problem("scale", self.calls[0].inputs[0], rows)
@@ -338,7 +338,7 @@ class Stage:
         return self.arguments().problem(rows, cast("list[GroupedLinear]", layers))
 
     def run(self, x: torch.Tensor) -> Any:
-        """What the module, or the last of the three, returns."""
+        """The result of the module, or of the last of the three."""
         call, *others = self.calls
         if not others:
             return call.module(x, *call.inputs, **call.keywords)
@@ -358,7 +358,7 @@ class Stage:
         return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What the stage reads in addition to the rows."""
+        """The tensors that the stage reads besides the rows."""
         for call in self.calls:
             arguments = (
                 value
@@ -370,10 +370,10 @@ class Stage:
 
 
 def _stages_problem(stages: list[Stage], x: object) -> Problem:
-    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory. Memory
-    may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters to the
-    stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it at any
-    later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
+    """The error of the arguments of any stage that can be known, or None. Reads no device memory. A buffer may not
+    share memory with a tensor that a stage reads, or with another buffer while both are in use. A result is in use by
+    the stages after it, up to the first that is known to allocate its result, or by the caller. A graph may read it at
+    any later time. Likewise a gradient is in use by the stages before it. A result and a gradient never share
     memory."""
     rows = (
         RowsLike.of(x)
@@ -384,7 +384,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         if not stage.is_known:
             rows = _UNKNOWN
             continue
-        if any(around_call(call.module) for call in stage.calls):  # it may cast what goes in or out
+        if any(around_call(call.module) for call in stage.calls):  # it may cast inputs or outputs
             rows = rows._replace(dtype=None)
         if (error := stage.problem(rows)) is not None:
             return error
@@ -401,7 +401,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     for i, buffer in results.items():
         reader = next((reader for reader in known if reader > i), None)
         results[i] = replace(buffer, first=i, last=math.inf if trains or reader is None else reader)
-    for i, buffer in gradients.items():  # time goes on as the number of the stage falls
+    for i, buffer in gradients.items():  # backward visits stages in descending order
         reader = next((reader for reader in reversed(known) if reader < i), None)
         # Delayed weight gradients still read tensors after the backward pass.
         delays = reader is not None and any(

@@ -1,11 +1,11 @@
-"""Weights of a layer, packed in one tensor or scattered in G, as kernels take them; and where their gradients go:
+"""Weights of a layer, packed in one tensor or scattered in G, in the kernels' form; and the targets of their gradients:
 `.grad`, or a trainer's fp32 `main_grad`, now or later.
 
-G groups, O output features, C input features. Every call looks at a list of matrices, in forward and in backward, and
-passes it on as a packed tensor if it lies like one, else as a table of addresses; nothing is cached, because trainers
-move parameters with `.data =`.
+G groups, O output features, C input features. Every call inspects a list of matrices, in forward and in backward, and
+passes it on as a packed tensor if the matrices are adjacent, else as a table of addresses. There is no cache, because
+trainers move parameters with `.data =`.
 
-The protocol of `main_grad` is that of Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
+The `main_grad` protocol follows Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
 `get_main_grad`), into which the wgrad kernel accumulates, or with `overwrite_main_grad` writes. A parameter that has
 `grad_added_to_main_grad` gets it set to True, and a gradient of zeros, so that trainers' hooks on `.grad` still run.
 """
@@ -35,7 +35,7 @@ from symmoe.torch_internals import version_of
 
 
 class LayerWeights(NamedTuple):
-    """All that one layer has, as kernels take it; the first four are the kinds of control.REPLICA_MATRICES."""
+    """The tensors of one layer in the kernels' form; the first four are the kinds of control.REPLICA_MATRICES."""
 
     weight: Matrices  # [G, O, C]
     bias: torch.Tensor | None = None  # [G, O]
@@ -44,18 +44,18 @@ class LayerWeights(NamedTuple):
     held: Directions | None = None  # operands that several calls share; None: a call makes its own
 
     def with_held(self, held: CachedWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
-        """With what symmoe.grouped.cache_quantized_weights holds of the weight; for dgrad too if `transposed`."""
+        """With the weight cached by symmoe.grouped.cache_quantized_weights; for dgrad too if `transposed`."""
         return self._replace(held=held.operands(recipe, self.weight, transposed=transposed))
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """All tensors that kernels read of them, among which are tables of addresses; None where there is none."""
+        """All tensors that kernels read, including tables of addresses; None for a missing one."""
         held = itertools.chain.from_iterable(filter(None, self.held or ()))
         return [address_or_self(self.weight), self.bias, self.a, self.b, *held]
 
     @property
     def key(self) -> Hashable:
-        """On what it depends what is launched, besides operands."""
+        """What determines the launches besides operands."""
         has = self.bias is None, self.a is None, self.held is None
         return isinstance(self.weight, TensorTable), has
 
@@ -63,10 +63,10 @@ class LayerWeights(NamedTuple):
 def kernel_matrices(
     lists: Mapping[str, Sequence[torch.Tensor]],
 ) -> list[torch.Tensor | TensorTable]:
-    """Each named list, one tensor [G, O, C] or G of [O, C], as kernels take it: one packed tensor, or a table of
-    tensors that do not lie like one. The addresses of all tables are loaded in one launch. Does not synchronise the
-    host. ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors
-    in a table are not contiguous and aligned so."""
+    """Each named list, one tensor [G, O, C] or G of [O, C], in the kernels' form: one packed tensor, or a table of
+    tensors that are not adjacent. One launch loads the addresses of all tables. Does not synchronise the host.
+    ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors in a
+    table are not contiguous or not aligned to 16 bytes."""
     found: dict[str, Any] = {}
     scattered = {}
     for name, matrices in lists.items():
@@ -104,11 +104,11 @@ def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
 
 def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """[G, O, C] over the memory of G matrices of one shape and dtype, if each begins where the one before it ends.
-    Copies nothing, does not synchronise the host. The view has no history and does not share version counters. None too
-    if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last of them:
-    then they are neighbours by chance, and nothing would keep the others alive."""
+    Copies nothing, does not synchronise the host. The view has no history and does not share version counters. Also
+    None if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last
+    matrix: then they are adjacent by chance, and the view would not keep the others alive."""
     first = matrices[0]
-    # The first two tell most lists that are not adjacent, at the cost of two addresses.
+    # The first two reveal most lists that are not adjacent, for two addresses.
     if not (_are_adjacent(matrices[:2]) and _are_adjacent(matrices)):
         return None
     storage = first.untyped_storage()
@@ -120,7 +120,7 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def check_uniform(weights: Sequence[torch.Tensor]) -> None:
-    """ArgumentError if discrete weights differ in shape or dtype: a layer has one of each, as a packed weight has."""
+    """ArgumentError if discrete weights differ in shape or dtype: a layer has one of each, like a packed weight."""
     for name in ("shape", "dtype"):
         found = list(map(operator.attrgetter(name), weights))
         if found.count(found[0]) != len(found):
@@ -131,8 +131,8 @@ def check_uniform(weights: Sequence[torch.Tensor]) -> None:
 
 
 def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
-    """Moves G parameters [O, C] into one storage, one after the other, where packed_view finds them. Copies them.
-    Leaves them where they are if they lie so already, or are no plain tensors of one shape, dtype and device."""
+    """Copies G parameters [O, C] into one storage, adjacent, for packed_view. Leaves them unchanged if they are
+    adjacent already, or are not plain tensors of one shape, dtype and device."""
     first = parameters[0]
     looks = {(type(p), p.shape, p.dtype, p.device, p.layout) for p in parameters}
     if looks != {(nn.Parameter, first.shape, first.dtype, first.device, torch.strided)}:
@@ -145,7 +145,7 @@ def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def addresses(matrices: Sequence[torch.Tensor]) -> list[int] | None:
-    """The addresses of G tensors; None if they have no memory with an address, or are not on one device."""
+    """The addresses of G tensors; None if a tensor has no memory with an address, or they are not on one device."""
     payload = _read(matrices, alignment=1, contiguous=False)
     return None if payload is None else memoryview(payload).cast("q").tolist()
 
@@ -158,7 +158,7 @@ def _are_adjacent(matrices: Sequence[torch.Tensor]) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=1024)  # a layer asks with the same numbers in every call
+@functools.lru_cache(maxsize=1024)  # a layer's numbers repeat in every call
 def _side_by_side(start: int, num_bytes: int, count: int) -> bytes:
     """Addresses of `count` matrices, each of which begins where the one before it ends, as native int64."""
     return struct.pack(f"={count}q", *range(start, start + count * num_bytes, num_bytes))
@@ -180,12 +180,12 @@ Compute = Callable[[torch.Tensor | TensorTable, bool], None]
 
 class WeightProduct(NamedTuple):
     """The gradient of a layer's weights before it is computed, now or later: left^T right of the rows of each group. It
-    holds no weights. As a function, a Compute."""
+    keeps no weights. As a function, a Compute."""
 
     left: Any  # Rows, or an Operand of columns
     right: Any
     row_range: torch.Tensor
-    read: dict[str, torch.Tensor] | None = None  # by name, rows among them that are others' memory
+    read: dict[str, torch.Tensor] | None = None  # by name, rows in memory of other owners
 
     def __call__(
         self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None
@@ -202,19 +202,19 @@ Gradients = Sequence[torch.Tensor | None]  # one for each weight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Where the gradients of a layer's weights go, found when backward begins. option: "none", nowhere; "new", autograd
-    gets new tensors, [G, O, C] for one packed weight, or views of that for G of [O, C]; "add" and "overwrite", to the
-    main_grads of the parameters; "delayed", backward_dw computes them."""
+    """The target of the gradients of a layer's weights, fixed when backward begins. option: "none", no gradients;
+    "new", autograd gets new tensors, [G, O, C] for one packed weight, or views of that for G of [O, C]; "add" and
+    "overwrite", the parameters' main_grads; "delayed", backward_dw computes them."""
 
     option: str = "none"
     parameters: Sequence[torch.Tensor] = ()  # whose main_grads these are:
     tensors: Sequence[torch.Tensor] = ()  # the trainer's memory
-    matrices: Matrices | None = None  # and as kernels take it
-    delay: Callable[[WeightProduct], object] | None = None  # puts off a computation
+    matrices: Matrices | None = None  # in the kernels' form
+    delay: Callable[[WeightProduct], object] | None = None  # postpones a computation
 
     @property
     def operands(self) -> list[torch.Tensor]:
-        """As kernels take them: packed, or a table of addresses."""
+        """The target's tensors in the kernels' form: packed, or a table of addresses."""
         return [] if self.matrices is None else [address_or_self(self.matrices)]
 
     @property
@@ -228,8 +228,8 @@ class Target:
         product: Callable[[], WeightProduct],
         compute: Compute | None = None,
     ) -> Sequence[Any]:
-        """Computes them, by the product or by what does that in its place; or only makes the product, if they are
-        delayed. What :meth:`for_autograd` takes."""
+        """Computes the gradients, by the product or its replacement; if they are delayed, only makes the product.
+        Returns the argument for :meth:`for_autograd`."""
         if self.option == "new":
             shape = packed_shape(weights)
             first = weights[0]
@@ -241,9 +241,9 @@ class Target:
         return [None] * len(weights) if self.delay is None else [product()]
 
     def for_autograd(self, weights: Sequence[torch.Tensor], found: Sequence[Any]) -> Gradients:
-        """What an autograd function's backward returns for `weights` where :meth:`add` has found these; here a delayed
-        computation is put off. `weights` are the parameters, or what autocast has made of them; then a gradient goes
-        through the cast."""
+        """The result of an autograd function's backward for `weights`, from the results of :meth:`add`; postpones a
+        delayed computation. `weights` are the parameters, or autocast's casts of them; then the gradient goes through
+        the cast."""
         if self.delay is not None:
             self.delay(found[0])
             return [None] * len(weights)
@@ -255,14 +255,14 @@ class Target:
         for parameter in itertools.compress(self.parameters, asked):
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # the trainer's
         zeros = _shared_zeros(weights[0])
-        # A tensor for each: autograd would copy one that it has been given twice.
+        # Separate tensors: autograd would copy a tensor that it gets twice.
         return [zeros.detach() if is_asked else None for is_asked in asked]
 
 
 def main_grads_of(parameters: Sequence[torch.Tensor], *, overwrite: bool) -> Target:
-    """The `main_grad`s of a layer's parameters, one packed or G, as they are now; ArgumentError if the kernel cannot
-    write to one. overwrite: gradients overwrite what is there, whatever the parameters say."""
-    # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
+    """The current `main_grad`s of a layer's parameters, one packed or G; ArgumentError if the kernel cannot write to
+    one. overwrite: gradients overwrite them, regardless of the parameters' attributes."""
+    # The kernel computes a gradient for every group; a frozen parameter's is discarded.
     tensors = [
         _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32)
         for p in parameters
@@ -278,8 +278,8 @@ def compute_delayed(
     product: WeightProduct,
     rows: Unmodified,
 ) -> None:
-    """Leaves what autograd would have left: a sum in `.grad`, or zeros. Megatron's DDP looks there before it reduces.
-    overwrite: as in main_grads_of; None: gradients go to `.grad`. StaleRows: the rows that it reads have changed."""
+    """Computes delayed gradients. Leaves a sum in `.grad`, or zeros, like autograd: Megatron's DDP reads it before it
+    reduces. overwrite: as in main_grads_of; None: gradients go to `.grad`. StaleRows: the rows have changed since."""
     rows.check()
     to_grad = overwrite is None
     target = Target("new") if overwrite is None else main_grads_of(parameters, overwrite=overwrite)
@@ -294,7 +294,7 @@ def compute_delayed(
 
 
 def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
-    getter = getattr(parameter, "get_main_grad", None)  # FSDP makes the tensor when it is asked for
+    getter = getattr(parameter, "get_main_grad", None)  # FSDP makes the tensor on request
     main_grad: torch.Tensor | None = (
         getattr(parameter, "main_grad", None) if getter is None else getter()
     )
@@ -314,10 +314,10 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
 def _shared_zeros(weight: torch.Tensor) -> torch.Tensor:
     """Zeros like a layer's weights, which all have one shape and dtype."""
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Those of other layers must not come out of a graph's memory.
+        # Other layers' zeros must not be in a graph's memory.
         return weight.new_zeros(()).expand(weight.shape)
     key = tuple(weight.shape), weight.dtype, weight.device
-    if version_of(_zeros(*key)):  # somebody has written into their gradient
+    if version_of(_zeros(*key)):  # a trainer has written into a gradient
         _zeros.cache_clear()
     return _zeros(*key)
 

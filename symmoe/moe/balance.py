@@ -1,12 +1,11 @@
-"""Keeping the experts equally busy: losses, the expert bias, and the figures that say how well it goes
-(docs/training.md).
+"""Keeps the experts equally busy: losses, the expert bias, and figures that measure the balance (docs/training.md).
 
 None of these functions synchronises the host, and only balance_step with an `expert_group` is collective: every rank
 has the load of the whole EP group from the plan's exchange of counts, so balance costs no communication.
 
 A load-balance loss is E * sum_i f_i * P_i, [] fp32, of the fraction f_i of the slots that went to expert i, which has
-no gradient, and the mean P_i of its normalised scores: 1 when both are uniform. Without tokens it is 0, still connected
-to what it is differentiable in. Tokens of False in a mask, bool [T], do not count. T tokens on this rank, S tokens in a
+no gradient, and the mean P_i of its normalised scores: 1 when both are uniform. Without tokens the loss is 0, still
+connected to its inputs. Tokens that are False in a mask, bool [T], do not count. T tokens on this rank, S tokens in a
 sequence, K experts per token, E experts in all.
 """
 
@@ -39,8 +38,8 @@ def normalised(scores: torch.Tensor) -> torch.Tensor:
 def rows_per_rank(
     expert_load: torch.Tensor, replica_to_expert: torch.Tensor, replica_rows: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [2, R], rows of each rank before and after balance: of its E / R experts of expert_load [E], and as
-    replica_rows [R, S] of the experts replica_to_expert [R, S] have moved to its places."""
+    """int64 [2, R], rows of each rank before and after balance. Before: expert_load [E] of its E / R experts. After:
+    replica_rows [R, S] of the experts replica_to_expert [R, S] have moved."""
     by_rank = expert_load.view(len(replica_rows), -1)
     owners = replica_to_expert // by_rank.shape[1]
     ranks = torch.arange(len(by_rank), device=by_rank.device)
@@ -52,11 +51,11 @@ def rows_per_rank(
 def load_balance_loss(
     shares: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load:
-    over all ranks, and over the micro-batches of a step, experts may specialise within a rank's micro-batch
-    (arXiv:2501.11873). The loss is linear in what is local: the mean over ranks of this value, and of its gradient,
-    equals the loss of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in
-    data parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
+    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with f from a given load. With a load
+    of all ranks or of a step's micro-batches, experts may specialise within one rank's micro-batch (arXiv:2501.11873).
+    The loss is linear in the local shares: the mean over ranks of the value, and of its gradient, equals the loss of
+    the global batch for any number of ranks (with equal T on every rank, as for a mean loss in data parallelism).
+    shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert."""
     mean_share_E = _mean(shares, token_mask)
     load_E = expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
@@ -70,9 +69,9 @@ def sequence_balance_loss(
     token_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences of S
-    neighbours. topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert. f and P of a sequence are
-    over its own tokens. f counts the experts that tokens go to, with whatever bias and groups the router has used. A
-    sequence that is all padding counts as 0."""
+    consecutive tokens. topk_idx: int [T, K], the choice before drops; -1 is no expert. f and P of a sequence are over
+    its own tokens. f counts the chosen experts, including the effect of the router's bias and groups. A sequence of
+    padding only counts as 0."""
     num_tokens, num_experts = shares.shape
     sequences = (num_tokens // max(sequence_length, 1), sequence_length)
     mask_BS = None if token_mask is None else token_mask.view(sequences)
@@ -92,8 +91,8 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """The sum of a balance loss and a z-loss, each times its coefficient; 0: without it. sequence_length: S of the loss
-    of sequences; None: the loss of a load."""
+    """The sum of a balance loss and a z-loss, each times its coefficient; 0 turns a loss off. sequence_length: S of the
+    sequence-wise loss; None: the loss of a load."""
 
     balance_coef: float
     z_coef: float
@@ -102,7 +101,7 @@ class RouterLoss:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the kernel router_losses."""
+        """The options of the kernel router_losses."""
         coefs = {"balance_coef": self.balance_coef, "z_coef": self.z_coef}
         return {**coefs, "normalises": self.score != "softmax"}
 
@@ -163,7 +162,7 @@ class _KernelLoss(Function):
     def backward(ctx: Context, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, scores, token_mask, slopes = ctx.saved_tensors
         needs_logits, needs_scores = ctx.needs_input_grad[2:]
-        # A loss without a coefficient has no gradient: not one that is zero.
+        # A loss without a coefficient has no gradient, rather than a zero one.
         needs = needs_logits and ctx.loss.z_coef != 0, needs_scores and ctx.loss.balance_coef != 0
         if not any(needs):
             return None, None, None, None
@@ -189,7 +188,7 @@ def router_loss(
     expert_load: torch.Tensor,
     token_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """of(...), by kernels where there are some, which takes the host much less time. Differentiable, once."""
+    """of(...), by kernels where they exist, which takes the host much less time. Differentiable once."""
     if torch.compiler.is_compiling() or of.sequence_length is not None:
         return of(logits, scores, chosen_idx, expert_load, token_mask)
     return cast(torch.Tensor, _KernelLoss.apply(of, (expert_load, token_mask), logits, scores))
@@ -197,7 +196,7 @@ def router_loss(
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
-    # They get a separate column: writes of different values to one place have no order.
+    # These ids get a separate column: writes of different values to one place have no order.
     places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
     chosen = torch.zeros(
         (topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device
@@ -209,15 +208,15 @@ def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor
     """[..., C] means over the tokens that count, of values [..., T, C] and a mask [..., T]."""
     if token_mask is None:
         return values.sum(-2) / max(values.shape[-2], 1)
-    # Filled, not multiplied: a padding token may hold anything.
+    # Filled, not multiplied: a padding token may be NaN.
     kept = values.masked_fill(~token_mask.unsqueeze(-1), 0.0)
     return kept.sum(-2) / token_mask.sum(-1, keepdim=True).clamp_min(1)
 
 
 @torch.no_grad()
 def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: float) -> None:
-    """Adds `rate` to the bias of every underloaded expert and takes it from every overloaded one, in place. The
-    auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2408.15664). Call it once per optimizer step, with the load
+    """Adds `rate` to the bias of every underloaded expert and subtracts it from that of every overloaded one, in place:
+    the auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2408.15664). Call it once per optimizer step, with the load
     summed over the micro-batches (and over the EP groups, where there are several). Every rank then makes the same
     update, because every rank has the same load. bias: [E] fp32; expert_load: [E] integer."""
     if bias.dtype != torch.float32 or bias.shape != expert_load.shape:
@@ -251,10 +250,10 @@ def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
-    """Moves every expert bias towards balance, and starts the counts of the next step. Once per optimizer step; model:
-    holds the layers, in the same order on every rank. In training mode a layer counts the load of a call (of its whole
-    EP group) when backward passes through the call; micro-batches add up. A router that is frozen, with no parameter
-    that requires a gradient in it or in what wraps it, counts as well, and keeps its bias.
+    """Moves every expert bias towards balance, and starts the counts of the next step. Call it once per optimizer step.
+    model: contains the layers, in the same order on every rank. In training mode a layer counts the load of a call (of
+    its whole EP group) when backward passes through the call; micro-batches add up. A frozen router (neither it nor its
+    wrapper has a parameter that requires a gradient) also counts, but keeps its bias.
 
     Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
     synchronise the host, and can be captured in a CUDA graph.
@@ -262,7 +261,7 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
     check_model(model)
     modules = [*model.modules()]
     routers = [module for module in modules if isinstance(module, Router)]
-    # The outermost that stands for a router, e.g. one with adapters around it.
+    # The outermost module that replaces a router, e.g. a wrapper with adapters.
     wholes = {
         inner: whole
         for module in reversed(modules)
@@ -293,8 +292,8 @@ def balance_after(
     *,
     expert_group: dist.ProcessGroup | None = None,
 ) -> RemovableHandle:
-    """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step. `remove()`
-    of what it returns ends this."""
+    """Makes every `optimizer.step()` end with :func:`balance_step`, unless a gradient scaler skips the step. `remove()`
+    of the returned handle ends this."""
     check_model(model)
     check_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch")
     return optimizer.register_step_post_hook(
@@ -305,15 +304,13 @@ def balance_after(
 def count_in_backward(
     y: torch.Tensor, expert_load: torch.Tensor, step_load: torch.Tensor
 ) -> torch.Tensor:
-    """y, the result of a call, whose load [E] is added to `step_load` when backward comes to y. By then autograd has
-    been through the balance loss of the call, which is newer than y. So what a checkpoint computes again for that loss
-    still sees the count of forward."""
+    """y, the result of a call. Its load [E] is added to `step_load` when backward reaches y. By then autograd has run
+    backward of the call's balance loss, which is newer than y. So a checkpoint that recomputes for that loss still sees
+    forward's count."""
     if torch.compiler.is_compiling():
         counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)  # type: ignore[no-untyped-call]
         return counted
-    loads = [
-        expert_load.long()
-    ]  # a copy: the caller's is in the metrics, where users may write to it
+    loads = [expert_load.long()]  # a copy: users may write to the caller's, in the metrics
 
     def add(_: torch.Tensor) -> None:
         while loads:  # once, also if the graph is retained
@@ -325,7 +322,7 @@ def count_in_backward(
 
 
 class _CountInBackward(torch.autograd.Function):
-    """Does what the hook does, for torch.compile."""
+    """Replaces the hook under torch.compile."""
 
     @staticmethod
     def forward(
@@ -346,7 +343,7 @@ class _CountInBackward(torch.autograd.Function):
 
 @torch.library.custom_op("symmoe::load_so_far", mutates_args=())
 def load_so_far(step_load: torch.Tensor, expert_load: torch.Tensor) -> torch.Tensor:
-    """int64 [E]: the load that the step has counted, plus that of a call."""
+    """int64 [E]: the step's count plus the load of a call."""
     return step_load + expert_load
 
 

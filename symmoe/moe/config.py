@@ -1,4 +1,4 @@
-"""What an MoE layer is: one frozen record, checked when it is made."""
+"""The configuration of an MoE layer: one frozen record, checked when it is created."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
 _SIZES = ("hidden", "ffn", "num_experts", "top_k", "replicas_per_rank")
-_BOUNDS = ("capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes, or None
-_OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
+_BOUNDS = ("capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes or None
+_OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # need a static one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig(RoutingRule):
-    """The router of a layer: how it chooses experts, and what keeps them equally busy.
+    """The router of a layer: how it chooses experts and balances their load.
 
     Attributes:
         score: how logits become scores, by "softmax" or "sigmoid".
@@ -33,10 +33,10 @@ class RouterConfig(RoutingRule):
         expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary loss).
         bias_update_rate: step of that bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
-        aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's;
-            with a capacity_factor this rank's), of each sequence, or of all micro-batches since the last balance_step
-            ("global", which therefore needs one per optimizer step); see symmoe.moe.balance. Without effect if
-            aux_loss_coef is 0, so that a search over coefficients may begin there.
+        aux_loss: the tokens over which the loss balances the experts: one call's ("micro_batch", of the EP group; with
+            a capacity_factor of this rank), each sequence's, or those of all micro-batches since the last balance_step
+            ("global", which needs one balance_step per optimizer step); see symmoe.moe.balance. Ignored if
+            aux_loss_coef is 0, so a search over coefficients may include 0.
         z_loss_coef: factor of the router z-loss; 0 turns it off.
 
     Raises:
@@ -51,7 +51,7 @@ class RouterConfig(RoutingRule):
 
     @property
     def rule(self) -> RoutingRule:
-        """How the router's logits become a choice."""
+        """How the router turns logits into a choice."""
         rule = {field.name: getattr(self, field.name) for field in fields(RoutingRule)}
         return RoutingRule(**rule)
 
@@ -71,7 +71,7 @@ class RouterConfig(RoutingRule):
 
 
 def _take_sizes(config: RouterConfig | MoEConfig, *names: str) -> None:
-    """Raises an ArgumentError if one of these fields is no size; makes them int: equal texts on all ranks."""
+    """Makes these fields int, for equal error texts on all ranks. ArgumentError: a field is no size."""
     sizes = {name: getattr(config, name) for name in names}
     raise_for(arguments.size_problem(**sizes))
     for name, size in sizes.items():
@@ -80,50 +80,50 @@ def _take_sizes(config: RouterConfig | MoEConfig, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """One MoE layer: its shape, its memory, what travels, and its router. Equal on every rank of the EP group: the plan
-    of every call compares it.
+    """One MoE layer: its shape, memory, communication and router. Equal on every rank of the EP group: every call's
+    plan compares it.
 
     Attributes:
         hidden: H, width of the tokens.
         ffn: I, width of one expert's feed-forward layer.
         num_experts: E, experts in all; a multiple of the number of EP ranks (checked by the layer).
         top_k: K, experts per token.
-        activation: between the two layers of an expert.
-        capacity: rows a rank can receive in one call. None is exact: nothing is dropped, and the host reads the plan of
-            a call once everything is launched.
-        max_row_budget: with exact capacity, the most rows that a call gets room for before its routing is known. A call
-            gets what recent calls have needed, and a margin; one that needs more is made again. Where recent calls
-            have needed more than max_row_budget, the host waits for the routing first. None: no limit.
-        overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
-        max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each call,
-            which then needs the same number on every rank.
-        rail_capacity: with a static capacity, the most tokens that a rank sends to another node, see make_plan; without
-            effect on one node. None: max_tokens, or the tokens of a call.
-        order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
-            ranks. "node": each node sums its rows in k order, and home what the nodes have summed; on one node the same
-            as "slot", and between nodes "rank" is the same as "node".
-        stash: what forward keeps for backward. "all": the received rows (on the heap) and FC1's output h; "rows":
-            backward computes h again; "hidden": only h, backward dispatches the tokens again; "none": it does both.
-            The results have the same bits.
-        layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
-            per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
-            takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
-        schedule: "overlapped": rows travel while GEMMs run, where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. "always-overlapped": in every trip, for tests. Same bits.
-        precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
-            None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
-        quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
-            ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
-            them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
-        balance: "replicas": in every call, ranks that get more rows than the others give some to replicas of their
-            experts on ranks that get less, see docs/balance.md. "none": the rank of an expert computes all its rows.
-        replicas_per_rank: with "replicas", how many experts of others a rank can have replicas of at a time.
-        replica_slack: with "replicas", how much more rows than the mean a rank may keep, as a share of the mean.
-        router: the layer's router (symmoe.moe.router). None: the layer has no router and no parameters of one, and
-            each call brings topk_idx and probs.
-        capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens, padding
-            counted; the others lose that slot before they travel. None drops nothing.
-        drop_policy: which tokens lose: those of the smallest prob ("probs") or the last ones ("position").
+        activation: the function between the two layers of an expert.
+        capacity: rows a rank can receive in one call. None is exact: no slot is dropped, and the host reads the plan of
+            a call after it has launched all kernels.
+        max_row_budget: with exact capacity, the most rows that a call reserves before its routing is known. A call
+            reserves the rows of recent calls and a margin; a call that needs more is planned again. If recent calls
+            needed more than max_row_budget, the host waits for the routing first. None: no limit.
+        overflow: with a static capacity, "raise" on every rank, or "drop" the last tokens of the fullest experts.
+        max_tokens: with a static capacity, the most tokens of one rank in a call. None: a call's own number, which must
+            then be equal on every rank.
+        rail_capacity: with a static capacity, the most tokens that a rank sends to another node, see make_plan; ignored
+            on one node. None: max_tokens, or the tokens of a call.
+        order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of ranks.
+            "node": each node sums its rows in k order, and the token's rank adds the nodes' sums. On one node "node"
+            equals "slot"; between nodes "rank" equals "node".
+        stash: what forward keeps for backward. "all": the received rows (on the heap) and FC1's output h. "rows":
+            backward recomputes h. "hidden": only h; backward dispatches the tokens again. "none": backward does both.
+            All give the same bits.
+        layout: layout of the received rows. "packed": one row per (token, rank), from which the GEMMs gather.
+            "expert-major": one per (token, expert), which GEMMs read faster, in up to K times the heap. "auto": the
+            faster one, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
+        schedule: "overlapped": rows travel while GEMMs run, where that saves time (moe/overlap.py). "serial": dispatch,
+            experts and combine run in sequence. "always-overlapped": every trip overlaps, for tests. Same bits.
+        precision: the number format of the experts' products, a recipe of symmoe.precision (docs/precision.md); None:
+            the working dtype. Parameters, their gradients and checkpoints do not depend on it.
+        quantized_wire: which rows travel to the experts as E4M3 numbers of `precision`, in about half the bytes: tokens
+            ("forward"), gradients of the experts' results ("backward"), "both" or "none". The experts' results keep
+            their bits, except gradients of weights and biases, which use dequantised rows.
+        balance: "replicas": in every call, overloaded ranks move rows to replicas of their experts on ranks with fewer
+            rows, see docs/balance.md. "none": the rank of an expert computes all its rows.
+        replicas_per_rank: with "replicas", the most replicas of other ranks' experts on a rank at a time.
+        replica_slack: with "replicas", the rows above the mean that a rank may keep, as a share of the mean.
+        router: the layer's router (symmoe.moe.router). None: the layer has no router and no router parameters; pass
+            topk_idx and probs to each call.
+        capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens, including
+            padding; the other tokens lose that slot before dispatch. None drops nothing.
+        drop_policy: which tokens lose a slot: those with the smallest prob ("probs") or the last ones ("position").
 
     Raises:
         ArgumentError: a field is out of range, or two fields do not fit together. The text names both values.
@@ -154,12 +154,12 @@ class MoEConfig:
 
     @property
     def received_layout(self) -> str:
-        """The layout; "auto" is resolved."""
+        """The layout, with "auto" resolved."""
         return received_layout(self.layout, self.ffn, self.precision)
 
     @property
     def num_replica_slots(self) -> int:
-        """Places of a rank for replicas."""
+        """Places for replicas on a rank."""
         return self.replicas_per_rank if self.balance == "replicas" else 0
 
     def experts_per_rank(self, num_ranks: int) -> int:
@@ -171,8 +171,8 @@ class MoEConfig:
         return self.num_experts // num_ranks
 
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
-        """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number.
-        ArgumentError: direction is another word."""
+        """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: bytes of one number.
+        ArgumentError: unknown direction."""
         raise_for(choice_problem("direction", direction, ("forward", "backward")))
         if self.precision is None or self.quantized_wire not in (direction, "both"):
             return self.hidden * item_bytes
@@ -225,7 +225,7 @@ class MoEConfig:
         arguments.check_factor("capacity_factor", factor)
         if not factor:
             raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
-        # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
+        # The plan counts the load of all ranks after the drops, which hides how overloaded an expert is.
         given = f"with capacity_factor ({factor})"
         if router.expert_bias:
             raise ArgumentError(
@@ -235,7 +235,7 @@ class MoEConfig:
             raise ArgumentError(f"aux_loss ('global') must be 'micro_batch' or 'sequence' {given}")
 
     def _check_defaults(self, names: tuple[str, ...], what: str) -> None:
-        """Fields of these names need `what`; without it they keep their defaults."""
+        """Raises an ArgumentError if a field of these names, which needs `what`, differs from its default."""
         for field in fields(self):
             if field.name in names and (value := getattr(self, field.name)) != field.default:
                 raise ArgumentError(f"{field.name} ({value!r}) needs {what}")

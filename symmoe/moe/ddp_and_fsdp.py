@@ -1,10 +1,10 @@
-"""DDP and FSDP around a layer, put there by code that knows nothing of experts: accelerate, transformers' Trainer,
-Lightning Fabric, or a user's. Both would mix experts, which differ from rank to rank (docs/ddp.md).
+"""Supports DDP and FSDP around a layer when other code adds the wrapper: accelerate, transformers' Trainer, Lightning
+Fabric, or a user's script. Both would mix experts, which differ from rank to rank (docs/ddp.md).
 
 A layer names its experts where DDP looks for parameters to ignore, and `prepare_for_ddp` makes a whole model do so.
-(DDP asks the module that it wraps, no other.) Every forward pass inside a DDP sees to it that the experts' gradients
-get the scale of DDP's own: with D replicas of every expert, the sum over all tokens divided by W = R * D, as
-reduce_gradients has it. What has gone wrong by then is an error of that forward pass, on every rank.
+(DDP asks the module that it wraps, no other.) Every forward pass inside a DDP ensures that the experts' gradients get
+the scale of DDP's own: with D replicas of every expert, the sum over all tokens divided by W = R * D, as in
+reduce_gradients. That forward pass raises the errors found so far, on every rank.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 
 class ExpertDataParallel:
-    """The other ranks that hold the experts of one layer, as `group` with this one (None: there is one EP group), and
-    a reference to the DDP in which it was last met, if there is one. Copies of the layer are in none."""
+    """The other ranks that hold the experts of one layer, as `group` with this one (None: one EP group), and a
+    reference to the DDP that last called the layer, if any. Copies of the layer start without a DDP."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None
     ) -> None:
-        self.group = group  # as the layer was given it
+        self.group = group  # the layer's argument
         self.gradient_group = (
             group if gradient_group is None else gradient_group
         )  # for gradients under DDP
@@ -51,8 +51,7 @@ class ExpertDataParallel:
 
 
 class _Joined:
-    """What has become part of a DDP: layers, and parameters of experts that are equal on all replicas. Keeps nothing
-    alive."""
+    """The layers and expert parameters (equal on all replicas) that have joined a DDP. Keeps no object alive."""
 
     def __init__(self) -> None:
         self.layers: weakref.WeakKeyDictionary[ExpertParallelModule, None] = (
@@ -62,13 +61,13 @@ class _Joined:
         self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter has all that it needs as it is."""
+        """Whether the parameter has joined in its current state."""
         has_hooks = self.experts.get(parameter)
         return has_hooks is not None and has_hooks >= parameter.requires_grad
 
 
 class ExpertParallelModule(nn.Module):
-    """A layer whose experts are spread over the ranks of a heap, that of its EP group."""
+    """A layer whose experts are spread over the ranks of its EP group's heap."""
 
     heap: SymmetricHeap
     experts: GroupedMLP  # this rank's
@@ -76,7 +75,7 @@ class ExpertParallelModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sound_look: list[list[object]] = []  # of the parts, when nothing was wrong with them
+        self._sound_look: list[list[object]] = []  # of the parts, when they were valid
 
     @property
     def is_expert_parallel(self) -> bool:
@@ -93,10 +92,10 @@ class ExpertParallelModule(nn.Module):
         self._ignored_besides = list(names)
 
     def wrapper_problem(self) -> SymmoeError | None:
-        """What is around the layer that would mix experts, or why its parts cannot be used as they are, or None; in a
-        forward of a DDP, takes part in it."""
+        """The error of a wrapper that would mix experts, or of the layer's parts, or None. In a forward of a DDP the
+        layer joins that DDP."""
         problem: SymmoeError | None = attach_to_ddp(self)
-        # Of the parts, not of the layer: it would keep itself alive.
+        # The method of the parts, not of the layer, which would keep itself alive.
         if (
             problem is None
             and (look := [*map(look_of, self._modules.values())]) != self._sound_look
@@ -107,7 +106,7 @@ class ExpertParallelModule(nn.Module):
         return problem
 
     def parts_problem(self) -> SymmoeError | None:
-        """Why the parts of the layer, as they are, cannot be used, or None. It depends on their look_of only."""
+        """Why the layer cannot use its current parts, or None. Depends on their look_of only."""
         experts = self.experts
         device = self.heap.device
         return (
@@ -120,15 +119,15 @@ class ExpertParallelModule(nn.Module):
 
 def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
     """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards, for users who
-    leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric. Local. Gradients come out of backward
-    as `reduce_gradients` would make them: do not call that. Nothing to do for a MoELayer that is wrapped itself, and
-    for models of `swap_moe`.
+    leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric. Local. Backward makes the gradients
+    that `reduce_gradients` would make: do not call that. A MoELayer that is wrapped itself, and models of `swap_moe`,
+    need no call.
 
     Args:
-        model: what is wrapped, not a part of it; may be compiled before or after. Adapters may still be added.
-        expert_group: where the world has several EP groups, the ranks that hold this rank's experts in the others, and
-            this one: replicas are made equal in the first forward pass that has them, and their gradients averaged.
-            None: as the layers have it, or the world is one EP group.
+        model: the module to wrap, not a part of it; may be compiled before or after. Adapters may still be added.
+        expert_group: if the world has several EP groups, the ranks that hold this rank's experts. Replicas become equal
+            in their first forward pass; their gradients are averaged. None: the layers' groups, or the world is one EP
+            group.
 
     Raises:
         ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.
@@ -148,10 +147,9 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
 
 
 def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
-    """What is wrong with the DDP whose forward is running, if there is one, or None. Layers and parameters of experts
-    that are in its forward for the first time, or take gradients since the last one, take part: these gradients get
-    hooks, and replicas of new parameters are made equal (collective over them). layer: the one that is being called;
-    None: one that is in the DDP."""
+    """The error of the DDP whose forward is running, if any, or None. Layers and expert parameters join it if they are
+    new in its forward or have since become trainable: their gradients get hooks, and replicas of new parameters are
+    made equal (collective over the replicas). layer: the layer being called; None: any layer in the DDP."""
     ddp = active_ddp()
     if ddp is None:
         return None
@@ -175,7 +173,7 @@ def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | 
 def join_ddp(
     ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule] = ()
 ) -> ArgumentError | None:
-    """Makes the layers in a DDP, and others, part of it, or says why that cannot be."""
+    """Joins the layers in a DDP, and others, to it, or returns the reason why they cannot join."""
     inside = [module for module in ddp.module.modules() if isinstance(module, ExpertParallelModule)]
     joined: _Joined = vars(ddp).setdefault(_JOINED, _Joined())
     new_layers = [
@@ -192,9 +190,9 @@ def join_ddp(
 
 
 def experts_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
-    """What is wrong with what is around the calls of this rank's experts, or with how FSDP has sharded them, if it has,
-    or None. symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has
-    taken the experts of different ranks for the same."""
+    """The error of a wrapper around the calls of this rank's experts, or of FSDP's sharding of them, or None. symmoe's
+    own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Otherwise FSDP treats the experts of
+    different ranks as equal."""
     problem = _fsdp_problem(experts, num_ranks) if num_ranks > 1 else None
     return problem or experts_call_problem(experts)
 
@@ -203,9 +201,7 @@ def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
     for name in ("fc1", "fc2"):
         linear = cast(GroupedLinear, modules[name])
-        if not getattr(
-            linear, "_is_fsdp_managed_module", False
-        ):  # maybe there is something around it
+        if not getattr(linear, "_is_fsdp_managed_module", False):  # it may have a wrapper
             continue
         shape = (
             linear.weight.shape
@@ -224,8 +220,8 @@ def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
 def device_problem(
     name: str, module: nn.Module | None, device: torch.device
 ) -> ArgumentError | None:
-    """The error of a parameter that is on another device than the heap, or has no memory, or None. Not of what is
-    brought in time: parts of DTensors, modules with accelerate's hooks."""
+    """The error of a parameter on another device than the heap, or without memory, or None. Skips parameters that move
+    there before use: parts of DTensors, modules with accelerate's hooks."""
     if module is None or {parameter.device for parameter in _parameters(module)} <= {device}:
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
@@ -241,7 +237,7 @@ def device_problem(
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    """All parameters. Asked for in every call: `parameters()` takes far longer."""
+    """All parameters. Runs in every call, where `parameters()` would take far longer."""
     found = [parameter for parameter in module._parameters.values() if parameter is not None]
     for child in module._modules.values():
         if child is not None:
@@ -252,7 +248,7 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 def gradients_elsewhere(
     experts: GroupedMLP, reason: str = "FSDP and DDP read `.grad` when backward is over"
 ) -> ArgumentError | None:
-    """The error if an option makes weight gradients of these experts go elsewhere than to `.grad`, or None."""
+    """The error if an option sends weight gradients of these experts elsewhere than to `.grad`, or None."""
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
         if getattr(experts.fc1, option) or getattr(experts.fc2, option):
             return ArgumentError(f"experts.{option} (True) must be False: {reason}")
@@ -260,7 +256,7 @@ def gradients_elsewhere(
 
 
 class _ExpertNames:
-    """Names of a model's experts, as they are at each iteration, and other names."""
+    """Current names of a model's experts, found anew at each iteration, and other names."""
 
     def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
         self._model = weakref.ref(model)
@@ -276,7 +272,7 @@ class _ExpertNames:
 
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
-    """Names of all experts in layers that are spread over ranks, as they are and as torch.compile changes them."""
+    """Names of all experts in layers that are spread over ranks, both plain and as torch.compile changes them."""
     layers = [
         module
         for module in model.modules()
@@ -316,9 +312,9 @@ def _group_problem(
 
 @torch.no_grad()
 def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
-    """Whether dense parameters, of which DDP makes equal copies, have come to differ. Collective, and synchronises. A
-    user who clips by a norm over `model.parameters()` counts only this rank's experts, and so scales by another factor
-    on each rank. Nothing else would show it."""
+    """The error if dense parameters, which DDP keeps equal, differ between ranks, or None. Collective, and
+    synchronises. Clipping by a norm over `model.parameters()` counts only this rank's experts, so each rank scales by
+    another factor. No other check detects that."""
     trained = [parameter for parameter in ddp_parameters(ddp) if parameter.requires_grad]
     if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -338,8 +334,8 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
 def _average_gradients(
     ddp: DistributedDataParallel, layer: ExpertParallelModule, joined: _Joined
 ) -> None:
-    """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
-    joined: knows parameters that have it already, e.g. of experts that layers share; updated here."""
+    """Makes backward leave the gradient of the mean loss in the experts' `.grad`. Collective over replicas. joined:
+    records the parameters that have these hooks, e.g. of experts that layers share; updated here."""
     num_ranks = layer.heap.num_ranks
     group = layer.expert_data_parallel.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)
@@ -347,7 +343,7 @@ def _average_gradients(
     layer.expert_data_parallel.ddp_ref = ddp_ref = weakref.ref(ddp)
 
     def current() -> DistributedDataParallel | None:
-        """The DDP, unless it or the layer is gone, or another has wrapped the layer since."""
+        """The DDP, or None if it or the layer is freed, or another DDP has wrapped the layer since."""
         wrapper = ddp_ref()
         owner = its_layer()
         return (
@@ -371,7 +367,7 @@ def _average_gradients(
             and parameter.grad is not None
         ):
             gradient = local_part(parameter.grad)
-            # A mean, like DDP's own: what has been averaged before stays what it is.
+            # A mean, like DDP's own: an averaged gradient stays the same.
             dist.all_reduce(gradient, group=group)
             gradient.div_(num_replicas)
 

@@ -2,8 +2,8 @@
 ("A step" in docs/design/programs.md).
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
-backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows travel while
-GEMMs run, where that pays (moe/overlap.py), with the same bits.
+backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows may travel
+while GEMMs run (moe/overlap.py). Both choices give the same bits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NUM_ROUTE_KEPT = (
 
 
 class Stash(NamedTuple):
-    """What forward keeps for backward in addition to the tokens, the plan and the weights."""
+    """What forward keeps for backward besides the tokens, the plan and the weights."""
 
     keeps_rows: bool  # the received rows, in a lease; or backward dispatches the tokens again
     keeps_h: bool  # FC1's output with what adapters add; or backward computes it again
@@ -87,7 +87,7 @@ OPTION_DEFAULTS = {
 
 
 def step_options(words: Mapping[str, str], precision: Recipe | None, hidden: int) -> Options:
-    """Those that these WORDS stand for."""
+    """The options that these WORDS name."""
     quantized = None if precision is None else WireFormat(precision, hidden)
     ways = [
         quantized if words["quantized_wire"] in (way, "both") else None
@@ -106,15 +106,15 @@ def expert_parallel_mlp(
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> torch.Tensor:
-    """The y of run_experts, for experts without a configuration, with a plan that is made.
+    """The y of run_experts, from a plan that has been made, for experts without a configuration.
 
     Args:
         words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
 
     Raises:
-        ArgumentError: a word is none that is taken; on every rank if it is on any (on GPUs the peers raise at their
-            next call on the heap, or in heap.synchronize). Or rows are to travel quantised, and the experts' precision
-            is not one of E4M3 numbers; or as in run_experts.
+        ArgumentError: a word is unknown; raised on every rank if any rank raises (on GPUs the peers raise at their next
+            call on the heap, or in heap.synchronize). Or quantised rows were requested without a precision of E4M3
+            numbers; or as in run_experts.
     """
     if unknown := words.keys() - OPTION_DEFAULTS:
         raise TypeError(
@@ -145,15 +145,15 @@ def run_experts(
     out_shape: torch.Size | None = None,
 ) -> tuple[torch.Tensor, Plan, Routed | None]:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]), and the plan. Collective; does not
-    synchronise. With the route of x for probs, the choice of experts comes with y, and is differentiated by the same
-    function of autograd: the plan has been begun with that route. The caller tells peers of errors (FailPeersOnError).
+    synchronise. With the route of x as probs, it also returns the choice of experts, and one autograd function
+    differentiates both: the plan was begun with that route. The caller signals errors to peers (FailPeersOnError).
 
-    Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
-    of `x` and `probs` requires a gradient on all ranks or on none.
+    Backward is collective too, and all ranks must enter it in the same order. It computes the required gradients: each
+    of `x` and `probs` requires one on all ranks or on none.
 
     Args:
-        x: [T, H] on the heap's device, as kernels take rows; the experts' weights are cast to its dtype. probs: fp32
-            [T, K].
+        x: [T, H] on the heap's device, contiguous and aligned for kernels; the experts' weights are cast to its dtype.
+            probs: fp32 [T, K].
         out_shape: [..., H] of the result; None is [T, H].
 
     Raises:
@@ -176,7 +176,7 @@ def run_experts(
     if isinstance(probs, torch.Tensor):
         y, plan = _ExpertParallelMLP.apply(call, None, x, probs, None, None, *tensors)
         return y, plan, None
-    # The router gets its own x: autograd adds the gradients up as it does those of two functions.
+    # The router gets its own x: autograd adds the two gradients as it would for two functions.
     y, plan, *of_route = _ExpertParallelMLP.apply(
         call, probs, x, None, probs.x, probs.weight, *tensors
     )
@@ -184,7 +184,7 @@ def run_experts(
 
 
 class _Call(NamedTuple):
-    """What one call of run_experts takes in addition to tensors that are differentiated."""
+    """The arguments of one call of run_experts besides the differentiated tensors."""
 
     heap: SymmetricHeap
     form: ExpertSpec
@@ -198,11 +198,11 @@ class _Call(NamedTuple):
 def _overlap_of(
     form: ExpertSpec, plan: Plan | PlanRequest, options: Options, x: torch.Tensor
 ) -> Overlap:
-    """Which trips are overlapped. It depends only on what all ranks agree on."""
+    """Which trips are overlapped. Depends only on values that all ranks agree on."""
     heap = plan.heap
     nodes = plan.nodes
     wire = options.wire
-    # Where ranks of a node do not follow each other, the rows of its tokens are no part.
+    # If ranks of a node are not consecutive, the rows of its tokens are not one part.
     if (
         heap.num_ranks == 1
         or options.schedule == "serial"
@@ -229,18 +229,17 @@ def _overlap_of(
 
 
 def rounded_up(number: int) -> int:
-    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
+    """The number, rounded up to four significant bits: exact capacities change every step, the schedule then rarely."""
     step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 
 
 class _EPStep(NamedTuple):
-    """One step: everything that forward and backward share, except the tensors that are differentiated. `kind` is a
-    number, equal for steps that launch the same kernels with the same arguments, given tensors of the same shapes; None
-    for those that have none."""
+    """One step: everything that forward and backward share, except the differentiated tensors. `kind` is a number,
+    equal for steps that launch the same kernels with the same arguments, given tensors of the same shapes; or None."""
 
     form: ExpertSpec
-    plan: Plan | PlanRequest  # whose sizes are known; in backward it is made
+    plan: Plan | PlanRequest  # with known sizes; in backward it is made
     options: Options
     overlap: Overlap
     num_rows: int  # of h
@@ -248,7 +247,7 @@ class _EPStep(NamedTuple):
 
     @classmethod
     def of(cls, call: _Call, plan: Plan | PlanRequest, x: torch.Tensor) -> _EPStep:
-        """That of a call, with a plan whose sizes are known."""
+        """The step of a call, with a plan whose sizes are known."""
         form = call.form
         options = call.options
         overlap = _overlap_of(form, plan, options, x)
@@ -290,11 +289,11 @@ class _EPStep(NamedTuple):
             plan=generation,
             rail_plan=rails.number,
         )
-        rails.brings_maps = False  # they have travelled
+        rails.brings_maps = False  # the maps have travelled
         return found
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
-        """A lease in which rows with the width and dtype of these arrive from all ranks."""
+        """A lease for rows, with the width and dtype of `rows`, that arrive from all ranks."""
         return self.plan.heap.lease(
             (self.num_received, rows.shape[1]), rows.dtype, name=name, phase=DISPATCH
         )
@@ -317,7 +316,7 @@ class _EPStep(NamedTuple):
         row_to_packed_row: torch.Tensor,
         row_probs: torch.Tensor,
     ) -> ExpertRows:
-        """The rows as the kernels take them. plan: that of one run."""
+        """The rows in the kernels' form. plan: the plan of one run."""
         return ExpertRows(
             received,
             plan.row_range,
@@ -334,8 +333,8 @@ def max_lease_bytes(
     row_bytes: int,
     more: tuple[bool, int],
 ) -> int:
-    """What a call leases at most, forward or backward: a receive buffer, rows of outputs or gradients, sums of the
-    peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: that of extra_lease_needs."""
+    """The most bytes that a call leases, forward or backward: a receive buffer, rows of outputs or gradients, sums of
+    the peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: result of extra_lease_needs."""
     (received, rows, packed_rows), (keeps, replica_bytes) = sizes, more
     slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
     gradients = received + rows if keeps else max(received, rows)
@@ -344,20 +343,20 @@ def max_lease_bytes(
 
 
 def extra_lease_needs(experts: ExpertTensors, num_replica_slots: int) -> tuple[bool, int]:
-    """Whether something reads the gradient of the experts' output when that of their input is made, and what so many
-    places for replicas lease."""
+    """Whether the experts' output gradient is still read when their input gradient is made, and the bytes leased for so
+    many places for replicas."""
     has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
     keeps = experts.linears[1].delay_wgrad or has_adapters
     return keeps, replica_bytes(experts, num_replica_slots) if num_replica_slots else 0
 
 
 def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _EPStep:
-    """The step, with buffers of backward that fit into the heap, if those with room do not."""
+    """The step, with smaller buffers of backward if those with room do not fit into the heap."""
     plan = step.plan
     heap = plan.heap
     sizes = (plan.row_capacity, plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
-        return step  # there is no room beyond what is needed
+        return step  # the buffers have no extra room
     more = extra_lease_needs(experts, plan.num_replica_slots)
     needed = max_lease_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, more)
     if not heap.memory.lacks(needed):
@@ -367,12 +366,12 @@ def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _E
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
-    """The rows in the format in which they travel."""
+    """The rows in the wire format."""
     return rows if wire is None else wire.encode(rows)
 
 
 def _resized_rows(tensor: Any, num_rows: int) -> Any:
-    """So many rows from where a tensor begins; the tensor if its memory has fewer, as that of a copy. None of None."""
+    """The first num_rows rows of a tensor's memory; the tensor if its memory has fewer (a copy). None for None."""
     if tensor is None or tensor.shape[0] == num_rows:
         return tensor
     end = tensor.storage_offset() + num_rows * tensor.stride(0)
@@ -382,14 +381,14 @@ def _resized_rows(tensor: Any, num_rows: int) -> Any:
 
 
 class _Kept(NamedTuple):
-    """What backward needs of forward besides what that is given."""
+    """What backward needs of forward besides forward's inputs."""
 
     received: torch.Tensor | None  # the received rows; None: backward dispatches the tokens again
-    hidden: SavedActivations  # its fields are None if backward computes it again
+    hidden: SavedActivations  # its fields are None if backward recomputes it
     row_probs: torch.Tensor
 
     def with_rows(self, received: int, hidden: int, row_probs: int) -> _Kept:
-        """The same with so many rows of each, see _resized_rows."""
+        """The same tensors with these numbers of rows, see _resized_rows."""
         rows = [_resized_rows(tensor, hidden) for tensor in self.hidden[:3]]
         return _Kept(
             _resized_rows(self.received, received),
@@ -399,7 +398,7 @@ class _Kept(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a forward pass has found, or the first half of one."""
+    """The results of a forward pass, or of its first half."""
 
     storage: torch.Tensor  # of the plan
     routed: Sequence[torch.Tensor]  # logits, probs and scores of a route that has run
@@ -415,13 +414,13 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass. They change nothing that somebody else has: the plan is theirs."""
+    """The two halves of a forward pass. They change no shared object: the plan is their own."""
 
     step: _EPStep
     x: torch.Tensor
-    probs: torch.Tensor | None  # None: those of the route that fills the plan
+    probs: torch.Tensor | None  # None: probs of the route that fills the plan
     weights: ExpertWeights
-    frees: bool  # whether nobody reads the received rows after FC1
+    frees: bool  # whether FC1 is the last reader of the received rows
     generation: int  # of the plan
 
     def first_half(self) -> _Found:
@@ -433,7 +432,7 @@ class _Forward:
         return found._replace(y=self.finish(found, plan, replicas))
 
     def _begin(self) -> tuple[_Found, Plan, ReplicaTrip]:
-        """The first half, which makes the plan if that is not made; and what the second half takes."""
+        """The first half, which makes the plan if needed; and the second half's arguments."""
         step = self.step
         routed: Sequence[torch.Tensor] = ()
         if isinstance(step.plan, PlanRequest):
@@ -474,7 +473,7 @@ class _Forward:
         return y
 
     def kept(self, found: _Found, plan: Plan) -> _Kept:
-        """What to save of it. Hooks on saved tensors see the sizes of the routing: a checkpoint compares them."""
+        """What to save. Hooks on saved tensors see the sizes of the routing, which a checkpoint compares."""
         step = self.step
         stash = self.step.options.stash
         received = found.received
@@ -487,7 +486,7 @@ class _Forward:
         )
         kept = _Kept(None, hidden, found.row_probs)
         if stash.keeps_rows:
-            # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
+            # The tensor owns its lease, which ends when autograd or checkpointing frees the tensor.
             kept = kept._replace(received=received.tensor)
             if used < received.shape[0]:
                 received.shrink(used * received.shape[1] * received.dtype.itemsize)
@@ -498,7 +497,7 @@ class _Forward:
 
 
 class _ExpertParallelMLP(Function):
-    """y; with a route also logits, probs and scores. Without a gradient of y, backward is that of the route."""
+    """y; with a route also logits, probs and scores. Without a gradient of y, only the route's backward runs."""
 
     of = "an expert-parallel step"
 
@@ -527,7 +526,7 @@ class _ExpertParallelMLP(Function):
             wire=call.options.wire,
             held=(fc1.cached_weight, fc2.cached_weight),
         )
-        # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
+        # A checkpoint's forward inside backward ends when the last tensor is saved, which is before combine.
         is_recomputed = is_in_backward()
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, weights.key
         with (heap := call.heap).one_call:
@@ -554,7 +553,7 @@ class _ExpertParallelMLP(Function):
         routed = routed or found.routed
         plan.packed_to_row = found.packed_to_row
         plan.row_to_packed_row = found.row_to_packed_row
-        plan.wait_for_sizes()  # everything that is wanted is launched: now the host may wait for the plan
+        plan.wait_for_sizes()  # all work is launched: now the host may wait for the plan
         if keeps:
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
@@ -566,7 +565,7 @@ class _ExpertParallelMLP(Function):
                 )
             if plan.fits_budget:
                 received, hidden, row_probs = forward.kept(found, plan)
-                # x in any case: gradients of gradients raise on the way to it, see symmoe/autograd.py.
+                # Always x: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
             ctx.step = step._replace(plan=plan)
@@ -576,8 +575,8 @@ class _ExpertParallelMLP(Function):
         if y is None:
             y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.places))
         if call.out_shape not in (None, y.shape):
-            # In place, for autograd allows less with views, and a view would lose FSDP's hooks when somebody writes
-            # into it. Here, so that no function stands between the caller's gradient and the check of it.
+            # In place, because autograd restricts views, and a view loses FSDP's hooks when it is written to. Here, so
+            # that no function stands between the caller's gradient and its check.
             y.resize_(call.out_shape)
         if route is None:
             return y, plan
@@ -589,7 +588,7 @@ class _ExpertParallelMLP(Function):
         ctx: Context, dy: torch.Tensor | None, _: None = None, *d_routed: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
-        if dy is None:  # nobody differentiates y, but something that comes with it
+        if dy is None:  # only the choice of experts is differentiated, not y
             route = RouteGradients(
                 d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[4:6]
             )
@@ -617,25 +616,25 @@ def _backward(
         SavedActivations(*rest[:NUM_SAVED_ACTIVATIONS]),
         rest[NUM_SAVED_ACTIVATIONS:],
     )
-    # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a program takes one.
+    # Saved twice, as in a repeated call: hooks may return two tensors of one memory, and a program takes one.
     x = route_kept[0] if ctx.rule is not None else x
-    x = x if received is None else None  # what has arrived is read
+    x = x if received is None else None  # backward reads the received rows
     experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = cast(Plan, step.plan)
     options = step.options
-    # As large as in forward, where that is possible: sizes repeat then.
+    # As large as in forward, if possible, so that sizes repeat.
     kept = _Kept(received, hidden, row_probs).with_rows(
         step.num_received, step.num_rows, plan.row_capacity
     )
     both = step.form.split(tensors)[:2]
     needed = step.form.split(ctx.needs_input_grad[8:])[:2]
-    # Here, not in what a program repeats: where gradients go may change from call to call.
+    # Outside the repeated program: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
-    # Now, too: a block of symmoe.grouped.cache_quantized_weights may have ended since forward.
+    # Also now: a block of symmoe.grouped.cache_quantized_weights may have ended since forward.
     held = [linear.cached_weight if kept.hidden.h is None else None for linear in linears]
     weights = expert_weights(
         step.form,
@@ -672,7 +671,7 @@ def _backward(
     found = step.run(("backward", key), backward, inputs, plan.generation)
     dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
     if spends_h and options.stash.keeps_h:
-        wrote_into(kept.hidden.h)  # who else has kept it gets an error
+        wrote_into(kept.hidden.h)  # other users of it get an error
     return (
         None,
         None,
@@ -697,13 +696,13 @@ class _Backward:
     weights: ExpertWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
-    spends_h: bool  # whether this pass is the last that reads h
-    route: RouteGradients | None  # which takes the gradient of probs, too
+    spends_h: bool  # whether this pass is the last reader of h
+    route: RouteGradients | None  # which also takes the gradient of probs
     tensors: Sequence[torch.Tensor]  # of the experts, weights and adapters
 
     def __call__(self) -> tuple[Any, ...]:
-        """dx; d_probs, or with a route, in a tuple, its gradients of x and weight; gradients of the biases, of the
-        weights of both layers (those that are not for autograd are None) and of the adapters, each in a sequence."""
+        """dx; d_probs, or with a route the tuple of its gradients of x and weight; and sequences of gradients: of the
+        biases, of both layers' weights (None for those that bypass autograd) and of the adapters."""
         step = self.step
         plan = cast(Plan, self.step.plan)
         dy = self.dy
@@ -720,7 +719,7 @@ class _Backward:
             sent = _on_wire(require_tensor("x", self.x), options.wire.rows)
             received = step.receive(sent, name="received rows").tensor
         rows = step.rows(plan, received, plan.received_index()[1], row_probs)
-        if self.kept.received is None:  # who goes where is in the plan
+        if self.kept.received is None:  # the plan has the routing
             with send(
                 sent, buffer=received, is_last=False, extra_payload=replicas.extra_payload
             ) as arrival:
@@ -733,7 +732,7 @@ class _Backward:
         with send(
             sent, buffer=d_out.tensor, is_last=not gradients, extra_payload=replicas.extra_payload
         ) as arrival:
-            if hidden.h is None:  # not before: the weights of replicas come with this trip
+            if hidden.h is None:  # not earlier: this trip carries the weights of replicas
                 hidden = replicas.weights.first_layer(
                     rows, num_rows=step.num_rows, parts=arrival.parts
                 )[0]
@@ -752,7 +751,7 @@ class _Backward:
         if not is_read_later and not adapters:
             experts_backward.forget_w2()
             d_out.release()
-        # Without dW1 nothing would run meanwhile; gradients of adapters take too little time.
+        # Without dW1 nothing would overlap; gradients of adapters take too little time.
         division = step.overlap.gradient_combine if fc1.computes else None
         lease: AbstractContextManager[Lease | None] = nullcontext()
         if needs_x:

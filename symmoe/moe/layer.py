@@ -44,17 +44,17 @@ _LOST_LOSS = (
 class MoEMetrics(NamedTuple):
     """Load, drops and losses of one call of MoELayer. Tensors on the device; only reading them synchronises the host.
 
-    A named tuple: what flattens or rebuilds a module's output (DDP, Fabric, accelerate, torch.export) sees its tensors.
+    A named tuple, because DDP, Fabric, accelerate and torch.export flatten or rebuild a module's output.
 
     Attributes:
         aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0, or if the
-            call brought probs.
+            call had probs.
         expert_load: int32 [E], slots of each expert over the whole EP group, before a static capacity drops any.
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
         topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
         num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
-        replica_to_expert, replica_rows: int32 [R, S], the expert of which a place of a rank has a replica, -1 for
-            none, and how many rows of the expert it takes; None without balance "replicas". The same on all ranks.
+        replica_to_expert, replica_rows: int32 [R, S], for each place of a rank, the expert that it replicates (-1 for
+            none) and the number of rows that it takes; None without balance "replicas". Equal on all ranks.
     """
 
     aux_loss: torch.Tensor
@@ -67,35 +67,35 @@ class MoEMetrics(NamedTuple):
 
     @property
     def imbalance(self) -> torch.Tensor:
-        """fp32 scalar, largest over mean load; computed when it is asked for."""
+        """fp32 scalar, largest over mean load; computed on access."""
         return balance.imbalance(self.expert_load)
 
     @property
     def max_violation(self) -> torch.Tensor:
-        """fp32 scalar, (largest - mean) / mean load; computed when it is asked for."""
+        """fp32 scalar, (largest - mean) / mean load; computed on access."""
         return balance.max_violation(self.expert_load)
 
     @property
     def coefficient_of_variation(self) -> torch.Tensor:
-        """fp32 scalar, standard deviation over mean load; computed when it is asked for."""
+        """fp32 scalar, standard deviation over mean load; computed on access."""
         return balance.coefficient_of_variation(self.expert_load)
 
     @property
     def num_dead_experts(self) -> torch.Tensor:
-        """int64 scalar, experts that no token of the group went to; computed when it is asked for."""
+        """int64 scalar, experts without a token of the group; computed on access."""
         return (self.expert_load == 0).sum()
 
     @property
     def rows_per_rank(self) -> torch.Tensor | None:
         """int64 [2, R], rows of each rank before and after balance by replicas, before a static capacity drops any, or
-        None without replicas; computed when it is asked for."""
+        None without replicas; computed on access."""
         if self.replica_to_expert is None or self.replica_rows is None:
             return None
         return balance.rows_per_rank(self.expert_load, self.replica_to_expert, self.replica_rows)
 
     @property
     def num_replicas(self) -> torch.Tensor | None:
-        """int64 scalar, replicas that have rows, in the whole EP group, or None; computed when it is asked for."""
+        """int64 scalar, replicas with rows in the whole EP group, or None; computed on access."""
         return None if self.replica_to_expert is None else (self.replica_to_expert >= 0).sum()
 
 
@@ -104,24 +104,23 @@ register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 class MoELayer(ExpertParallelModule):
     """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group: rank r
-    holds experts r * E / R to (r + 1) * E / R - 1. The router (None if config.router is) is replicated: its
-    gradients are data-parallel, those of `experts` are not (see reduce_gradients).
+    holds experts r * E / R to (r + 1) * E / R - 1. The router (None if config.router is) is replicated: its gradients
+    are data-parallel, the gradients of `experts` are not (see reduce_gradients).
 
-    A router of your own is no part of the layer: with router=None it gives each call topk_idx and probs. Experts of
-    your own run by parts, between make_plan, dispatch_tokens and combine_tokens, differentiable through all of them:
-    see docs/own_experts.md.
+    To use your own router, set router=None and pass topk_idx and probs to each call. To use your own experts, call
+    make_plan, dispatch_tokens and combine_tokens around them, all differentiable: see docs/own_experts.md.
 
     Args:
         config: the same on all ranks.
         heap: the EP group's symmetric heap; several layers share one.
-        experts: this rank's E / R experts, a GroupedMLP, e.g. with biases; None makes one.
-        shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
-            experts'. On GPUs it runs on a separate stream, while tokens travel and experts compute, forward and
-            backward. It is replicated, so its gradients are data-parallel.
+        experts: this rank's E / R experts, a GroupedMLP, e.g. with biases; None creates one.
+        shared_expert: a module for every token, [..., H] to [..., H]; its output is added to the experts'. On GPUs it
+            runs on a separate stream, while tokens travel and experts compute, forward and backward. It is replicated,
+            so its gradients are data-parallel.
         dtype: the dtype of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: the device of the parameters; None is the heap's.
-        expert_group: as in reduce_gradients. For aux_loss="global", over which each forward then sums the load, and for
-            DDP (see prepare_for_ddp). None: the world is one EP group.
+        expert_group: as in reduce_gradients. For aux_loss="global", whose load each forward sums over it, and for DDP
+            (see prepare_for_ddp). None: the world is one EP group.
 
     Raises:
         ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.
@@ -141,7 +140,7 @@ class MoELayer(ExpertParallelModule):
         super().__init__()
         check_kind("config", config, MoEConfig)
         check_kind("heap", heap, SymmetricHeap)
-        config.experts_per_rank(heap.num_ranks)  # an error if ranks cannot have equally many
+        config.experts_per_rank(heap.num_ranks)  # raises unless ranks get equally many
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
@@ -161,7 +160,7 @@ class MoELayer(ExpertParallelModule):
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self.expert_data_parallel = ExpertDataParallel(expert_group)
-        self._called_at: tuple[str, int] | None = None  # where, by the last call without gradients
+        self._called_at: tuple[str, int] | None = None  # by the last call without gradients
 
     def set_experts(self, experts: GroupedMLP) -> None:
         """Replaces this rank's experts by `experts`. Local. ArgumentError: they do not fit the configuration."""
@@ -170,7 +169,7 @@ class MoELayer(ExpertParallelModule):
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
     def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
-        """In what these experts differ from the configuration, or None."""
+        """The error if these experts differ from the configuration, or None."""
         config = self.config
         if not isinstance(experts, GroupedMLP):
             return ArgumentError(
@@ -198,18 +197,18 @@ class MoELayer(ExpertParallelModule):
         topk_idx: torch.Tensor | None = None,
         probs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, MoEMetrics]:
-        """Collective over the EP group, forward and backward. With exact capacity the host waits for the plan, once
-        everything is launched; with static capacity it does not wait.
+        """Collective over the EP group, forward and backward. With exact capacity the host waits for the plan after it
+        has launched all kernels; with static capacity it does not wait.
 
         Args:
             x: [..., H] fp32, fp16 or bf16 on the heap's device. The number of tokens may differ from rank to rank. For
-                aux_loss="sequence", the last but one dimension is the sequence: [B, S, H] holds B of them.
-            token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
-                is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
-            topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.routing); -1 is none.
+                aux_loss="sequence", the second-to-last dimension is the sequence: [B, S, H] has B sequences.
+            token_mask: bool [...]; False marks padding, which goes to no expert and counts in no load and no loss. Its
+                y is 0 plus the shared expert, which computes all tokens as in Megatron-Core.
+            topk_idx: int [T, K], experts that replace the router's choice (symmoe.routing); -1 is none.
             probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of your own router. They are
-                taken as they are, and get their gradient. The layer's router, if it has one, does not run: its losses
-                are 0, and the call does not count for balance_step.
+                used unchanged, and get a gradient. The layer's router does not run: its losses are 0, and the call does
+                not count for balance_step.
 
         Returns:
             y like x (in autocast's dtype under autocast), and the metrics of the call.
@@ -247,7 +246,7 @@ class MoELayer(ExpertParallelModule):
             ):
                 y, load, routed = self._route_in_step(router, tokens, x.shape, before_trips)
             else:
-                # Not of x in that dtype: autocast would round what the router sees.
+                # Not of x in that dtype: autocast would round the router's input.
                 routed = self._route(x, token_mask, topk_idx, probs)
                 y, load = run_routed(
                     self._routed_experts,
@@ -288,7 +287,7 @@ class MoELayer(ExpertParallelModule):
         __call__ = forward  # nn.Module's has no types
 
     def _replica_bytes(self, item_bytes: int) -> int:
-        """Bytes that one replica moves in a step: all of an expert twice, and gradients of what is trained."""
+        """Bytes that one replica moves in a step: an expert's tensors twice, and gradients of the trained ones."""
         num_bytes = 0
         for fc in (self.experts.fc1, self.experts.fc2):
             main_item = 4 if fc.accumulate_into_main_grad else item_bytes
@@ -303,8 +302,7 @@ class MoELayer(ExpertParallelModule):
         return num_bytes
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
-        """What is wrong with the wrappers and parts of the layer or with the arguments of forward, or None. Looks at no
-        device memory."""
+        """The error of the layer's wrappers or parts, or of forward's arguments, or None. Reads no device memory."""
         width = f"hidden ({self.config.hidden})"
         problem = self.wrapper_problem() or tensor_problem(
             "x", x, shape=("...", width), dtypes=control.DTYPES, device=self.heap.device
@@ -319,7 +317,7 @@ class MoELayer(ExpertParallelModule):
 
     def parts_problem(self) -> SymmoeError | None:
         modules = self._modules
-        device = self.heap.device  # they may have been assigned
+        device = self.heap.device  # both may have been assigned
         experts = cast(GroupedMLP, modules["experts"])
         router = modules.get("router")
         return (
@@ -331,7 +329,7 @@ class MoELayer(ExpertParallelModule):
         )
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
-        """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""
+        """The error for an inference tensor, which torch cannot save for backward: it would raise while peers wait."""
         for name, tensor in tensors.items():
             if (
                 tensor is not None
@@ -351,7 +349,7 @@ class MoELayer(ExpertParallelModule):
         out_shape: torch.Size,
         before_trips: Callable[[], object] | None,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Choice]:
-        """The result and the load of RoutedExperts.run, of which the choice of experts is a part; and that."""
+        """The result and the load of RoutedExperts.run, and the choice of experts that it made."""
         shape = len(tokens), self.config.top_k
         topk_idx = torch.empty(shape, dtype=torch.int32, device=tokens.device)
         y, load, routed = self._routed_experts.run(
@@ -373,7 +371,7 @@ class MoELayer(ExpertParallelModule):
         topk_idx: torch.Tensor | None,
         probs: torch.Tensor | None,
     ) -> Choice:
-        """Where the tokens of x go; token_mask is bool [T]."""
+        """The routing of the tokens of x; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx = require_tensor("topk_idx", topk_idx)
             probs = require_tensor("probs", probs).float()
@@ -386,7 +384,7 @@ class MoELayer(ExpertParallelModule):
             raise ArgumentError(
                 f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice"
             )
-        if x.device.type != "cpu" or is_traced(self.experts):  # a GPU's host would have to wait
+        if x.device.type != "cpu" or is_traced(self.experts):  # on a GPU the host would wait
             return routed
         if isinstance(routed, RouterOutput):
             check_finite(self.heap, "the router's logits", routed.logits)
@@ -395,7 +393,7 @@ class MoELayer(ExpertParallelModule):
         return routed
 
     def _load_before_call(self) -> torch.Tensor | None:
-        """What the step has counted before this call, if a loss needs it and the router counts."""
+        """The load that the step counted before this call, if a loss needs it and the router counts."""
         if self.router is None:
             return None
         router = next((each for each in self.router.modules() if isinstance(each, Router)), None)
@@ -425,7 +423,7 @@ class MoELayer(ExpertParallelModule):
             if self.expert_data_parallel.group is not None:
                 dist.all_reduce(expert_load, group=self.expert_data_parallel.group)
         elif options.aux_loss_coef and config.capacity_factor is not None:
-            # The load before the drops: what an overloaded expert has after them says little.
+            # The load before the drops: afterwards an overloaded expert looks less loaded.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         loss = balance.RouterLoss(
             options.aux_loss_coef, options.z_loss_coef, options.score, sequence_length
@@ -434,8 +432,8 @@ class MoELayer(ExpertParallelModule):
         return balance.router_loss(loss, routed.logits, routed.scores, *of_load)
 
     def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
-        """Warns if a checkpoint repeats this call in backward, and differentiates y, but not aux_loss. Autograd comes
-        to y after aux_loss, which is newer; with use_reentrant=False it comes to neither."""
+        """Warns if a checkpoint repeats this call in backward and differentiates y but not aux_loss. Autograd reaches y
+        after aux_loss, which is newer; with use_reentrant=False it reaches neither."""
         if not torch.is_grad_enabled():
             self._called_at = users_line()
         elif aux_loss.requires_grad and is_in_backward():
@@ -446,7 +444,7 @@ class MoELayer(ExpertParallelModule):
 
 class _SideCall:
     """module(x) at the same time as the work of the current stream: on the heap's side stream from :meth:`start` to
-    :meth:`join`; on CPUs at once. Autograd runs its backward on that stream too, and orders it with its neighbours'."""
+    :meth:`join`; on CPUs immediately. Autograd runs its backward on that stream too, and orders it correctly."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
         self._module = module
@@ -455,17 +453,17 @@ class _SideCall:
         self._y: torch.Tensor | None = None
 
     def start(self) -> None:
-        """Enqueues the call, from where the current stream is now."""
+        """Enqueues the call after the current stream's work so far."""
         if (stream := self._stream) is not None:
             stream.wait_stream(torch.cuda.current_stream(self._x.device))
             self._x.record_stream(
                 stream
-            )  # or its memory might go to somebody else while `stream` still reads it
+            )  # or its memory might be reused while `stream` still reads it
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             self._y = self._module(self._x)
 
     def join(self) -> torch.Tensor:
-        """The result, for use on the current stream. A call that has not been started runs there, now."""
+        """The result, for use on the current stream. A call that was not started runs there now."""
         y = self._y
         stream = self._stream
         if y is not None and stream is not None:

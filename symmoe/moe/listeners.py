@@ -1,6 +1,6 @@
-"""What a layer reports of each forward call, to listeners. So metrics and recordings need not know the layer's class.
+"""A layer's reports of each forward call to listeners. Metrics and recordings thus do not depend on the layer's class.
 
-MoELayer has :class:`Listeners`, and so have the layers of integrations whose routers are a trainer's own.
+MoELayer has :class:`Listeners`, as do the layers of integrations with a trainer's own router.
 """
 
 from __future__ import annotations
@@ -16,28 +16,25 @@ from symmoe.checks.arguments import check_model
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 
-# Of T tokens and K experts of each, or None where the router has not said K yet, their ids int [T, K]; -1 is none.
+# From T and K (None if the router has not set K yet) to the experts' ids int [T, K]; -1 is none.
 Choose = Callable[[int, int | None], torch.Tensor]
-# Has the router of a model's layer of this name take what such a function chooses, until what it returns is called.
+# Makes the router of the model's layer of this name use that choice, until the returned function is called.
 Give = Callable[[nn.Module, str, Choose], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """Where the tokens of one forward call went. Tensors, on the device, are those of MoEMetrics, if not said
-    otherwise."""
+    """The routing of one forward call. Tensors are on the device, as in MoEMetrics unless noted."""
 
     topk_idx: torch.Tensor  # int32 or int64
-    chosen_idx: (
-        torch.Tensor
-    )  # the same before a capacity factor has dropped any, where that is known
+    chosen_idx: torch.Tensor  # before the capacity factor's drops, if known
     expert_load: torch.Tensor
     num_dropped: torch.Tensor
     row_bytes: int  # of a token
     sent_row_bytes: int  # of a token on its way to an expert
     is_training: bool
     num_over_capacity: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None  # None where losses are the trainer's own
+    aux_loss: torch.Tensor | None = None  # None if the trainer has its own losses
     replica_to_expert: torch.Tensor | None = None
     replica_rows: torch.Tensor | None = None
     replica_bytes: int = (
@@ -46,9 +43,9 @@ class RoutingReport:
 
 
 class Listeners:
-    """The listeners of one layer (of its heap, E experts and order of sums), which has them as attribute `listeners`,
-    itself or its `token_dispatcher`. `give`: see Give; None for a MoELayer, whose calls take a choice. The layer makes
-    a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing."""
+    """The listeners of one layer (of its heap, E experts and order of sums), stored as attribute `listeners` of the
+    layer or of its `token_dispatcher`. `give`: see Give; None for a MoELayer, whose calls take a choice. The layer
+    makes a :class:`RoutingReport` only for `callbacks`: without them it costs nothing."""
 
     def __init__(
         self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None
@@ -57,24 +54,24 @@ class Listeners:
         self.num_experts = num_experts
         self.order = order
         self.give = give
-        self.is_fixed = False  # whether experts follow from the tokens' ids (hash layers): nothing to record or to give
-        self.is_given = False  # whether a context gives the layer its experts (training/replay.py)
+        self.is_fixed = False  # whether token ids determine the experts (hash layers)
+        self.is_given = False  # whether a context sets the layer's choice (training/replay.py)
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
         self.totals: tuple[torch.Tensor, ...] = ()
 
     def add(
         self, callback: Callable[[RoutingReport], object], *totals: torch.Tensor
     ) -> Callable[[], None]:
-        """Calls `callback(report)` in every forward from now on, recomputed ones too, until the function that this
-        returns is called. totals: what it adds to, and a captured step takes back where it is repeated. Local. Makes
-        torch.compile compile a compiled model again, and a captured step be captured again."""
-        # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
+        """Calls `callback(report)` in every forward, including recomputed ones, until the returned function is called.
+        totals: tensors that it adds to, which a captured step restores when it repeats a call. Local. A compiled model
+        is compiled again, and a captured step is captured again."""
+        # A new tuple: torch.compile guards on its length, but not on whether a dict is empty.
         self.callbacks = (*self.callbacks, callback)
         self.totals = (*self.totals, *totals)
         return partial(self._remove, callback, totals)
 
     def tell(self, report: RoutingReport) -> None:
-        """Gives the report to every listener, in the order in which they came."""
+        """Passes the report to every listener, in the order of registration."""
         for callback in self.callbacks:
             callback(report)
 
@@ -88,7 +85,7 @@ class Listeners:
 
 
 def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
-    """The layers of a model that one can listen to, and their listeners, by the layers' names in it."""
+    """The layers of a model that have listeners, and these, by the layers' names in the model."""
     check_model(model)
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
     for name, module in model.named_modules():
@@ -99,7 +96,7 @@ def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
 
 
 def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
-    """The result of :func:`find_listeners`; ArgumentError if there are none."""
+    """The result of :func:`find_listeners`; ArgumentError if it is empty."""
     if not (layers := find_listeners(model)):
         raise ArgumentError(
             f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations"

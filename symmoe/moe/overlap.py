@@ -1,8 +1,8 @@
-"""Which parts of a step run at the same time, and how they divide a GPU's SMs: formulas.
+"""Formulas for which parts of a step run at the same time, and how they divide a GPU's SMs.
 
-Rows that travel while GEMMs run cost: the SMs that move them, one more launch and one more wave of tiles for every part
-that the GEMMs are cut into. So a trip is overlapped only where that costs less than it takes by itself. All times come
-from bytes and FLOPs and from what one program, a link and a GPU were measured to do.
+Overlap has a cost: the SMs that move rows, and for every part of the GEMMs one more launch and one more wave of tiles.
+So a trip is overlapped only if that costs less than the trip alone takes. All times are computed from bytes, FLOPs and
+measured rates of one program, a link and a GPU.
 """
 
 from __future__ import annotations
@@ -22,28 +22,26 @@ from symmoe.precision.recipes import Float8Block, Recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the hardware does, per second. The defaults are for an H200 with NVLink; where they come from:
+    """Rates of the hardware, per second. The defaults are for an H200 with NVLink; source:
     docs/decisions/0007-rows-under-gemms.md."""
 
-    link_bytes: float = 340e9  # over NVLink to all peers together, one direction, by our push
-    program_push_bytes: float = 28e9  # that one program (it fills an SM) pushes while a GEMM runs
-    program_copy_bytes: float = 38e9  # that such a program writes to secondary rows
-    program_sum_bytes: float = 41e9  # that such a program sums
+    link_bytes: float = 340e9  # our push over NVLink to all peers together, one direction
+    program_push_bytes: float = 28e9  # one program (it fills an SM) pushes during a GEMM
+    program_copy_bytes: float = 38e9  # such a program writes to secondary rows
+    program_sum_bytes: float = 41e9  # such a program sums
     program_rail_bytes: float = (
-        14e9  # that one of NCCL's sends, at least, over NVLink: 2 of them 42e9, 16 230e9
+        14e9  # at least, one NCCL program over NVLink: 2 send 42e9, 16 230e9
     )
     memory_bytes: float = 3e12  # memory traffic of all SMs
     flops: float = 650e12  # of the grouped GEMMs on all SMs, forward and dgrad
     wgrad_flops: float = 650e12
-    # What one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts. And what one
-    # more part of a dispatch costs: that launch, a signal and a wait, a kernel that indexes what has come, and the
-    # branch; with a recipe one more that makes operands of it.
+    # Cost of one more GEMM launch and one more barrier: the last wave of tiles, and both starts. Also the cost of one
+    # more part of a dispatch: that launch, a signal and a wait, a kernel that indexes the received rows, and the
+    # branch; with a recipe one more kernel that makes operands of them.
     launch_s: float = 15e-6
     part_s: float = 25e-6
-    least_gain: float = (
-        0.02  # share of a time that must be gained: less is within what these formulas leave out
-    )
-    gathered_share: float = 0.1  # of the time of a step's GEMMs, that gathering their rows adds
+    least_gain: float = 0.02  # least share of time to gain: less is within the formulas' error
+    gathered_share: float = 0.1  # of a step's GEMM time, added by gathering rows
 
 
 H200 = Rates()
@@ -54,7 +52,7 @@ H200_SMS = 132
 
 
 def rates_of(gpu: Rates, precision: Recipe | None) -> Rates:
-    """The rates for the numbers that are multiplied. Other recipes than Float8Block have not been measured."""
+    """The rates for the recipe's number format. Of the recipes only Float8Block has been measured."""
     if not isinstance(precision, Float8Block):
         return gpu
     return replace(gpu, flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
@@ -62,8 +60,8 @@ def rates_of(gpu: Rates, precision: Recipe | None) -> Rates:
 
 @functools.lru_cache
 def gpu_of(device: torch.device) -> Rates:
-    """The rates of a GPU; of an H200 on CPUs, so that calls are cut alike everywhere, and of GPUs that are not known,
-    which is logged."""
+    """The rates of a GPU. CPUs get the rates of an H200, so calls are cut alike everywhere; unknown GPUs do too, with a
+    log message."""
     if device.type != "cuda":
         return H200
     name = torch.cuda.get_device_properties(device).name
@@ -76,10 +74,9 @@ def gpu_of(device: torch.device) -> Rates:
 
 
 def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
-    """The layout of received rows that `layout` stands for: "auto" is the one with which a step takes less time. Per
-    element of a row, a gated step has 18 ffn FLOPs, of which gathering costs a share; without it, a row of 16-bit
-    numbers is copied once for each further expert in forward, and again in backward. Quantising gathers rows by
-    itself."""
+    """The layout of received rows for `layout`: "auto" is the faster one for a step. Per element of a row, a gated step
+    has 18 ffn FLOPs, and gathering adds a share of their time. Without gathering, a row of 16-bit numbers is copied
+    once for each further expert in forward, and again in backward. Quantising gathers rows anyway."""
     if layout != "auto":
         return layout
     gathering_s = H200.gathered_share * 18 * ffn / H200.flops
@@ -97,7 +94,7 @@ def chance_of_part(
     group = num_experts // num_groups
     touched = max(1, part // group)
     shared = min(part, group)
-    chosen = top_groups * group  # groups; experts of each
+    chosen = top_groups * group  # groups, and experts of each
     ways_elsewhere = sum(
         math.comb(touched, n)
         * math.comb(num_groups - touched, top_groups - n)
@@ -109,19 +106,19 @@ def chance_of_part(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What travels or is summed."""
+    """Bytes that travel or are summed."""
 
     push_bytes: float = 0.0  # to peers
-    sum_bytes: float = 0.0  # are read from this GPU's memory for the sums that are pushed
-    copy_bytes: float = 0.0  # are copied to other rows, once they have come
+    sum_bytes: float = 0.0  # read from this GPU's memory for the pushed sums
+    copy_bytes: float = 0.0  # copied to other rows after arrival
 
     def exclusive_s(self, rates: Rates) -> float:
-        """How long it takes with all SMs."""
+        """Seconds with all SMs."""
         push_s = max(self.push_bytes / rates.link_bytes, self.sum_bytes / rates.memory_bytes)
         return push_s + self.copy_bytes / rates.memory_bytes
 
     def overlapped_s(self, num_programs: int, rates: Rates) -> float:
-        """How long it takes with that many programs while a GEMM runs."""
+        """Seconds with that many programs during a GEMM."""
         push_s = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
         sum_s = self.sum_bytes / rates.program_sum_bytes / num_programs
         return max(push_s, sum_s) + self.copy_bytes / rates.program_copy_bytes / num_programs
@@ -129,9 +126,9 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What one call of a layer moves and multiplies on a rank, with experts chosen uniformly."""
+    """The sizes of one call on a rank, moved and multiplied, with experts chosen uniformly."""
 
-    num_rows: int  # as long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike
+    num_rows: int  # equal on all ranks (as `plan.expected_rows` is): they cut a call alike
     hidden: int
     ffn: int
     top_k: int
@@ -139,48 +136,48 @@ class Sizes:
     num_ranks: int
     item_bytes: int  # of an element of a row
     num_nodes: int = 1
-    rail_bytes_per_s: float = math.inf  # that a rank sends to other nodes, see Payload
+    rail_bytes_per_s: float = math.inf  # a rank's to other nodes, see Payload
     is_gated: bool = True
     sums_travel: bool = (
-        True  # the rows of a peer's token are summed before one row goes home (`order="rank"`)
+        True  # a peer's token's rows are summed before one row goes home (`order="rank"`)
     )
-    is_expert_major: bool = False  # a token that has come is copied to all its rows
+    is_expert_major: bool = False  # a received token is copied to all its rows
     sent_row_bytes: int | None = (
         None  # bytes of a row on its way to an expert; None: hidden * item_bytes
     )
     sent_gradient_row_bytes: int | None = None
 
     def push(self, row_bytes: int | None) -> Move:
-        """What a dispatch moves of rows that have so many bytes; None: hidden * item_bytes."""
+        """A dispatch's move of rows with so many bytes; None: hidden * item_bytes."""
         share = self.sent_share(row_bytes)
         copy_bytes = self.peers_bytes - self.received_bytes if self.is_expert_major else 0.0
         return Move(push_bytes=share * self.wire_bytes, copy_bytes=share * copy_bytes)
 
     def sent_share(self, row_bytes: int | None) -> float:
-        """The share of hidden * item_bytes that a row has on its way; None: all."""
+        """The share of hidden * item_bytes that a row has on the wire; None: all."""
         return 1 if row_bytes is None else row_bytes / (self.hidden * self.item_bytes)
 
     def send_sums(self) -> Move:
-        """What goes home in a combine: sums of the rows of peers' tokens."""
+        """The move of a combine to peers: sums of the rows of peers' tokens."""
         return Move(push_bytes=self.wire_bytes, sum_bytes=self.peers_bytes)
 
     def sum_home(self) -> Move:
-        """What is summed at home: own rows, and the sums that have come."""
+        """The sum at home: own rows, and the received sums."""
         return Move(sum_bytes=self.row_bytes / self.num_ranks + self.wire_bytes)
 
     @property
     def received_bytes(self) -> float:
-        """Bytes of the rows that come to a rank in a dispatch, one per token of other ranks, if not quantised."""
+        """Bytes of the rows that a rank receives in a dispatch, one per token of other ranks, if not quantised."""
         return self._sent_bytes(self.num_ranks)
 
     @property
     def wire_bytes(self) -> float:
-        """Those of them that come from peers of the node; a rank sends as many to them."""
+        """The received bytes from peers of the node; a rank sends them as many."""
         return self.received_bytes * (self.num_ranks - self.num_nodes) / max(1, self.num_ranks - 1)
 
     @property
     def rail_bytes(self) -> float:
-        """Bytes of the rows that go to other nodes in a dispatch, one per (token, node), if they are not quantised."""
+        """Bytes of the rows that a dispatch sends to other nodes, one per (token, node), if not quantised."""
         return self._sent_bytes(self.num_nodes)
 
     def _sent_bytes(self, num_parts: int) -> float:
@@ -213,9 +210,9 @@ class Overlap:
     """Which trips of a layer's call are overlapped, and how they divide the SMs. None: serial."""
 
     dispatch: Division | None = None  # runs while FC1 computes the rows that have arrived
-    gradient_dispatch: Division | None = None  # runs while FC2's dgrad does so
-    # A peer's rows go home while FC2 computes the next peer's, or this rank's own; between nodes those of other nodes,
-    # while it computes those of this one.
+    gradient_dispatch: Division | None = None  # runs while FC2's dgrad computes them
+    # A peer's rows go home while FC2 computes the next peer's, or this rank's own. Between nodes, other nodes' rows go
+    # home while FC2 computes this node's.
     combine: Division | None = None
     gradient_combine: Division | None = None  # runs while dW1 is computed
 
@@ -231,18 +228,18 @@ class _Gpu:
     rates: Rates
 
     def gemm_s(self, flops: float, n: int = 0) -> float:
-        """With n SMs for a move, GEMMs take the others."""
+        """Seconds of GEMMs on the SMs that a move with n SMs leaves."""
         return flops / self.rates.flops * self.num_sms / (self.num_sms - n)
 
     def dw1_s(self, sizes: Sizes, n: int = 0) -> float:
-        """The same for dW1."""
+        """Seconds of dW1, with n SMs for a move."""
         return self.gemm_s(sizes.fc1_flops * self.rates.flops / self.rates.wgrad_flops, n)
 
     def best(
         self, exclusive_s: float, overlapped_s: Callable[[int], float], others: int = 0
     ) -> Division | None:
-        """The division that takes the least time, where others have SMs, too; None if one thing after the other takes
-        hardly longer."""
+        """The division with the least time that leaves SMs to the others; None if running in sequence is hardly
+        slower."""
         n = min(range(1, self.num_sms // 2 + 1 - others // 2), key=overlapped_s)
         is_slow = overlapped_s(n) > (1 - self.rates.least_gain) * exclusive_s
         return None if is_slow else Division(n, self.num_sms - n - others)
@@ -250,7 +247,7 @@ class _Gpu:
 
 @functools.lru_cache(maxsize=256)
 def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
-    """How to overlap a call of these sizes on a GPU of `num_sms` SMs: what takes the least time by these formulas."""
+    """The overlap of a call of these sizes on a GPU of `num_sms` SMs that takes the least time by these formulas."""
     if num_sms < 2:
         return SERIAL
     gpu = _Gpu(num_sms, rates)
@@ -258,8 +255,8 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
 
 def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """With n SMs for the move. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with
-    one part on all SMs, and FC2 with combine begins with one. With order "slot" rows go home when all are complete."""
+    """n SMs move rows. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with one part
+    on all SMs, and FC2 with combine begins with one. With order "slot" rows travel when all are complete."""
     rates = gpu.rates
     sent = sizes.send_sums()
     home = sizes.sum_home()
@@ -298,9 +295,9 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """Rails move with SMs of their own, by the rate that was measured. Other nodes are one part more, or two: last in a
-    dispatch, first in FC2 and FC1's dgrad. dW1 follows that while rows are on the rails. What a combine reads in the
-    node takes as long either way, and is left out."""
+    """Rails have SMs of their own, at the measured rate. Other nodes are one part more, or two: last in a dispatch,
+    first in FC2 and FC1's dgrad. dW1 then runs while rows are on the rails. A combine's reads inside the node take as
+    long either way, and are left out."""
     rates = gpu.rates
     own = 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
@@ -342,7 +339,7 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
 
 def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
-    """Every trip that can runs during a GEMM, whether it pays or not: for tests."""
+    """Overlaps every possible trip with a GEMM, even at a loss: for tests."""
     division = Division(4, num_sms - 4)
     combine = division if sizes.sums_travel or sizes.num_nodes > 1 else None
     return Overlap(
@@ -354,8 +351,8 @@ def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
 def overlap_of(
     schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None
 ) -> Overlap:
-    """How a call of these sizes is overlapped on a device, with one of MoEConfig's schedules but "serial"."""
-    # On CPUs nothing is divided; with the SMs of an H200 calls are cut alike everywhere.
+    """The overlap of a call of these sizes on a device, with any of MoEConfig's schedules except "serial"."""
+    # CPUs have no SMs to divide; with an H200's number calls are cut alike everywhere.
     num_sms = (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -366,7 +363,7 @@ def overlap_of(
         if schedule == "always-overlapped"
         else overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
     )
-    # Where GEMMs take no parts, they begin when all rows are there.
+    # GEMMs that take no parts begin after all rows have arrived.
     return (
         chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
     )

@@ -1,4 +1,4 @@
-"""Which call of a module backward computes again, where a checkpoint repeats the module's forward."""
+"""Finds the call of a module that backward recomputes when a checkpoint repeats the module's forward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from symmoe.torch_internals import (
 
 
 class Recomputed:
-    """Knows calls by the numbers that autograd gives to the nodes of their graphs, one after the other in each thread:
-    so it does not matter where backward begins, and in which order backwards come.
+    """Identifies calls by autograd's numbers of their graphs' nodes, which count up in each thread. So backward may
+    begin anywhere, and backward passes may run in any order.
 
     Attributes:
         nodes: of each call, the numbers of its nodes.
@@ -31,7 +31,7 @@ class Recomputed:
         self._outer: _Pass | None = None
 
     def number(self) -> int | None:
-        """The number of the call whose activations backward, which runs, computes again; None: not known."""
+        """The number of the call whose activations the running backward recomputes; None: unknown."""
         node = running_node_number()
         found = next((i for i, nodes in enumerate(self.nodes) if node in nodes), None)
         outer = self._outer
@@ -40,29 +40,29 @@ class Recomputed:
         elif outer.task == graph_task_id():
             outer.number = found
         elif found is None or threading.get_ident() != self._thread or node >= outer.first_node:
-            # Reentrant: a pass inside that one, through nodes that it has made; numbers are those of its thread.
+            # Reentrant: a pass inside that one, through nodes that it made; the numbers are its thread's.
             return outer.number
         return found
 
 
 class CountedCalls:
-    """The load that a step had counted before each call of a layer. A copy knows no calls."""
+    """The load that a step had counted before each call of a layer. A copy starts without calls."""
 
     def __init__(self) -> None:
         self._recomputed = Recomputed()
         self._loads: list[torch.Tensor] = []
         self._first_node = (
             next_node_number()
-        )  # of the step, or of what comes after the last call without gradients
+        )  # of the step, or since the last call without gradients
 
     def begin(self, load: torch.Tensor) -> torch.Tensor:
-        """A call begins: a copy of the load."""
+        """Begins a call and returns a copy of the load."""
         nodes = self._recomputed.nodes
         now = next_node_number()
         if torch.is_grad_enabled():
             new = range(now, sys.maxsize)
         else:
-            # A checkpoint with use_reentrant=True has one node, made before the calls in it, which make none.
+            # A checkpoint with use_reentrant=True has one node, made before its calls, which make no nodes.
             is_alone = not nodes or nodes[-1].stop < sys.maxsize
             new = range(self._first_node if is_alone else now - 1, now)
             self._first_node = now
@@ -73,7 +73,7 @@ class CountedCalls:
         return self._loads[-1]
 
     def again(self) -> torch.Tensor | None:
-        """What :meth:`begin` has returned for the call that backward computes again; None: not known."""
+        """The load that :meth:`begin` returned for the call that backward recomputes; None: unknown."""
         number = self._recomputed.number()
         return None if number is None else self._loads[number]
 
@@ -82,15 +82,15 @@ class CountedCalls:
 
 
 class _Pass:
-    """The backward pass that runs. number: of the call whose activations it has computed again last; None: unknown.
-    first_node: the number of the first node that is made in it."""
+    """The running backward pass. number: of the call whose activations it recomputed last; None: unknown. first_node:
+    the number of the first node made in the pass."""
 
     def __init__(self, number: int | None) -> None:
         self.task = graph_task_id()
         self.first_node = next_node_number()
         self.number = number
         ending = self._end
-        # Autograd lets go of it, also where the pass ends in an error.
+        # Autograd drops the reference even if the pass ends in an error.
         self._ending: Callable[[], object] = weakref.ref(ending)
         call_after_backward(ending)
 

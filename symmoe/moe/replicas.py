@@ -1,8 +1,8 @@
-"""What a step with replicas sends besides rows: weights to the places of replicas, and their gradients home.
+"""Sends weights to the places of replicas, and the gradients of replicas home, besides a step's rows.
 
-Which experts have replicas where is in the plan. Weights, biases and adapters travel in every forward and backward
-pass, so that a rank holds none of others between passes. Gradients of replicas have the dtype of those of the expert,
-whose rank adds them up in fp32.
+The plan places the replicas. Weights, biases and adapters travel in every forward and backward pass, so a rank keeps no
+other rank's tensors between passes. Gradients of replicas have the dtype of the expert's gradients, and the expert's
+rank adds them in fp32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
 
 
 def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
-    """What a pass leases at most for at least one place: all that an expert has, and gradients, at most fp32."""
+    """The most bytes that a pass leases for at least one place: an expert's tensors, and gradients up to fp32."""
     tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
     num_bytes = (
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
@@ -55,9 +55,9 @@ def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
 
 
 class _Places:
-    """A lease with a matrix for each place, of each kind of which a shape and a dtype are wanted; no lease for none.
-    tensors: by kind, [S, *shape], or None. starts: where each begins in the lease, in bytes. lease: one that is taken
-    already; None: it is taken here."""
+    """A lease with a matrix for each place, of each kind with a wanted shape and dtype; no lease if no kind is wanted.
+    tensors: by kind, [S, *shape], or None. starts: byte offset of each in the lease. lease: an existing lease; None: a
+    new one."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class _Places:
 
 
 class ReplicaTrip:
-    """What a pass with replicas sends: weights, as the rider of its first dispatch, and gradients of replicas. Without
-    places nothing. Collective; does not synchronise the host. targets: in backward, of the gradients of the weights of
-    both layers. lease: that of the weights, if they have come already. Attributes: agreed, what ranks must agree on,
-    since each lays out its places by its own experts; and weights_offset, where this rank wants the weights."""
+    """Sends weights, as the rider of a pass's first dispatch, and gradients of replicas. Without places it sends
+    nothing. Collective; does not synchronise the host. targets: in backward, where both layers' weight gradients go.
+    lease: the weights' lease, if they have arrived. Attributes: agreed, values that ranks must agree on, since each
+    lays out its places by its own experts; and weights_offset, where this rank receives the weights."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class ReplicaTrip:
 
     @property
     def lease(self) -> Lease | None:
-        """That of the weights of replicas."""
+        """The lease of the weights of replicas."""
         return self._places.lease
 
     @property
     def weights(self) -> ExpertWeights:
-        """Of this rank's experts, with those of its replicas. Not before the context of the dispatch that has taken the
-        latter along: there they have come with the parts of replicas, or where there are no parts."""
+        """The weights of this rank's experts and of its replicas. Available in the context of the dispatch that carries
+        the latter: from the parts of replicas on, or without parts from the start."""
         assert self._has_left, "the weights of replicas have not been sent"
         return self._weights
 
     @property
     def extra_payload(self) -> ReplicaTrip | None:
-        """What the next dispatch takes along."""
+        """What the next dispatch carries."""
         return None if self._has_left else self
 
     def send(self, ready: torch.Tensor) -> None:
-        """Sends what replicas of this rank's experts need."""
+        """Sends the tensors that replicas of this rank's experts need."""
         for pair, starts in self._pairs(self._own, self._places):
             kernels.for_device(ready.device).push_replicas(
                 pair,
@@ -145,7 +145,7 @@ class ReplicaTrip:
         self._has_left = True
 
     def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
-        """Adds those of replicas to these gradients, by kind, of this rank's experts, and ends the leases. All is
+        """Adds the gradients of replicas to these of this rank's experts, by kind, and ends the leases. All work is
         launched."""
         heap = self._plan.heap
         plan = self._plan.generation
@@ -165,7 +165,7 @@ class ReplicaTrip:
     def _pairs(
         matrices: Sequence[Matrices | None], places: _Places
     ) -> Iterator[tuple[Pair, tuple[int, int]]]:
-        """Of each kind that there is, that of both layers, and where those of places begin."""
+        """For each existing kind, both layers' matrices and where the places' matrices begin."""
         for first, second in zip(
             range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True
         ):
@@ -178,7 +178,7 @@ class ReplicaTrip:
 
 @functools.lru_cache(maxsize=256)
 def _described(prefix: str, wanted: tuple[_Wanted, ...]) -> dict[str, object]:
-    """What is wanted of each kind, in words."""
+    """A description of the wanted matrices of each kind."""
     return {
         prefix + kind: None if each is None else f"{each[1]} {list(each[0])}"
         for kind, each in zip(control.REPLICA_MATRICES, wanted, strict=False)
@@ -188,7 +188,7 @@ def _described(prefix: str, wanted: tuple[_Wanted, ...]) -> dict[str, object]:
 def _wanted_gradients(
     own: Sequence[Matrices | None], targets: tuple[Target, Target]
 ) -> tuple[_Wanted, ...]:
-    """By kind, what is wanted of replicas: what backward makes for this rank's experts."""
+    """By kind, the wanted gradients of replicas: the kinds that backward makes for this rank's experts."""
     wanted: list[_Wanted] = [
         (each.shape[1:], each.dtype)
         if isinstance(each, torch.Tensor) and each.requires_grad

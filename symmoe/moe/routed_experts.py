@@ -1,4 +1,4 @@
-"""From routed tokens to the weighted sums of their experts' outputs: plan, dispatch, experts, combine.
+"""Runs plan, dispatch, experts and combine: from routed tokens to the weighted sums of their experts' outputs.
 
 MoELayer and the experts of symmoe.integrations.transformers use it. If a compiler or a dispatch mode traces the call,
 the step is one operator of torch; otherwise it is not. The bits are the same.
@@ -47,21 +47,21 @@ from symmoe.torch_internals import keeps_graph, num_dispatch_modes, reshaped_res
 BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = (
     weakref.WeakValueDictionary()
 )  # keeps nothing alive
-# Where peers wait for a call next: before its plan is launched, and after that.
+# Where peers wait next for a call: before its plan is launched, and afterwards.
 CALL_PHASES = control.PHASE_PLAN, control.PHASE_DISPATCH_READY
-# An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
+# An edge does not keep y's memory. Before torch 2.13 backward cannot begin at an edge of a Python function.
 _TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts. Layers
-    of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`. Operators
-    take tensors and numbers only, so it has a number in this process."""
+    """The computation of a layer after routing. It has no parameters: every call passes the experts. Layers with equal
+    configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`. Operators take tensors
+    and numbers only, so each RoutedExperts has a number in this process."""
 
     config: MoEConfig
     heap: SymmetricHeap
-    meta_experts: GroupedMLP  # of the shape and activation of the layers' experts, without memory
+    meta_experts: GroupedMLP  # shape and activation of the layers' experts, without memory
     kind: tuple[object, ...]  # see kind_of
     number: int = field(default_factory=itertools.count().__next__)
     _plan_options: dict[torch.dtype, PlanOptions] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class RoutedExperts:
         return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> RoutedExperts:
-        """Copies of a layer share this with it, as they share the heap."""
+        """Returns self: copies of a layer share it, as they share the heap."""
         return self
 
     def run(
@@ -91,24 +91,24 @@ class RoutedExperts:
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Routed | None]:
-        """y [T, H] or out_shape; the plan's expert_load and num_dropped, with replicas replica_to_expert and
-        replica_rows too, as in MoEMetrics; with a route for probs, the choice of experts, which is a part of the step
-        then. Who may be traced calls run_routed.
+        """y [T, H] or out_shape; the plan's expert_load and num_dropped, with replicas also replica_to_expert and
+        replica_rows, as in MoEMetrics; with a route as probs, the choice of experts, which the step then makes. Callers
+        that may be traced use run_routed.
 
-        Collective over the EP group, forward and backward. The caller tells peers of errors: FailPeersOnError, with
-        CALL_PHASES. Synchronises the host only with exact capacity: until the
-        device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
-        rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan does.
+        Collective over the EP group, forward and backward. The caller signals errors to peers: FailPeersOnError, with
+        CALL_PHASES. Synchronises the host only with exact capacity: it waits for the plan after it has launched all
+        kernels. It waits earlier in the first calls, and in the rare call that needs more rows than recent ones
+        (symm_mem/row_budget.py). Raises the errors of make_plan.
 
         Args:
             x: [T, H] in the dtype to compute in. probs: fp32 [T, K]. topk_idx: int32 or int64 [T, K], expert ids or -1;
-                that of the route, if there is one.
-            before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
-                stream that shall fill the waits of the trips.
+                with a route, the route's topk_idx.
+            before_trips: called after the plan is made and before any row travels, e.g. to enqueue work on another
+                stream that fills the waits of the trips.
         """
         heap = self.heap
         options = self.plan_options(x.dtype)
-        experts = materialized(experts, x.dtype)  # once, also for a call that is planned again
+        experts = materialized(experts, x.dtype)  # once, even if the call is planned again
         find_budget = partial(self._find_budget, topk_idx.shape[0], x.dtype.itemsize, experts)
         x = kernel_rows(x)
         route = probs._replace(x=x) if isinstance(probs, Route) else None
@@ -118,7 +118,7 @@ class RoutedExperts:
             before_trips()
         run = partial(run_experts, x, experts=experts, options=self.options, out_shape=out_shape)
         y, plan, routed = run(probs, begun=begun)
-        if not plan.fits_budget:  # on all ranks; nothing has moved
+        if not plan.fits_budget:  # on all ranks; no row has moved
             begun = MadePlan(plan_call(topk_idx, heap, options))
             y, plan, _ = run(probs if routed is None else routed.probs, begun=begun)
         if options.capacity is None and heap.captured_reports is None:
@@ -139,7 +139,7 @@ class RoutedExperts:
 
     @functools.cached_property
     def _config_number(self) -> int:
-        """By which plans compare all of the configuration, which must be equal on every rank."""
+        """The number by which plans compare the whole configuration, which must be equal on every rank."""
         values = {field.name: getattr(self.config, field.name) for field in fields(MoEConfig)}
         if (router := self.config.router) is not None:
             values["router"] = "RouterConfig"
@@ -173,14 +173,14 @@ class RoutedExperts:
         row_bytes = config.hidden * item_bytes
         more = extra_lease_needs(experts, self._history_key[2])
         needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, more)
-        if heap.memory.lacks(needed):  # what the routing needs may fit
+        if heap.memory.lacks(needed):  # the routing's need may fit
             return RowBudget(
                 room.expected_rows, room.rail_rows, why_it_waits=f"lacks {needed} bytes of the heap"
             )
         return room
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
-        """Those of plan_call for tokens of `dtype`, as the configuration says."""
+        """PlanOptions from the configuration, for tokens of `dtype`."""
         found = self._plan_options.get(dtype)
         if found is None:
             c = self.config
@@ -202,7 +202,7 @@ class RoutedExperts:
 
 
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
-    """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
+    """The experts of one of num_ranks ranks from the configuration, with these other options of GroupedMLP."""
     return GroupedMLP(
         config.experts_per_rank(num_ranks),
         config.hidden,
@@ -216,31 +216,31 @@ def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
 # -- the step as operators of torch ------------------------------------------------------------------------------------
 #
 # A compiler cannot trace a plan, leases and signals. So inside torch.compile and under a TorchDispatchMode (selective
-# checkpointing) layers call the whole step as one operator, with a rule for shapes, and its backward as another. They
-# run the same code as others do, with the same bits.
+# checkpointing) layers call the whole step as one operator, with a rule for shapes, and its backward as another. Both
+# run the same code as eager calls, with the same bits.
 #
-# Operators take tensors and numbers only. Their tensors are the tokens [T, H], probs [T, K], the layers' *own*: biases
-# of both, if they have any, and their weights; and the adapters. The numbers are a _Call. What backward needs of
-# forward (plan, leases, h) hangs on the memory of a small tensor that forward returns, `state`, and is gone when
-# autograd, the compiled graph or the checkpoint drops that.
+# Operators take tensors and numbers only. The tensors are the tokens [T, H], probs [T, K], the two layers' *own*
+# tensors (biases, if any, and weights), and the adapters. The numbers are a _Call. Forward attaches its state for
+# backward (plan, leases, h) to the memory of a small tensor that it returns, `state`. That state is freed when
+# autograd, the compiled graph or the checkpoint drops the tensor.
 
 
 class _Call(NamedTuple):
     """The numbers of an operator."""
 
     step: int  # of a RoutedExperts, see BY_NUMBER
-    num_own: int  # tensors of the layers
+    num_own: int  # the layers' own tensors
     trains: int  # whether there will be a backward pass,
-    trains_own: int  # and whether it makes gradients of the layers' own
+    trains_own: int  # and whether it makes gradients of own tensors
     gradients: int  # of x and probs, one of control.GRADIENTS
 
     @property
     def eager(self) -> RoutedExperts:
-        """What runs the step."""
+        """The RoutedExperts that runs the step."""
         return BY_NUMBER[self.step]
 
     def are_trained(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Which of the operator's tensors get a gradient."""
+        """For each of the operator's tensors, whether it gets a gradient."""
         inputs = [bool(self.gradients & 1), bool(self.gradients & 2)]
         adapters = len(tensors) - 2 - self.num_own
         return inputs + [bool(self.trains_own)] * self.num_own + [True] * adapters
@@ -255,8 +255,8 @@ class _Call(NamedTuple):
 
 
 def is_traced(experts: GroupedMLP) -> bool:
-    """Whether a compiler or a dispatch mode traces the call, which both see operators only. A dispatch mode need not
-    trace every call: not those of experts whose weight gradients an operator cannot return."""
+    """Whether a compiler or a dispatch mode traces the call: both see operators only. A dispatch mode may skip a call,
+    so calls of experts whose weight gradients an operator cannot return are not traced for it."""
     return torch.compiler.is_compiling() or (
         num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None
     )
@@ -272,9 +272,9 @@ def run_routed(
     *,
     before_trips: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips. ArgumentError
-    as run has it; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or
-    the layer has been given experts of another kind since it was made."""
+    """RoutedExperts.run, or for a traced call the step as one operator, without before_trips. ArgumentError: as in run;
+    or a traced call delays weight gradients or sends them to main_grad, although the operator returns them; or the
+    layer's experts have changed to another kind."""
     if not is_traced(experts):
         with FailPeersOnError(step.heap, *CALL_PHASES):
             return step.run(
@@ -300,13 +300,13 @@ def run_routed(
     )
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
-    # No view, see _ExpertParallelMLP.
+    # Not a view, see _ExpertParallelMLP.
     return y if out_shape is None else reshaped_result(y, out_shape), load
 
 
 class _Arguments:
-    """The operator's tensors. Autograd must not keep them: a compiled graph may reuse their memory after forward.
-    Backward gets them again, as arguments of the backward operator."""
+    """The operator's tensors. Autograd must not keep them: a compiled graph may reuse their memory after forward. The
+    backward operator gets them again as arguments."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -330,7 +330,7 @@ class _Arguments:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """One call between forward and backward. Neither edges nor leaves refer to it: nothing is left in a cycle."""
+    """One call between forward and backward. Neither edges nor leaves refer to it, so there is no reference cycle."""
 
     arguments: _Arguments
     inputs: list[torch.Tensor]
@@ -359,7 +359,7 @@ def _moe_forward(
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     arguments = _Arguments(tensors)
     trained = call.are_trained(tensors)
-    # Leaves of an autograd graph that only this call has.
+    # Leaves of this call's private autograd graph.
     leaves = [
         tensor.detach().requires_grad_(is_trained)
         for tensor, is_trained in zip(tensors, trained, strict=True)
@@ -375,7 +375,7 @@ def _moe_forward(
         end = get_gradient_edge(y) if _TAKES_EDGES else y
         kept = _State(arguments, [*compress(leaves, trained)], end, load[0])
         state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
-    # Clones: the plan is kept for backward, and writes into the results must not change it.
+    # Clones: backward needs the plan, which writes into the results must not change.
     return y.detach(), [each.clone() for each in load], state
 
 
@@ -400,9 +400,7 @@ def _moe_backward(
         )
     kept.arguments.tensors, keeps = tensors, keeps_graph()  # of the caller's backward pass
     try:
-        outputs = cast(
-            list[torch.Tensor], [kept.output]
-        )  # torch's annotation has no list of either
+        outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation lacks a list of both
         return list(
             torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=keeps)
         )
@@ -438,8 +436,8 @@ def _backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
 _moe_forward.register_autograd(_backward, setup_context=_keep)
 
 
-# For torch.utils.flop_counter, FLOPs of the products on one rank, as its GEMMs do them. Raw: numbers of rows are not in
-# the shapes. H hidden, I ffn, r rank of a layer's adapters, T tokens, K experts per token.
+# For torch.utils.flop_counter: FLOPs of the products in one rank's GEMMs. Raw, because shapes do not show the numbers
+# of rows. H hidden, I ffn, r rank of a layer's adapters, T tokens, K experts per token.
 
 
 @register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
@@ -473,9 +471,9 @@ def _(*arguments: Any, out_val: object) -> int:
 
 
 def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:
-    """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
-    a mask or a capacity factor has taken away are not in it. Waits for the device. A call that is traced without data
-    has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K]."""
+    """The rows that a rank's experts multiply in a call: from expert_load [E], limited by a static capacity, without
+    slots removed by a mask or a capacity factor. Waits for the device. A call traced without data has no load; its
+    number is T * K, the slots of the rank's own tokens, probs [T, K]."""
     if load is None or hasattr(load, "fake_mode"):
         return probs.numel()
     heap = eager.heap

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, and with what weight. The product is in fp32.
+"""The router chooses the experts of a token and their weights. Its product is in fp32.
 
 T tokens on this rank, H hidden size, E experts in all, K experts per token, G groups of experts.
 """
@@ -39,22 +39,22 @@ from symmoe.torch_internals import replaceable
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where T tokens go. topk_idx is -1 for a masked token, and where the capacity factor has dropped a slot; there,
-    probs are 0. Backward reads it: change a copy."""
+    """The choice for T tokens. topk_idx is -1, with a prob of 0, for a masked token and for a slot that the capacity
+    factor dropped. Backward reads it: change a copy."""
 
     topk_idx: torch.Tensor  # int32 [T, K]
     probs: torch.Tensor  # fp32 [T, K], weight of each choice, differentiable (once)
     chosen_idx: torch.Tensor  # int32 [T, K], topk_idx before the capacity factor's drops
     num_over_capacity: (
         torch.Tensor | None
-    )  # int32 [1], slots that the capacity factor has dropped; None without one
+    )  # int32 [1], slots dropped by the capacity factor; None without one
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOutput(Choice):
-    """What the router decided for T tokens: experts best first, all different within a token."""
+    """The router's result for T tokens: each token's experts are distinct, best first."""
 
-    scores: torch.Tensor  # fp32 [T, E], of all experts without the bias, differentiable (once)
+    scores: torch.Tensor  # fp32 [T, E], of all experts, without the bias, differentiable (once)
     logits: torch.Tensor  # fp32 [T, E], differentiable
 
 
@@ -66,17 +66,16 @@ class Router(nn.Module):
     lower expert id, on every device and however many tokens share the call.
 
     Args:
-        heap: of the layer that has the router; None: the router is by itself.
+        heap: the heap of the router's layer; None: the router has no layer.
 
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 
     Attributes:
         weight: [E, H] fp32 parameter.
         expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.balance.balance_step`, not by gradients.
-        step_load: [E] int64, slots of each expert since the last balance_step, or None if nothing uses it; zeros when
-            the router is built. Not a buffer, which DDP would overwrite with that of another rank: no move, cast or
-            loading of the router's tensors concerns it, and it is on the heap's device (without a heap, where the
-            parameters are).
+        step_load: [E] int64, slots of each expert since the last balance_step, or None if unused; zeros at first. Not a
+            buffer, which DDP would overwrite with another rank's: moves, casts and loading of the router do not change
+            it. It is on the heap's device (without a heap, on the parameters').
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Router(nn.Module):
             return None
         home = next(self.parameters()).device if self._heap is None else self._heap.device
         if load.device != home:
-            # On "meta" nothing has been counted.
+            # Nothing is counted on "meta".
             self._step_load = load = (
                 torch.zeros_like(load, device=home) if load.is_meta else load.to(home)
             )
@@ -132,9 +131,9 @@ class Router(nn.Module):
         self._step_load = load
 
     def load_before_call(self) -> torch.Tensor:
-        """int64 [E]: what the step has counted before the layer's call that begins now. Where backward computes a call
-        again, what was counted before that call: backward of other calls has counted meanwhile. ArgumentError: backward
-        computes a call again that is not one of this step."""
+        """int64 [E]: the step's count before the layer's call that begins now. If backward recomputes a call, the count
+        before that call, because backward of other calls has counted since. ArgumentError: backward recomputes a call
+        of another step."""
         load = self.step_load
         assert load is not None
         if torch.compiler.is_compiling() or not (self.training or is_in_backward()):
@@ -150,7 +149,7 @@ class Router(nn.Module):
         return found
 
     def start_step(self) -> None:
-        """Starts the counts of a step. No synchronisation of the host."""
+        """Starts the counts of a step. Does not synchronise the host."""
         if self.step_load is not None:
             self.step_load.zero_()
         self._calls = CountedCalls()
@@ -167,10 +166,10 @@ class Router(nn.Module):
         fit.
 
         Args:
-            x: [T, H] float of any precision. T may be 0.
-            token_mask: bool [T]; tokens of False (padding) go to no expert.
-            topk_idx: int [T, K], the experts to take instead of the best ones, e.g. `chosen_idx` of another forward; -1
-                is no expert. The router computes scores, and the probs of these experts.
+            x: [T, H], any float dtype. T may be 0.
+            token_mask: bool [T]; False marks padding, which goes to no expert.
+            topk_idx: int [T, K], experts that replace the best ones, e.g. `chosen_idx` of another forward; -1 is no
+                expert. The router computes the scores, and the probs of these experts.
         """
         config = self.config
         if x.dim() != 2 or x.shape[1] != config.hidden:
@@ -185,7 +184,7 @@ class Router(nn.Module):
         )
         if (
             token_mask is not None
-        ):  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
+        ):  # padding may contain NaN, which a gradient of 0 would not remove
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
@@ -203,7 +202,7 @@ class Router(nn.Module):
         given_idx: torch.Tensor | None = None,
         topk_idx: torch.Tensor | None = None,
     ) -> Route:
-        """How :meth:`forward` routes tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
+        """:meth:`forward`'s Route for tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
         numbers = (self.config.top_k, self._rule)
         weight = self.weight.contiguous()
         return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
@@ -224,7 +223,7 @@ class Router(nn.Module):
 
 
 def router_problem(router: nn.Module | None) -> ArgumentError | None:
-    """Why a module cannot take the place of a layer's router, or None; a wrapper with a Router inside must show it."""
+    """The error if a module cannot be a layer's router, or None; a wrapper must expose the Router inside."""
     if router is None:
         return None
     if any(isinstance(module, Router) for module in router.modules()):
@@ -242,7 +241,7 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
 def choice_of(
     config: MoEConfig, topk_idx: torch.Tensor, probs: torch.Tensor, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The fields of a Choice of experts int [T, K] with these weights fp32 [T, K], without padding and what is over
+    """The fields of a Choice from experts int [T, K] and weights fp32 [T, K], without padding and slots over
     capacity."""
     if token_mask is not None:
         padding_T1 = ~token_mask.unsqueeze(1)
@@ -251,7 +250,7 @@ def choice_of(
     chosen_idx = topk_idx = _int32(topk_idx)
     num_over_capacity = None
     if config.capacity_factor is not None:
-        # So many times what balance would give an expert (GShard, arXiv:2006.16668).
+        # A multiple of an expert's balanced load (GShard, arXiv:2006.16668).
         capacity = math.ceil(topk_idx.numel() / config.num_experts * config.capacity_factor)
         topk_idx, probs, num_over_capacity = drop_over_capacity(
             topk_idx,
@@ -264,7 +263,7 @@ def choice_of(
 
 
 def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
-    """The ids as int32. One that is too large stays too large, so that the plan reports it."""
+    """The ids as int32. A too large id stays too large, so that the plan reports it."""
     limits = torch.iinfo(torch.int32)
     return (
         topk_idx if topk_idx.dtype == torch.int32 else topk_idx.clamp(limits.min, limits.max).int()
@@ -279,7 +278,7 @@ def arguments_problem(
     topk_idx: torch.Tensor | None,
     probs: torch.Tensor | None = None,
 ) -> SymmoeError | None:
-    """Why these cannot be the mask, the choice of experts and its weights for the tokens of x [..., H], or None."""
+    """The error of the mask, the choice of experts or its weights for the tokens of x [..., H], or None."""
     error: SymmoeError | None = None
     choice = math.prod(x.shape[:-1]), config.top_k
     if token_mask is not None:
@@ -311,11 +310,11 @@ def drop_over_capacity(
     topk_idx: torch.Tensor, probs: torch.Tensor, *, num_experts: int, capacity: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """topk_idx [T, K] with -1 and probs fp32 [T, K] with 0 where an expert has more slots than `capacity`; and int32
-    [1], how many were dropped. Local; does not synchronise the host. An expert keeps the slots of the largest probs
-    (policy "probs"; equal ones in the order of tokens) or those of the first tokens ("position"). The remaining probs
-    stay as they are: what a token loses is not given to its other experts (as in Megatron-Core)."""
+    [1], the number of dropped slots. Local; does not synchronise the host. An expert keeps the slots of the largest
+    probs (policy "probs"; ties in the order of tokens) or of the first tokens ("position"). The remaining probs do not
+    change: a token's lost weight does not go to its other experts (as in Megatron-Core)."""
     raise_for(choices_problem(drop_policy=policy))
-    # The plan reports ids out of range, on all ranks; here they are no experts.
+    # The plan reports ids out of range, on all ranks; here they count as no expert.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
     order_N = torch.arange(expert_N.numel(), device=expert_N.device)
@@ -347,17 +346,15 @@ class Routed(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A choice that is to be made. Tensors are contiguous."""
+    """A choice to make. Tensors are contiguous."""
 
     x: torch.Tensor  # [T, H] in any precision
     weight: torch.Tensor  # fp32 [E, H]
-    bias: torch.Tensor | None  # fp32 [E], added to the scores where experts are compared
-    given_idx: torch.Tensor | None  # int32 [T, K], experts to take instead of the best ones
+    bias: torch.Tensor | None  # fp32 [E], added to the scores for selection only
+    given_idx: torch.Tensor | None  # int32 [T, K], experts that replace the best ones
     top_k: int
     rule: RoutingRule
-    topk_idx: torch.Tensor | None = (
-        None  # int32 [T, K], which gets the choice; None: it goes to a new tensor
-    )
+    topk_idx: torch.Tensor | None = None  # int32 [T, K], output for the choice; None: a new tensor
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -372,14 +369,14 @@ class Route(NamedTuple):
         )
 
     def compute(self, block_counts: torch.Tensor | None = None) -> Routed:
-        """What route_tokens returns, without a gradient. block_counts: see choose_experts."""
+        """The result of route_tokens, without a gradient. block_counts: see choose_experts."""
         x, weight, bias, given_idx, top_k, rule, topk_idx = self
         ops = kernels.for_device(x.device)
         logits, probs, scores, topk_idx = _empty(x, weight, top_k, topk_idx)
         if _has_kernels(x, weight):
             ops.router_gemm(x, weight, logits)
         else:
-            torch.mm(x.float(), weight.t(), out=logits)  # which autocast does not change
+            torch.mm(x.float(), weight.t(), out=logits)  # autocast does not change out=
         ops.choose_experts(
             logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts
         )
@@ -390,16 +387,16 @@ class Route(NamedTuple):
         return present_tensors(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
 
     def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """As a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
+        """Routes as a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
         logits, probs, scores, _ = self.compute(counts)
-        if heap.device.type == "cpu":  # on GPUs the host would have to wait
+        if heap.device.type == "cpu":  # on GPUs the host would wait
             check_finite(heap, "the router's logits", logits)
         return logits, probs, scores
 
 
 class RouteGradients(NamedTuple):
-    """Gradients of x and weight that are to be made, where they are needed. given: those of logits, probs and scores;
-    kept: x, weight, topk_idx, scores."""
+    """Computes the needed gradients of x and weight. given: gradients of logits, probs and scores; kept: x, weight,
+    topk_idx, scores."""
 
     given: tuple[torch.Tensor | None, ...]
     kept: tuple[torch.Tensor, ...]
@@ -421,7 +418,7 @@ class RouteGradients(NamedTuple):
         return present_tensors(*self.given, *self.kept)
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients; None, too, where nothing given depends on the logits."""
+        """The gradients, or None; also None if no given gradient depends on the logits."""
         (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores), rule, needs = self
         ops = kernels.for_device(x.device)
         direct = d_logits
@@ -446,15 +443,15 @@ class RouteGradients(NamedTuple):
 
 
 def computed(call: Route | RouteGradients) -> Sequence[Any]:
-    """What its `compute` returns, by a program."""
+    """The result of call.compute(), by a program."""
     return run_program(call.key, call.compute, call.inputs)
 
 
 def route_tokens(route: Route) -> Routed:
-    """Logits x @ weight^T of tokens, and the experts that they choose (kernels/twin/route.py). Not collective, no
-    host sync. For bf16 tokens, and on CPUs, kernels compute the logits with sums as good as those of fp32 products
-    (never tf32), without an fp32 copy of the tokens; a token's logits do not depend on the other tokens. Otherwise
-    torch computes them from an fp32 copy. Differentiable, once."""
+    """Logits x @ weight^T of tokens, and the chosen experts (kernels/twin/route.py). Not collective, no host sync. For
+    bf16 tokens, and on CPUs, kernels compute the logits with sums as accurate as fp32 products (never tf32), without an
+    fp32 copy of the tokens; a token's logits do not depend on other tokens. Otherwise torch computes them from an fp32
+    copy. Differentiable once."""
     if torch.compiler.is_compiling():
         return Routed(*_route(*route[:4], _packed(route.top_k, route.rule)))
     return Routed(*_RouteFunction.apply(route, route.x, route.weight))
@@ -462,7 +459,7 @@ def route_tokens(route: Route) -> Routed:
 
 @noted()
 def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
-    """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
+    """Fails the call before its plan if a token has non-finite numbers. Synchronises the host, so only for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()
     if len(bad):
         heap._fail(
@@ -472,7 +469,7 @@ def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
 
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """On CPUs for all numbers: torch's sums of one token have another order there than those of several."""
+    """Whether kernels compute the logits. On CPUs always: torch sums one token in another order than several."""
     return weight.dtype == torch.float32 and (x.dtype == torch.bfloat16 or x.device.type == "cpu")
 
 
@@ -495,7 +492,7 @@ def _save(
 
 
 class _RouteFunction(Function):
-    """Of a route, and its x and weight once more, for autograd."""
+    """The autograd function of a route. It takes x and weight once more, for autograd."""
 
     of = "the router"
 
@@ -512,13 +509,13 @@ class _RouteFunction(Function):
         return None, *computed(found)
 
 
-# For torch.compile, operators, which take numbers in place of a rule. They stand next to those of the step,
-# whose backward needs what does not lie in a CUDA graph's memory: so programs run what these launch.
+# Operators for torch.compile, which take numbers in place of a rule. A compiled graph runs them beside the step's
+# operators, whose backward needs state outside a CUDA graph's memory: so programs run their launches.
 OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _packed(top_k: int, rule: RoutingRule) -> list[float]:
-    """The numbers of an operator, equal for equal arguments."""
+    """An operator's numbers, equal for equal arguments."""
     score = CHOICES["score"].index(rule.score)
     numbers = (
         top_k,
