@@ -78,7 +78,7 @@ def plan_memory(
     """Bytes that a rank needs to train `num_layers` layers that share one heap. Local; allocates nothing.
 
     The schedule is 1F1B: `num_in_flight` micro-batches run forward, then backward and forward alternate. Its
-    high-water mark is that of plain training (1 in flight), gradient accumulation (1) and pipeline stages (their depth).
+    high-water mark equals that of plain training (1 in flight), gradient accumulation (1), and pipeline stages (depth).
     ArgumentError: a number is out of range.
 
     Args:

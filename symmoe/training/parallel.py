@@ -192,8 +192,8 @@ def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
 
 def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:
     module.set_gradient_divide_factor(float(divisor))
-    # NCCL multiplies while it sums. Other backends cannot, and FSDP then divides afterwards; with one shard it always
-    # divides itself, and being told to do so would make it divide twice (torch 2.13).
+    # NCCL multiplies while it sums. Other backends cannot, and FSDP then divides afterwards; with one shard FSDP always
+    # divides itself, and this setting would make it divide twice (torch 2.13).
     if mesh.device_type == "cpu" and mesh.size(mesh.ndim - 1) > 1:
         module.set_force_sum_reduction_for_comms(True)
 

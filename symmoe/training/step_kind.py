@@ -342,7 +342,7 @@ class Modules:
         tensors = (
             *self.parameters,
             *self._model.buffers(),
-        )  # keeps tensors with own memory
+        )  # filtered below: own memory only
         self.located = [
             t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         ]
