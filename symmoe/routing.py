@@ -296,7 +296,7 @@ def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
 
 
 def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
-    """The reason why this routing fits the layers with no tokens at all, or None."""
+    """The reason why this routing cannot fit these layers, for any tokens, or None."""
     if routing.keys() != layers.keys():
         return ArgumentError(
             f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}"
