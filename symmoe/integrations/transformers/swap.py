@@ -92,7 +92,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
 
 
 def refuse_methods_of_peft(model: Any) -> None:
-    """Makes methods of a PeftModel with experts raise if they would change its adapters except those of experts."""
+    """Makes methods of a PeftModel raise if they would change its adapters but miss those of experts."""
     why = (
         "of peft knows nothing of adapters of experts that are on several ranks; save them with "
         "symmoe.integrations.peft.save_adapters, and do this with the plain model"

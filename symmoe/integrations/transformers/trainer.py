@@ -174,9 +174,6 @@ def _save_or_load_by(
     """The functions that save and load a whole model, or a PeftModel's adapters."""
     if not hasattr(model, "peft_type"):
         return save_checkpoint, load_checkpoint
-    from symmoe.integrations.peft import (
-        load_adapters,
-        save_adapters,
-    )  # needs an optional package
+    from symmoe.integrations.peft import load_adapters, save_adapters  # needs an optional package
 
     return save_adapters, load_adapters
