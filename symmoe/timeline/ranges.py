@@ -1,4 +1,4 @@
-"""Adds ranges around the operators of `symmoe.kernels` during a recording, and converts a profiler's trace to events."""
+"""Adds ranges around operators of `symmoe.kernels` during a recording, and converts a profiler's trace to events."""
 
 from __future__ import annotations
 

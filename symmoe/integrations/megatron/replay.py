@@ -15,7 +15,7 @@ from symmoe.moe.listeners import Choose
 
 
 def recorder_of(router: nn.Module) -> RouterReplay | None:
-    """A router's RouterReplay, set to record if it has no other action; None: the router does not use one."""
+    """A router's RouterReplay; a missing one is created, and records; None: the router cannot use one."""
     if (
         not isinstance(router, TopKRouter)
         or router.config.moe_router_fusion
