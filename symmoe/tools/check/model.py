@@ -87,10 +87,7 @@ def make(target: str, context: Context, num_layers: int | None) -> Trained:
 def _of_transformers(target: str, context: Context, num_layers: int | None) -> Trained:
     """Random weights if a folder has only config.json. Evaluation mode disables dropout; the balance loss is off,
     because each rank computes it for its own tokens."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-    )  # needs optional packages
+    from transformers import AutoConfig, AutoModelForCausalLM  # needs optional packages
 
     from symmoe.integrations.transformers import (
         StepConfig,

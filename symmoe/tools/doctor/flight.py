@@ -234,7 +234,7 @@ def _last_call(
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
     calls = [
         call for witness in witnesses for call in reversed(by_rank[witness].calls)
-    ]  # all ranks make equal calls
+    ]  # all ranks make the same calls
     phase = next(
         (call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None
     )
