@@ -86,7 +86,7 @@ class FabricStrategy(_FabricDDP):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
-        """Same as in Lightning, with this rank's experts."""
+        """As in Lightning, with this rank's experts."""
         if not isinstance(state, dict):
             raise ArgumentError(f"state ({type(state).__name__}) must be a dict, as it was saved")
         models, optimizer, rest = _sorted_out(state)
@@ -111,7 +111,7 @@ class TrainerStrategy(_TrainerDDP):
         super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Same as in Lightning, with this rank's experts."""
+        """As in Lightning, with this rank's experts."""
         return own_state_dict(self.lightning_module)
 
     def save_checkpoint(
