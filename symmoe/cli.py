@@ -1,8 +1,8 @@
 """The command `symmoe`.
 
 `symmoe plan` computes the memory of a configuration before any allocation, and its bound on several nodes; `symmoe
-doctor` reports whether a machine can run symmoe, and which rank waited for which; `symmoe check` compares a model on n
-ranks with the model on one.
+doctor` reports whether a machine can run symmoe, and which rank waited for which; `symmoe check` compares n ranks
+with one.
 """
 
 from __future__ import annotations

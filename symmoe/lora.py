@@ -1,7 +1,7 @@
 """LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen
 (docs/training.md).
 
-G groups, C input features, O output features, r rank. Only merging computes the product B A.
+G groups, C input features, O output features, r rank. Only merging computes B A.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def saving(directory: Path, step: int) -> Iterator[Path]:
 
 
 def publish(unfinished: Path, step: int, manifest: bytes) -> None:
-    """Writes the manifest, renames the temporary directory to its final name, and writes that name to `latest`. The
-    ranks' files must be on disk."""
+    """Writes the manifest, renames the temporary directory to its final name, and updates `latest`. The ranks' files
+    must be on disk."""
     directory = unfinished.parent
     place = directory / name_of(step)
     pointer = directory / f".{_LATEST}.tmp"

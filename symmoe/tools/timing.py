@@ -20,7 +20,7 @@ Step = Callable[[], object]
 def times_in_a_row_ms(
     steps: Mapping[str, Step], ranks: Ranks, repetitions: int
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Milliseconds [repetitions] of a step, by name: mean of STEPS consecutive ones on the slowest rank. Collective."""
+    """Milliseconds [repetitions] of a step, by name: mean of STEPS in a row, on the slowest rank. Collective."""
     for step in steps.values():
         for _ in range(WARM_UP):
             step()

@@ -172,7 +172,7 @@ def modes(device_type: str) -> Hashable:
 
 
 class Modules:
-    """The modules of a model, inspected before every call. num_looks: how often an inspection found other parameters,
+    """A model's modules, inspected before every call. num_looks: inspections that found other parameters,
     buffers, modules, hooks or listeners, or other attributes set by the step."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -124,7 +124,7 @@ def precision_of(config: TransformerConfig) -> Recipe | None:
 def groups_problem(
     pg_collection: ProcessGroupCollection, heap: SymmetricHeap
 ) -> ArgumentError | None:
-    """The reason why a layer of these process groups cannot use `heap`, or None."""
+    """The reason why these process groups cannot use `heap`, or None."""
     if pg_collection.expt_tp.size() != 1:
         return ArgumentError(
             f"expert_tensor_parallel_size ({pg_collection.expt_tp.size()}) must be 1: "

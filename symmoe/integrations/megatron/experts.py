@@ -159,7 +159,7 @@ class SymmExperts(MegatronModule):
         ), None
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that delay_wgrad_compute deferred in the oldest backward pass."""
+        """Computes weight gradients that delay_wgrad_compute deferred in the oldest backward."""
         self.linear_fc2.backward_dw()
         self.linear_fc1.backward_dw()
 
@@ -268,7 +268,7 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
 
 
 def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
-    """symmoe's configuration for tokens that Megatron's router has routed; `how`: further fields."""
+    """symmoe's configuration for tokens routed by Megatron; `how`: further fields."""
     return MoEConfig(
         hidden=config.hidden_size,
         ffn=config.moe_ffn_hidden_size,

@@ -1,4 +1,4 @@
-"""Builds a swapped model directly from a checkpoint: a rank never holds other ranks' experts."""
+"""Builds a swapped model from a checkpoint: a rank reads only its own experts."""
 
 from __future__ import annotations
 

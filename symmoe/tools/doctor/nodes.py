@@ -1,6 +1,6 @@
 """`symmoe doctor --nodes`: the placement of ranks, their networks, and the speed of rails. Collective. Ranks exchange
-facts through torchrun's store, so failures do not stop the exchange and all ranks have the same findings. Rails are
-created like those of a heap that spans nodes, and measured between GPUs, all at the same time."""
+facts through torchrun's store, so all ranks learn of failures and have the same findings. Rails are created as by
+a heap that spans nodes, and measured between GPUs, all at the same time."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Board(NamedTuple):
     wait_s: float = _WAIT_S
 
     def gather(self, what: str, mine: Any, ranks: Iterable[int] | None = None) -> list[Any]:
-        """The values that every rank (or each of `ranks`) has published under that name, from JSON, in rank order.
-        Raises RanksMissing."""
+        """Values that every rank (or each of `ranks`) published under that name, as JSON, in rank order. Raises
+        RanksMissing."""
         self.store.set(f"symmoe-doctor/{what}/{self.rank}", json.dumps(mine))
         deadline, said, missing = time.monotonic() + self.wait_s, [], []
         for rank in range(self.num_ranks) if ranks is None else ranks:
@@ -243,7 +243,7 @@ def try_rail(
 
 @about("nodes")
 def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
-    """The placement of ranks, and whether their software is the same."""
+    """The placement of ranks, and differences in software."""
     for name in sorted({name for each in facts for name in each.versions}):
         by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
         has = "; ".join(

@@ -241,8 +241,8 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Sends small integers, with exact sums in every dtype, to one or two experts that multiply them, and back.
-    Collective. Raises WrongResult on every rank if an element is wrong on any rank."""
+    """Sends small integers, exact in every dtype, to one or two experts that multiply them, and back. Collective.
+    Raises WrongResult on every rank if an element is wrong on any."""
     rank, num_experts, device = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks, heap.device
     token = torch.arange(60 + 5 * rank, device=device)
     x = ((31 * rank + 7 * token[:, None] + torch.arange(_HIDDEN, device=device)) % 8).to(dtype)
