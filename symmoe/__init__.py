@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the same names as below; `as` says that they are public
+if TYPE_CHECKING:  # the same names as below; `as` marks them public
     from symmoe import dispatch as dispatch
     from symmoe import errors as errors
     from symmoe import grouped as grouped
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
-_PUBLIC = {  # by the module that has them
+_PUBLIC = {  # by module
     "dispatch.plan": "make_plan",
     "grouped.linear": "GroupedLinear",
     "grouped.mlp": "GroupedMLP",
@@ -65,7 +65,7 @@ _HOME = {name: f"symmoe.{module}" for module, names in _PUBLIC.items() for name 
 __all__ = list(_HOME)
 
 
-if not TYPE_CHECKING:  # to a type checker it would mean that there is every name
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:

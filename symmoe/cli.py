@@ -1,8 +1,8 @@
 """The command `symmoe`.
 
 `symmoe plan` computes the memory of a configuration before any allocation, and its bound on several nodes; `symmoe
-doctor` reports whether a machine can run symmoe, and which ranks waited for which; `symmoe check` compares a model on n
-ranks with one.
+doctor` reports whether a machine can run symmoe, and which rank waited for which; `symmoe check` compares n ranks
+with one.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # who reads the output has seen enough, as `head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what Python still writes at its end
+        )  # for Python's output at exit
         return 1
 
 
@@ -240,7 +240,7 @@ def _table(plans: dict[str, MemoryPlan]) -> str:
 
 
 def _reason(layer: MeasuredLayer | None, speed_up: float) -> str:
-    """Why a precision was chosen."""
+    """The reason for a precision."""
     if layer is None:
         return f"{AUTO} takes bf16: no layer was measured that is nowhere larger than this one"
     taken = "float8-block" if speed_up >= LEAST_SPEED_UP else "bf16"

@@ -1,7 +1,7 @@
 """LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen
 (docs/training.md).
 
-G groups, C input features, O output features, r rank. Only merging makes B A.
+G groups, C input features, O output features, r rank. Only merging computes B A.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from symmoe.grouped.parameters import RANK_MULTIPLE, local_part
 
 
 class LoRAGroupedLinear(GroupedLinear):
-    """A GroupedLinear with adapters. Made by :func:`add_lora`, not by hand. rank_dropout: in training, the probability
-    with which each of the r directions of an expert is left out of a call. (There is no dropout of the adapter's input,
-    as the paper has it.)"""
+    """A GroupedLinear with adapters; :func:`add_lora` creates it. rank_dropout: in training, the probability that a
+    call drops each of the r directions of an expert. (The paper's dropout of the adapter's input is not
+    implemented.)"""
 
     lora_a: nn.Parameter  # [G, r, C], uniform like nn.Linear
-    lora_b: (
-        nn.Parameter
-    )  # [G, O, r], zeros: at first the layer is the one that it was made of, bit for bit
+    lora_b: nn.Parameter  # [G, O, r], zeros: initially the layer equals the original, bit for bit
     scaling: float  # alpha / r
     rank_dropout: float
-    is_merged: bool  # whether the weight holds the adapters' part
+    is_merged: bool  # whether the weight includes the adapters
 
     @classmethod
     def from_linear(
@@ -43,7 +41,7 @@ class LoRAGroupedLinear(GroupedLinear):
         rank_dropout: float,
         dtype: torch.dtype | None,
     ) -> LoRAGroupedLinear:
-        """`linear` with adapters, sharing its parameters, which are frozen."""
+        """Adds adapters to `linear`; shares and freezes its parameters."""
         adapted = cls.__new__(cls)
         adapted.__dict__.update(linear.__dict__)
         adapted._parameters = dict(linear._parameters)
@@ -65,7 +63,7 @@ class LoRAGroupedLinear(GroupedLinear):
         """Resets weights and biases as in GroupedLinear, and adapters as in `reset_adapters`."""
         super().reset_parameters()
         self.reset_adapters()
-        if self.is_merged:  # into weights that are now replaced
+        if self.is_merged:  # the merged weights are now replaced
             self.is_merged = False
             self._let_adapters_train(True)
 
@@ -77,9 +75,9 @@ class LoRAGroupedLinear(GroupedLinear):
         local_part(self.lora_b).zero_()
 
     def adapters(self) -> tuple[torch.Tensor, ...]:
-        """A [G, r, C] and B [G, O, r] times the scaling, with zeros up to a rank that kernels take; differentiable.
+        """A [G, r, C] and B [G, O, r] times the scaling, zero-padded to a rank that kernels support; differentiable.
 
-        They keep their own dtype. If they are merged there are none: the weights hold them.
+        They keep their own dtype. The tuple is empty after merging.
         """
         if self.is_merged:
             return ()
@@ -94,7 +92,7 @@ class LoRAGroupedLinear(GroupedLinear):
         return a, b
 
     def merge(self) -> None:
-        """Adds the adapters to the weights, in place; they then cost nothing, and take no gradient."""
+        """Adds the adapters to the weights, in place; then they cost nothing, and receive no gradient."""
         if not self.is_merged:
             self._add_to_weights(1.0)
 
@@ -107,9 +105,7 @@ class LoRAGroupedLinear(GroupedLinear):
         for adapter in (self.lora_a, self.lora_b):
             adapter.requires_grad_(may)
             if not may:
-                adapter.grad = (
-                    None  # an optimizer's step would change what the weights hold already
-                )
+                adapter.grad = None  # an optimizer's step would change merged adapters
 
     @torch.no_grad()
     def _add_to_weights(self, sign: float) -> None:
@@ -128,13 +124,13 @@ class LoRAGroupedLinear(GroupedLinear):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_merged:  # what a layer without adapters can load, and what cannot be added twice
+        if self.is_merged:  # layers without adapters can load it; nothing is added twice
             del destination[f"{prefix}lora_a"], destination[f"{prefix}lora_b"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = [f"{prefix}lora_a", f"{prefix}lora_b"]
         if any(name in state_dict for name in names):
-            self.unmerge()  # weights that have adapters are stored without what these add
+            self.unmerge()  # stores weights without their adapters
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.is_merged:
             args[2][:] = [key for key in args[2] if key not in names]  # the missing keys
@@ -151,9 +147,9 @@ def add_lora(
     rank_dropout: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
-    """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
+    """Adds adapters to both layers of every GroupedMLP in `model`, in place; freezes their weights and biases. Local.
 
-    Everything else keeps its `requires_grad`. Comes before the model is sharded and before its optimizer is made.
+    Everything else keeps its `requires_grad`. Call it before sharding the model and before building its optimizer.
     Returns all new parameters to train.
 
     Args:
@@ -163,8 +159,8 @@ def add_lora(
         dtype: the dtype of the adapters; None: the weights'. Optimizers want fp32 adapters on bf16 weights.
 
     Raises:
-        ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
-            one that has adapters already. Nothing has been changed.
+        ArgumentError: a number is out of range, or the model has no GroupedMLP, or has one with adapters, or one with
+            another place for its gradients. The model is unchanged.
     """
     raise_for(
         size_problem(rank=rank) or (None if dtype is None else parameter_dtype_problem(dtype))
@@ -197,13 +193,13 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Runs LoRAGroupedLinear.merge on all adapters: for inference, and for state dicts of layers without adapters."""
+    """Runs LoRAGroupedLinear.merge on all adapters: for inference, and for state dicts without adapters."""
     for linear in modules_of(model, LoRAGroupedLinear):
         linear.merge()
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Runs LoRAGroupedLinear.unmerge on all adapters, to go on with training."""
+    """Runs LoRAGroupedLinear.unmerge on all adapters, to continue training."""
     for linear in modules_of(model, LoRAGroupedLinear):
         linear.unmerge()
 

@@ -1,6 +1,6 @@
-"""What the MoE layers of a model did in a step, as records and as numbers for any logger.
+"""Metrics of a model's MoE layers per step, as records and as numbers for any logger.
 
-Counts are added up on the device while the layers run, and read once per step for all layers together.
+The device accumulates counts while the layers run; the host reads them once per step for all layers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import graph_task_id
 
 Sink = Callable[[dict[str, float], int], object]
-_NUM_TOTALS = 8  # what a layer adds up in addition to the loads of its experts and ranks
+_NUM_TOTALS = 8  # a layer's totals besides the loads of its experts and ranks
 _SPANS = ("forward", "dispatch", "combine")
 
 
 def tensorboard_sink(writer: Any) -> Sink:
-    """A sink for :class:`MetricsLogger` that gives each number to `writer`, a torch.utils.tensorboard.SummaryWriter or
-    what has its method `add_scalar`."""
+    """A sink for :class:`MetricsLogger` that writes each number to `writer`: a torch.utils.tensorboard.SummaryWriter or
+    any object with `add_scalar`."""
 
     def sink(numbers: dict[str, float], step: int) -> None:
         for name, number in numbers.items():
@@ -43,24 +43,24 @@ class LayerRecord:
     Attributes:
         name: the layer's name in the model.
         num_calls: micro-batches, usually. Recomputed forwards are not counted.
-        aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
+        aux_loss: mean over the calls; None if the trainer computes the losses (transformers, Megatron).
         tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
         tokens_per_rank: slots of each rank of the EP group: the sum over its experts.
-        balanced_per_rank: the same after balance by replicas; None without replicas.
+        balanced_per_rank: tokens_per_rank after balance by replicas; None without replicas.
         num_replicas: replicas that had rows, of the EP group, summed over the calls.
         replica_bytes: bytes of weights that this rank sends to replicas of its experts, in forward and again in
-            backward, and of gradients of trained weights that it reads from them. As if every call had a backward pass.
+            backward, and of gradients of trained weights that it reads from replicas. Counts a backward for every call.
         coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
-            Backward moves as many rows again. Slots that a static capacity drops are counted in, and rows are
-            not moved to replicas. Where the group spans nodes, as if all ranks were on one: see `symmoe plan --nodes`.
+            Backward moves as many rows again. Counts slots that a static capacity drops, and ignores moves to replicas.
+            Treats a group on several nodes as if on one: see `symmoe plan --nodes`.
         heap_high_water_bytes: the most bytes ever leased of the heap.
-        forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
-            dispatch to combine, else the router is counted too (and in Megatron shared experts).
+        forward_s: seconds in the layer's forward; None without times_forward. In a swapped transformers model from
+            dispatch to combine, elsewhere including the router (in Megatron also shared experts).
         dispatch_s, combine_s: seconds of forward_s in these trips, on any stream, including waits for other ranks. If
-            GEMMs run at the same time, this is more than the trips cost.
+            GEMMs overlap, this exceeds the cost of the trips.
     """
 
     name: str
@@ -85,19 +85,19 @@ class LayerRecord:
 
 
 class MetricsLogger:
-    """Watches the MoE layers of a model, until :meth:`close`. ArgumentError: it has none.
+    """Records metrics of a model's MoE layers, until :meth:`close`. ArgumentError: it has none.
 
-    Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
-    replays then count. Compiled calls count too. When watching begins or ends, torch.compile compiles the model again,
+    Recording costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
+    replays then count. Compiled calls count too. When recording begins or ends, torch.compile compiles the model again,
     and :func:`symmoe.capture_step` captures its step again.
 
     Args:
-        model: its MoELayers are watched, and the layers of symmoe's integrations in transformers, Megatron and
-            torchtitan models. Layers in eval mode are not counted.
-        sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a :func:`tensorboard_sink`. None:
-            there are only the records.
-        times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
-            in CUDA graphs, nor of what is compiled.
+        model: has MoELayers, or layers of symmoe's integrations in transformers, Megatron and torchtitan models.
+            Layers in eval mode do not count.
+        sink: :meth:`step` calls `sink(numbers, step)`, e.g. `wandb.log`, or a :func:`tensorboard_sink`. None:
+            only records.
+        times_forward: measure every forward, and its trips, with CUDA events, or perf_counter on CPUs. Excludes
+            CUDA graphs and compiled calls.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class MetricsLogger:
                 )  # if a forward has raised
 
     def step(self, step: int) -> list[LayerRecord]:
-        """A record for each layer, of what was counted since the last call. Waits for the device once. Local.
+        """A record for each layer, with the counts since the last call. Waits for the device once. Local.
 
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
         and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
         "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
-        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group. step: handed
-        on to the sink.
+        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group. step: passed
+        to the sink.
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
@@ -146,12 +146,12 @@ class MetricsLogger:
         return records
 
     def close(self) -> None:
-        """Ends watching."""
+        """Ends recording."""
         self._watching.close()
 
 
 class _Watched:
-    """One layer: adds up its reports, and makes its records."""
+    """One layer: accumulates its reports, and builds its records."""
 
     def __init__(
         self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None
@@ -165,7 +165,7 @@ class _Watched:
 
     @torch.no_grad()
     def count(self, report: RoutingReport) -> None:
-        """A listener of the layer."""
+        """The layer's listener."""
         if not _counts(report.is_training):
             return
         num_experts = self.listeners.num_experts
@@ -208,7 +208,7 @@ class _Watched:
         combine_bytes.add_(read, alpha=report.row_bytes)
 
     def record(self, values: torch.Tensor) -> LayerRecord:
-        """What these totals say, on the CPU; takes the times."""
+        """The record of these totals, on the CPU; resets times."""
         heap = self.listeners.heap
         num_experts = self.listeners.num_experts
         load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
@@ -241,7 +241,7 @@ class _Watched:
 
 
 class _Timer:
-    """Sums up the time of a layer's forwards and of their trips; read when the device is done."""
+    """Sums the time of a layer's forwards and of their trips; read it after the device has finished."""
 
     def __init__(self, heap: SymmetricHeap) -> None:
         self._heap = heap
@@ -273,7 +273,7 @@ class _Timer:
             self._spans[name].append((begin, self._now()))
 
     def take(self, name: str) -> float:
-        """Seconds since the last call. On GPUs the events must have happened."""
+        """Seconds since the last call. On GPUs the events must be complete."""
         spans, self._spans[name] = self._spans[name], []
         return float(
             sum(

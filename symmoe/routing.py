@@ -1,8 +1,8 @@
-"""Routing that is given instead of chosen: recorded in one forward and taken again in another, or balanced by force.
+"""Fixed routing in place of the router's choice: recorded in one forward and replayed in another, or forced balance.
 
 Replay makes a policy's training forward use the experts of its rollout (routing replay for RL, arXiv:2510.11370).
-Scores and probs are computed anew, for the given experts, and so are their gradients. For one MoELayer: `layer(x,
-topk_idx=recorded)`. To a trainer's own router it is given by its layer's `listeners` (moe/listeners.py).
+The forward recomputes scores, probs and their gradients for the given experts. For one MoELayer: `layer(x,
+topk_idx=recorded)`. A trainer's own router receives it from its layer's `listeners` (moe/listeners.py).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _Layers = dict[str, tuple[nn.Module, Listeners]]
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Routing]:
-    """In this context, one forward of `model` leaves the choice of every layer in the dict that it yields. Local.
+    """Records one forward of `model`: the yielded dict receives the choice of every layer. Local.
 
-    The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
+    The ids are the router's choice before the capacity factor's drops; a replay drops again, with its own probs.
 
     Yields:
-        name of each layer, in the model's order, to int32 [T, K] on the device: of MoELayers, and of the layers of
-        symmoe's integrations in transformers, Megatron and torchtitan models; of no hash layers (DeepSeek-V4).
+        name of each layer, in the model's order, to int32 [T, K] on the device: for MoELayers, and for the layers of
+        symmoe's integrations in transformers, Megatron and torchtitan models, except hash layers (DeepSeek-V4).
 
     Raises:
         ArgumentError: the model has no such layer, or a layer is called a second time, or not at all.
@@ -59,9 +59,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
             raise ArgumentError(
                 f"layer {name!r} is called twice; record one forward, and no backward"
             )
-        routing[name] = report.chosen_idx.to(
-            torch.int32, copy=True
-        )  # the caller may write into ids
+        routing[name] = report.chosen_idx.to(torch.int32, copy=True)  # the caller may change ids
 
     with ExitStack() as added:
         for name, (_, listeners) in layers.items():
@@ -76,25 +74,23 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 def replay_routing(
     model: nn.Module, routing: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 ) -> Iterator[None]:
-    """In this context, every layer of `model` takes the experts of `routing`. Local, except that an error is raised by
-    all ranks of the EP group, where they call the next layer.
+    """In this context, every layer of `model` uses the experts of `routing`. Local, except that all ranks of the EP
+    group raise an error, in their next layer call.
 
-    If activations are computed again in backward, backward must run in the context too; they take what their own
-    micro-batch took, wherever and in whichever order backwards begin. `routing` of trainers' routers is read on the
-    host.
+    If backward recomputes activations, it must run in the context too; each recomputation uses its own micro-batch's
+    routing, whatever the order in which backwards begin. The host reads `routing` of trainers' routers.
 
     Args:
-        routing: what :func:`record_routing` has recorded for the same tokens, or :func:`routing_from_array` has made:
-            any integers, on the host or the device; -1 is no expert (to trainers' routers, in all K slots of a token).
-            Of several micro-batches a sequence, in the order in which `model` is called. In backward a call is known
-            by the graph that it made: not if all of `model` is in a reentrant checkpoint; nor can it be one compiled
-            graph.
+        routing: from :func:`record_routing` for the same tokens, or from :func:`routing_from_array`: any integers, on
+            the host or the device; -1 is no expert (for trainers' routers, in all K slots of a token). For several
+            micro-batches, a sequence in the order of `model`'s calls. Backward identifies a call by its autograd
+            graph, so `model` must not be wholly in a reentrant checkpoint, nor be one compiled graph.
 
     Raises:
-        ArgumentError: `routing` is not for the layers, tokens, K, experts or calls of `model`, or backward computes
-            activations again that are of no call in this context; a router cannot be given a choice, or is given one
-            already by another context; or a layer has not taken it: a model that torch.compile has compiled before
-            takes no notice.
+        ArgumentError: `routing` does not fit the layers, tokens, K, experts or calls of `model`, or backward
+            recomputes activations of a call outside this context; a router cannot use a given choice, or has one
+            from another context; or a layer has not used it: a model that torch.compile has compiled before
+            ignores it.
     """
     layers = _routed_layers(model)
     given: Sequence[Mapping[str, torch.Tensor]] = (
@@ -122,7 +118,7 @@ def replay_routing(
                 ),
                 layers,
             )
-        assert number is not None  # that has been raised
+        assert number is not None  # raised above
         ids = each[number][name]
         if ids.shape != (num_tokens, top_k or ids.shape[-1]):
             _fail_for(
@@ -148,11 +144,11 @@ def replay_routing(
 
 @contextmanager
 def balanced_routing(model: nn.Module) -> Iterator[None]:
-    """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
+    """In this context, every layer of `model` assigns equally many slots to each expert. For benchmarks. Local."""
     layers = _routed_layers(model)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        its = layers[name][1]  # a top_k of None: of all groups
+        its = layers[name][1]  # top_k None: all groups
         return balanced_choice(
             num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device
         )
@@ -165,8 +161,8 @@ def balanced_choice(
     num_tokens: int, top_k: int, num_experts: int, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """int32 [T, K]: experts with loads that differ by at most 1, distinct in a token, spread over the ranks. Slot n = t
-    * K + k goes to expert n * g modulo E. g is coprime to E, so any E slots in a row go to E experts; and close to E
-    divided by the golden ratio, so that a token's experts are far apart."""
+    * K + k goes to expert n * g modulo E. g is coprime to E, so any E consecutive slots use all E experts. g is close
+    to E / golden ratio, so a token's experts are far apart."""
     step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
     while math.gcd(step, num_experts) > 1:
         step += 1
@@ -182,13 +178,13 @@ def routing_from_array(
     layers: Iterable[int] | None = None,
     rows: _Array | None = None,
 ) -> Routing:
-    """What :func:`replay_routing` takes, on the host, of an array of an inference engine; errors as there.
+    """Converts an inference engine's array to :func:`replay_routing`'s argument, on the host; raises its errors.
 
     Args:
-        array: any integers [N, L, K] on the host, -1 is no expert. Of packed sequences, one behind the other.
-        layers: place among the L of every layer of `model` (of a pipeline, of this stage), in its order; None: all.
-        rows: of this rank's tokens as its layers see them, padding too (any shape). bool: whether it is one of the N,
-            which come in order; or int: which of them it is, -1 is none. None: the N are the tokens.
+        array: any integers [N, L, K] on the host, -1 is no expert. Packed sequences are concatenated.
+        layers: index in L of every layer of `model` (or of this pipeline stage), in its order; None: all.
+        rows: one entry for each token of this rank's layers, with padding (any shape). bool: whether the token is one
+            of the N, in order; or int: its index in N, -1 is none. None: the N are the tokens.
     """
     check_kind("array", array, (np.ndarray, torch.Tensor, Sequence), "an array of integers")
     found = _routed_layers(model)
@@ -230,8 +226,8 @@ def routing_from_array(
 
 
 def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int16 [T, L, K] on the host, of what :func:`record_routing` has recorded. Waits for the device once.
-    ArgumentError: it is of no layer, or of layers that differ in T or K."""
+    """Converts the result of :func:`record_routing` to int16 [T, L, K] on the host. Waits for the device once.
+    ArgumentError: it has no layer, or its layers differ in T or K."""
     check_kind("routing", routing, Mapping, "a dict of what record_routing has recorded")
     shapes = {tuple(ids.shape) for ids in routing.values()}
     if len(shapes) != 1:
@@ -240,14 +236,14 @@ def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class _Calls:
-    """The calls of a model that come from now on, and what backward computes again of them. `hooks` end it.
+    """Counts a model's calls from now on, and identifies them when backward recomputes. `hooks` end it.
 
-    num_routings: of a sequence. None: there is one routing, for all calls. Of one, all nodes that are made from now on.
+    num_routings: length of a sequence; with 1, all later nodes belong to it. None: one routing, for all calls.
     """
 
     def __init__(self, model: nn.Module, hooks: ExitStack, num_routings: int | None) -> None:
         self._num_routings = num_routings
-        self._start: int | None = None  # the first node of the call that runs
+        self._start: int | None = None  # first node of the current call
         self._recomputed = Recomputed()
         if num_routings in (None, 1):
             self._recomputed.nodes.append(range(next_node_number(), sys.maxsize))
@@ -260,7 +256,7 @@ class _Calls:
 
     @property
     def number(self) -> int | None:
-        """Of the call that runs, or whose activations backward computes again; None: not known."""
+        """The number of the current call, or of the call that backward recomputes; None: unknown."""
         # torch.compile cannot trace whether backward runs, and would break its graph.
         if self._num_routings is None and (torch.compiler.is_compiling() or not is_in_backward()):
             return 0
@@ -287,7 +283,7 @@ def _routed_layers(model: nn.Module) -> _Layers:
 
 
 def _signed(ids: _Array) -> torch.Tensor:
-    """The same numbers in a dtype that has -1, and that torch compares."""
+    """Casts ids to a dtype that has -1, and that torch can compare."""
     found = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
     return found.to(_SIGNED.get(found.dtype, found.dtype))
 
@@ -300,7 +296,7 @@ def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
 
 
 def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentError | None:
-    """Why this cannot be the routing of these layers, whatever their tokens are, or None."""
+    """The reason why this routing cannot fit these layers, for any tokens, or None."""
     if routing.keys() != layers.keys():
         return ArgumentError(
             f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}"
@@ -313,7 +309,7 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
                 f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]"
             )
         if its.give is None and ids.device.type != "cpu":
-            continue  # the plan looks, and nobody waits for the device
+            continue  # the plan checks it, without a wait for the device
         is_wrong = (ids < -1) | (ids >= its.num_experts)
         if its.give is not None:
             is_wrong |= is_none != is_none.all(-1, keepdim=True)

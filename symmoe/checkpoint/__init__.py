@@ -1,6 +1,6 @@
 """Checkpoints of models whose experts are spread over ranks: sharded, verified, readable with any number of ranks.
 
-Needs safetensors: pip install '.[checkpoint]'. How they are used, and what they promise: docs/checkpoints.md.
+Needs safetensors: pip install '.[checkpoint]'. docs/checkpoints.md describes their use and guarantees.
 """
 
 from symmoe.checkpoint.load import LoadedCheckpoint, load_checkpoint, read_manifest

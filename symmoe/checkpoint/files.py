@@ -1,4 +1,4 @@
-"""Plain files and their lock. Others who can write to a folder must not make a reader wait, or read other data."""
+"""Plain files and their lock. Other writers of a folder must not make a reader wait, or read other data."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file, which stays, until the end of the context, or of the process. Does not wait. Without
-    locks of the file system a warning is logged. CheckpointError: another process has it; the text says which."""
+    """Locks a file until the context or the process ends; the file stays. Does not wait. Logs a warning if the file
+    system has no locks. CheckpointError: another process has the lock; the text names it."""
     with contextlib.ExitStack() as held:
         with naming(path, "written"):
             file = held.enter_context(_open(path, os.O_RDWR | os.O_CREAT))
@@ -74,7 +74,7 @@ def locked(path: Path) -> Iterator[None]:
                 path,
                 error.strerror,
             )
-        with contextlib.suppress(OSError):  # a full disk is not full for this one
+        with contextlib.suppress(OSError):  # the disk may be full
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
@@ -87,7 +87,7 @@ def locked(path: Path) -> Iterator[None]:
 def _open(path: Path, flags: int) -> io.FileIO:
     file = os.open(
         path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
-    )  # a pipe without a writer would be waited for
+    )  # opening a pipe without a writer would block
     if stat.S_ISREG(os.fstat(file).st_mode):
         return open(file, "r+b", buffering=0)
     os.close(file)
@@ -96,7 +96,7 @@ def _open(path: Path, flags: int) -> io.FileIO:
 
 @contextlib.contextmanager
 def naming(path: Path, what: str) -> Iterator[None]:
-    """Errors of the system become CheckpointErrors, with the path, which they do not always name."""
+    """Converts system errors to CheckpointErrors with the path, which system errors may lack."""
     try:
         yield
     except OSError as error:

@@ -1,13 +1,13 @@
-"""The directory of a job's checkpoints: what is in it at any moment, and the order in which that changes.
+"""The directory of a job's checkpoints: its content at any moment, and the order of its changes.
 
-    step-00000020/                  a complete checkpoint; it got this name when all of it was on disk
-    latest                          name and manifest's sha256 of the newest one
+    step-00000020/                  a complete checkpoint; renamed to this after all of it was on disk
+    latest                          the newest one's name and manifest's sha256
     .step-00000040.1f2e3d4c.tmp/    a save that is running or was killed, or a checkpoint that is being deleted
     .latest.tmp                     the next `latest`
     step-00000020.replaced/         the older checkpoint of a step that was saved twice, until the newer one is in place
-    .lock                           locked by the job that saves at this moment
+    .lock                           locked by the job that is saving
 
-Only rank 0 locks, makes and renames; every rank writes its own files into the temporary directory.
+Only rank 0 locks, creates and renames; every rank writes its own files into the temporary directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TEMPORARY = re.compile(r"\.(step-\d{8}\.\w{8}|latest)\.tmp")
 
 
 def path_of(directory: Any) -> Path:
-    """A caller's `directory` as a path. ArgumentError: it is none."""
+    """A caller's `directory` as a path. ArgumentError: not a path."""
     try:
         return Path(directory)
     except TypeError:
@@ -49,8 +49,8 @@ def name_of(step: int) -> str:
 
 @contextlib.contextmanager
 def saving(directory: Path, step: int) -> Iterator[Path]:
-    """Locks the directory, deletes what killed saves have left, and makes a temporary directory to write into. At the
-    end deletes that, unless it was published. CheckpointError: another job is saving to it."""
+    """Locks the directory, deletes remains of killed saves, and creates a temporary directory for the files. At the
+    end deletes it, unless it was published. CheckpointError: another job is saving here."""
     if not directory.exists():
         directory.mkdir(mode=0o700, parents=True)
         sync(directory.parent)
@@ -75,7 +75,7 @@ def saving(directory: Path, step: int) -> Iterator[Path]:
 
 
 def publish(unfinished: Path, step: int, manifest: bytes) -> None:
-    """Writes the manifest, gives the temporary directory its final name, and writes that to `latest`. The ranks' files
+    """Writes the manifest, renames the temporary directory to its final name, and updates `latest`. The ranks' files
     must be on disk."""
     directory = unfinished.parent
     place = directory / name_of(step)
@@ -96,16 +96,16 @@ def publish(unfinished: Path, step: int, manifest: bytes) -> None:
 
 
 def prune(directory: Path, step: int, keep_last: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints up to `step`. Those of later steps stay."""
+    """Deletes all but the newest `keep_last` checkpoints up to `step`. Later checkpoints stay."""
     older = sorted(name for name, of in _complete(directory).items() if of < step)
     for name in older[: max(0, len(older) + 1 - keep_last)]:
         _remove(directory / name)
 
 
 def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
-    """The checkpoint of a step, or the newest: its directory, its manifest, and that one's sha256. The newest is that
-    of `latest`; if that is missing, torn or no plain file, or its checkpoint has been deleted, the complete one of the
-    highest step, with a warning. CheckpointError: there is none, or its manifest has been changed."""
+    """Finds the checkpoint of a step, or the newest. Returns its directory, its manifest, and the manifest's sha256.
+    `latest` names the newest; if `latest` is missing, torn or no plain file, or its checkpoint was deleted, takes the
+    complete one of the highest step, with a warning. CheckpointError: none found, or a changed manifest."""
     if (directory / MANIFEST).is_file():
         raise CheckpointError(
             f"{directory} is the checkpoint of one step: pass the directory that it is in, "
@@ -145,7 +145,7 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
 
 
 def open_(checkpoint: Path) -> tuple[Manifest, str]:
-    """A checkpoint's manifest, and its sha256. CheckpointError: it is not what was written, or of another step."""
+    """A checkpoint's manifest, and its sha256. CheckpointError: the manifest was changed, or has another step."""
     data = read(checkpoint / MANIFEST)
     where = checkpoint / MANIFEST
     if read(checkpoint / SEAL) != seal_of(data):
@@ -157,8 +157,8 @@ def open_(checkpoint: Path) -> tuple[Manifest, str]:
 
 
 def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> None:
-    """Checks that a checkpoint has these files and no others, and the content of this rank's share of them.
-    CheckpointError: a file is not what was written; the text names it."""
+    """Checks that a checkpoint has exactly these files, and the content of this rank's share of them.
+    CheckpointError: a file was changed; the text names it."""
     _check_sizes(checkpoint, manifest)
     for name in sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))[
         rank::num_ranks
@@ -173,7 +173,7 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
 def _check_sizes(place: Path, manifest: Manifest) -> None:
     found = {
         path.name: path.lstat() for path in place.glob("*.safetensors")
-    }  # all of these would be read
+    }  # readers would load all of these
     for name in sorted({*found, *manifest.files}):
         here = found[name].st_size if name in found and stat.S_ISREG(found[name].st_mode) else None
         there = manifest.files[name].bytes if name in manifest.files else None
@@ -196,7 +196,7 @@ def _temporary(directory: Path, name: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint so that a part of it is never taken for a whole one."""
+    """Deletes a checkpoint so that readers never mistake a part for the whole."""
     _delete(path.rename(_temporary(path.parent, path.name.removesuffix(_REPLACED))))
 
 

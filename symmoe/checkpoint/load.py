@@ -1,4 +1,4 @@
-"""Loading: every rank reads what it needs, however the checkpoint was cut, after all of it has been verified."""
+"""Loading: verifies the whole checkpoint, then every rank reads its parts, whatever the checkpoint's sharding."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from symmoe.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds in addition to its tensors: optimizer steps done, what was saved as `extra`, and what
-    this rank saved as `rank_extra`, None if another number of ranks loads than saved."""
+    """A checkpoint's values besides tensors: completed optimizer steps, the saved `extra`, and this rank's saved
+    `rank_extra`, None if the number of ranks has changed."""
 
     step: int
     extra: Any
@@ -56,23 +56,23 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
     """Fills a model and an optimizer from a checkpoint, bit for bit, with any number of ranks. Collective over `group`;
-    synchronises the host. What is verified before a tensor changes: docs/checkpoints.md.
+    synchronises the host. docs/checkpoints.md lists the checks before any tensor changes.
 
     Args:
         directory, group: as in save_checkpoint.
-        model: as in save_checkpoint; filled in place. Values are not cast. Weights of experts may be packed where the
-            checkpoint was written with discrete ones, and the other way round.
-        optimizer: optimizer of the model's parameters; gets the state and hyperparameters of the checkpoint. None:
+        model: as in save_checkpoint; filled in place. Values are not cast. Packed weights of experts load from
+            discrete ones in the checkpoint, and discrete from packed.
+        optimizer: optimizer of the model's parameters; receives the checkpoint's state and hyperparameters. None:
             optimizer state in the checkpoint is ignored.
-        step: which checkpoint; None: the newest (that of `latest`; if that is missing or torn, the complete one of the
-            highest step, with a warning in the log).
+        step: the checkpoint's step; None: the newest (named by `latest`; if `latest` is missing or torn, the complete
+            one of the highest step, with a warning in the log).
 
     Raises:
-        ArgumentError: on every rank: `directory` is no path, or the model or the optimizer has something that has no
-            place in a checkpoint.
-        CheckpointError: on every rank: there is none, it is not what was written, or not that of the model; or a rank
-            is gone, does not come, or has left by an interrupt. The text names the file, the key or the rank. Model and
-            optimizer are untouched unless a file broke, or a rank was lost, after everything was verified.
+        ArgumentError: on every rank: `directory` is no path, or the model or the optimizer has a value that a
+            checkpoint cannot store.
+        CheckpointError: on every rank: the checkpoint is missing, was changed, or does not fit the model; or a rank
+            was lost, timed out, or was interrupted. The text names the file, the key or the rank. Model and optimizer
+            are unchanged unless a file broke, or a rank was lost, after the verification.
     """
     with Peers(group) as peers:
         with peers.step() as chosen:
@@ -115,15 +115,15 @@ def load_checkpoint(
 
 
 def read_manifest(directory: str | os.PathLike[str], step: int | None = None) -> Manifest:
-    """What the checkpoint of a step (None: the newest) in a job's directory holds, without reading tensors. Local.
-    ArgumentError: `directory` is no path. CheckpointError: there is none, or its manifest is not what was written.
-    Other files are not looked at."""
+    """The manifest of a step's checkpoint (None: the newest) in a job's directory; reads no tensors. Local.
+    ArgumentError: `directory` is no path. CheckpointError: the checkpoint is missing, or its manifest was changed.
+    Does not check other files."""
     return folder.find(folder.path_of(directory), step)[1]
 
 
 class _Rows(DefaultLoadPlanner):
-    """Where this rank's rows are in the files, and the tensors that they fill. CheckpointError: the files have no such
-    tensor, or one of another shape or dtype."""
+    """Plans reads of this rank's rows from the files into its tensors. CheckpointError: a tensor is missing in the
+    files, or has another shape or dtype there."""
 
     def __init__(
         self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]
@@ -158,7 +158,7 @@ class _Rows(DefaultLoadPlanner):
 
 
 def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint by key, from the headers of its files. CheckpointError: a row is not there once."""
+    """A checkpoint's tensors by key, from its files' headers. CheckpointError: a row is missing or repeated."""
     stored = {}
     try:
         metadata = reader.read_metadata()
@@ -174,6 +174,6 @@ def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorSto
             if (problem := rows_problem(runs, size[0] if size else 1)) is not None:
                 raise ValueError(f"{key} is not whole: {problem}")
             stored[key] = tensor
-    except Exception as error:  # whatever headers made in bad faith lead to
+    except Exception as error:  # malicious headers can cause any error
         raise CheckpointError(f"{path}: the headers of its files fit nothing: {error!r}") from error
     return stored

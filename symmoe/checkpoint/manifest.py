@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint consists of. Written last, and believed only after its fields have been checked."""
+"""manifest.json: the contents of a checkpoint. Saving writes it last; loading checks its fields before use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symmoe.checks.json_values import typed
 from symmoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-SEAL = "manifest.json.sha256"  # as sha256sum writes it, so that `sha256sum -c` can check it
+SEAL = "manifest.json.sha256"  # format of sha256sum, so that `sha256sum -c` can check it
 FORMAT = "symmoe-checkpoint"
 VERSION = 3
 _FILE = re.compile(r"rank-\d{5}-\d{4}\.safetensors")
@@ -30,8 +30,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group of an optimizer's parameters: their names, with those experts that are in it if not all are; and its
-    hyperparameters."""
+    """A group of an optimizer's parameters: their names, the experts in it (if not all), and its hyperparameters."""
 
     params: dict[str, list[int] | None]
     settings: dict[str, Any]
@@ -39,8 +38,8 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """An optimizer without the tensors of its state: its class, its groups, and by key of a state: values that are no
-    tensors; which experts have it, if not all do; and which states a rank's experts have together."""
+    """An optimizer without the tensors of its state: its class, its groups, and by key of a state: values other than
+    tensors; the experts that have it, if not all do; and states that a rank's experts share."""
 
     name: str
     groups: list[StoredGroup]
@@ -51,9 +50,9 @@ class StoredOptimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of: `step` optimizer steps done, `ep_size` parts of its experts, its files by name
-    within its directory, an optimizer or None, what the caller gave for all ranks (`extra`) and on each, and versions
-    of packages. Which tensors a file holds, and which part of each, is in its own header."""
+    """A checkpoint's contents: `step` completed optimizer steps, `ep_size` parts of its experts, its files by name
+    within its directory, an optimizer or None, the caller's values for all ranks (`extra`) and for each, and versions
+    of packages. A file's own header lists its tensors, and the part of each."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -81,7 +80,7 @@ def seal_of(manifest: bytes) -> bytes:
 
 
 def parse(data: bytes, where: Path) -> Manifest:
-    """The manifest of these bytes. CheckpointError: it is none, is of another version, or names files elsewhere; the
+    """Parses a manifest. CheckpointError: the bytes are invalid, of another version, or name files elsewhere; the
     text names the field."""
     try:
         content = json.loads(data)

@@ -1,4 +1,4 @@
-"""State dicts of a model with experts within what a trainer pickles on one rank: all ranks save them instead."""
+"""State dicts with experts inside objects that a trainer pickles on one rank: all ranks save them instead."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 from symmoe.checkpoint.tensors import ModuleState
 from symmoe.errors import ArgumentError
 
-_NOTE = "symmoe.state_dict"  # in the place of a state dict: its path, what it has, and what are no tensors
+_NOTE = "symmoe.state_dict"  # replaces a state dict: its path, its keys, and its values other than tensors
 
 
 def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleState]) -> Any:
-    """`node` with notes in the place of the state dicts in it that have tensors of the module's experts; these become
-    those of `found`, by path. ArgumentError: a list has such tensors, which have no names there."""
+    """Replaces state dicts in `node` that have tensors of the module's experts by notes, and collects them in `found`,
+    by path. ArgumentError: a list has such tensors, without names."""
     if isinstance(node, list | tuple):
         state = ModuleState(module=module, tensors={})
         if any(isinstance(each, torch.Tensor) and state.is_like_experts(each) for each in node):
@@ -47,7 +47,7 @@ def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleSta
 
 
 def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any:
-    """`node` with state dicts, which are to be filled, in the place of its notes; these become those of `found`."""
+    """Replaces notes in `node` by empty state dicts, and collects these in `found` for loading."""
     if not isinstance(node, Mapping):
         return node
     if _NOTE in node:
@@ -58,7 +58,7 @@ def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any
 
 
 def own_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of a module with this rank's experts, of which nobody has to be warned."""
+    """The state dict of a module with this rank's experts, without the warning."""
     return {
         name: each.detach() if isinstance(each, torch.Tensor) else each
         for name, each in module.state_dict(keep_vars=True).items()
@@ -66,7 +66,7 @@ def own_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def refuse_state_dicts(node: Any, module: nn.Module, path: str) -> None:
-    """ArgumentError: a state dict in `node` has tensors of the module's experts, and would be saved on one rank."""
+    """ArgumentError: a state dict in `node` has tensors of the module's experts, and only one rank would save it."""
     found: dict[str, ModuleState] = {}
     take_out(node, module, path, found)
     for where in found:

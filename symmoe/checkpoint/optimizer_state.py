@@ -1,5 +1,5 @@
-"""The state of an optimizer, by parameter: tensors cut like the parameters, what a rank's experts have together, and
-plain values, which are the same on all ranks. Of a layer all experts may be in the optimizer, or some."""
+"""The state of an optimizer, by parameter: tensors sharded like the parameters, states that a rank's experts share,
+and plain values, equal on all ranks. The optimizer may have all experts of a layer, or some."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ State = dict[torch.Tensor, dict[str, Any]]
 Groups = list[list[Place]]
 Shared = list[
     tuple[torch.Tensor, Place]
-]  # a state of several experts, and copies of it for each that are read
+]  # a state of several experts, and the loaded copies for each
 _Experts = dict[
     str, list[Any]
-]  # by key, how many experts there are, and which; 0 of none: it is no expert's
+]  # by key: number of experts, and their ids; 0 and none: not an expert's
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Groups:
-    """The places of the optimizer's parameters, by group. ArgumentError: the model does not have one of them."""
-    # The first place of a tied parameter.
+    """The places of the optimizer's parameters, by group. ArgumentError: the model lacks a parameter."""
+    # A tied parameter's first place.
     places = {
         id(place.parameter): replace(place, tensor=place.parameter)
         for place in reversed(list(model))
@@ -45,8 +45,8 @@ def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Group
 
 
 def settings_of(optimizer: torch.optim.Optimizer, groups: Groups) -> list[Any]:
-    """What must be the same on all ranks, in JSON: the class, and of each group its hyperparameters and those of its
-    parameters that all ranks have."""
+    """The settings that must be equal on all ranks, in JSON: the class, and each group's hyperparameters and replicated
+    parameters."""
     settings = [
         {
             name: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
@@ -60,7 +60,7 @@ def settings_of(optimizer: torch.optim.Optimizer, groups: Groups) -> list[Any]:
 
 
 def told_of(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
-    """What the other ranks must know of this rank's part of an optimizer, in JSON. ArgumentError: experts of a layer
+    """Describes this rank's part of an optimizer to the other ranks, in JSON. ArgumentError: experts of a layer
     have different plain values."""
     states = list(_states_of(optimizer, groups))
     values: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def told_of(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
 
 
 def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredOptimizer:
-    """What is stored of an optimizer besides tensors, of what all ranks have told. CheckpointError: they disagree."""
+    """Merges all ranks' descriptions to the stored record without tensors. CheckpointError: ranks disagree."""
     values: dict[str, Any] = {}
     for table in told:
         for key, value in table["values"].items():
@@ -118,7 +118,7 @@ def check_record(
     groups: Groups,
     model: Iterable[Place],
 ) -> StoredOptimizer:
-    """The stored optimizer. CheckpointError: it has another class than this one, or other parameters in its groups."""
+    """Checks the stored optimizer. CheckpointError: its class, or a group's parameters, differ from this one's."""
     if stored is None:
         raise CheckpointError("the checkpoint has no optimizer state")
     name = type(optimizer).__name__
@@ -149,8 +149,8 @@ def empty_state(
     record: StoredOptimizer,
     tensors: Mapping[str, TensorStorageMetadata],
 ) -> tuple[State, list[Place], Shared]:
-    """A new state for the optimizer, its tensors, to be filled, and those that experts share, to be read first. It uses
-    the optimizer's tensors where they fit. CheckpointError: what is stored is of other sets of experts than ours."""
+    """A new state for the optimizer, its tensors for loading, and the tensors that experts share, to load first. Reuses
+    the optimizer's tensors that fit. CheckpointError: the stored sets of experts differ from ours."""
     kinds: dict[str, list[str]] = {}
     for key in (*tensors, *record.values):
         if key.startswith(PREFIX):
@@ -160,7 +160,7 @@ def empty_state(
     filled = []
     shared: Shared = []
     for places, group in zip(groups, optimizer.param_groups, strict=True):
-        # As in torch: the count of steps stays on the host unless a kernel reads it.
+        # As in torch, the step count stays on the host unless a kernel reads it.
         on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         for place in places:
             old = optimizer.state.get(place.tensor, {})
@@ -182,7 +182,7 @@ def empty_state(
 
 
 def check_shared(shared: Shared) -> None:
-    """CheckpointError: experts that have one state here have had several, where it was saved."""
+    """CheckpointError: experts that share one state here had different states when saved."""
     for _, place in shared:
         copies = place.tensor.reshape(len(place.tensor), -1).view(torch.uint8)
         if not torch.equal(copies, copies[:1].expand_as(copies)):
@@ -192,7 +192,7 @@ def check_shared(shared: Shared) -> None:
 def install(
     optimizer: torch.optim.Optimizer, state: State, shared: Shared, record: StoredOptimizer
 ) -> None:
-    """Makes the state and the stored hyperparameters the optimizer's."""
+    """Sets the optimizer's state and stored hyperparameters."""
     for value, place in shared:
         value.copy_(place.tensor[0])
     optimizer.state.clear()
@@ -215,7 +215,7 @@ def _states_of(
 
 
 def _by_key(places: Iterable[tuple[str, Place]]) -> _Experts:
-    """The experts that places of these keys have."""
+    """The experts of the places, by key."""
     table: _Experts = {}
     for key, place in places:
         table.setdefault(key, [place.num_rows, []])[1] += place.experts
@@ -223,7 +223,7 @@ def _by_key(places: Iterable[tuple[str, Place]]) -> _Experts:
 
 
 def _merged(tables: Iterable[_Experts]) -> dict[str, list[int] | None]:
-    """By key, the experts that any rank has; None: all of them, or it is no expert's."""
+    """By key, the experts of all ranks; None: all experts, or the key is not an expert's."""
     found: dict[str, tuple[int, set[int]]] = {}
     for table in tables:
         for key, (number, experts) in table.items():
@@ -242,7 +242,7 @@ def _empty(
     old: Any,
     device: torch.device,
 ) -> tuple[torch.Tensor, Place]:
-    """A state for a parameter, which is `old` if that fits, and what is read: the state, or copies of it."""
+    """A state for a parameter (`old` if it fits), and the tensor to load: the state, or copies of it."""
     is_of_stack = place.start is not None and key in record.of_stacks
     shape = tuple(stored.size[1:]) if is_of_stack else place.local_shape(stored.size)
     dtype = stored.properties.dtype
@@ -251,7 +251,7 @@ def _empty(
     own = place.like(key, value, experts=record.experts.get(key), is_of_stack=is_of_stack)
     if not is_of_stack or place.is_row:
         return value, own
-    # A state of a stack that is no number belongs to those experts and no others.
+    # A stack's state other than a number belongs to exactly these experts.
     cuts = [(chunk.offsets[0], chunk.sizes[0]) for chunk in stored.chunks]
     if own.tensor.dim() > 1 and (own.offsets[0], len(own.tensor)) not in cuts:
         raise _other_stacks(key)

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what they tell each other, and how the error of one becomes that of all."""
+"""The ranks that save or load together: exchanges JSON between them, and raises one rank's error on all."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Told:
-    """What the ranks tell each other at the end of a step, in JSON."""
+    """Values that ranks exchange at the end of a step, in JSON."""
 
     mine: Any = None
-    by_rank: list[Any] = field(default_factory=list)  # once the step has ended
+    by_rank: list[Any] = field(default_factory=list)  # set after the step
 
 
 class Peers:
     """A process group that exchanges JSON. Every method is collective.
 
-    A block `with peers:` is around all of them. If it is left by an exception that the others do not have (an
-    interrupt), they learn it in their next exchange: all exchanges begin with the same message. The group may be a
+    A block `with peers:` surrounds all calls. If an exception of one rank (an interrupt) ends its block, the next
+    exchange signals this to the other ranks: all exchanges begin with the same message. The group may be a
     heap's `bootstrap`; None: the default one, or only this process if there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
         self._bootstrap = group if isinstance(group, Bootstrap) else Bootstrap(group)
-        self._is_over = False  # nobody will wait for this rank again
+        self._is_over = False  # no peer will wait for this rank again
         self.rank = self._bootstrap.rank
         self.num_ranks = self._bootstrap.num_ranks
 
@@ -54,17 +54,15 @@ class Peers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or self._is_over:
             return
-        with contextlib.suppress(
-            CheckpointError
-        ):  # this rank's error comes back, or a peer is lost
+        with contextlib.suppress(CheckpointError):  # this rank's own error, or a lost peer
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     @contextlib.contextmanager
     def step(self, *, is_last: bool = False) -> Iterator[Told]:
-        """A block of work on every rank, at the end of which they meet, and tell each other something. `is_last`: no
-        other exchange follows. SymmoeError: that of a rank, on every rank; any other exception there becomes a
-        CheckpointError, and so does a rank that is gone, or has not come within the process group's timeout. The text
-        names it."""
+        """A block of work on every rank; at its end, ranks synchronise and exchange values. `is_last`: no other
+        exchange follows. SymmoeError: one rank's error, on every rank; any other exception becomes a CheckpointError,
+        and so does a rank that is lost, or does not arrive within the process group's timeout. The text
+        names the rank."""
         told = Told()
         problem: SymmoeError | None = None
         message = b""
@@ -73,7 +71,7 @@ class Peers:
             message = json.dumps(told.mine).encode()
         except SymmoeError as error:
             problem = error
-        except Exception as error:  # noqa: BLE001 - the others wait to hear of any error
+        except Exception as error:  # noqa: BLE001 - the others must receive any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
             messages = self._meet(problem, message, is_last=is_last)
@@ -82,7 +80,7 @@ class Peers:
             del problem  # its traceback would keep this frame, and the frame it
 
     def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
-        """What `work` returns here, as one :meth:`step`."""
+        """Runs `work` as one :meth:`step`; its result."""
         with self.step(is_last=is_last):
             return work()
 
@@ -114,15 +112,15 @@ class Peers:
 
 
 def _to_the_end(work: Callable[[], _Result]) -> _Result:
-    """What `work` returns. An interrupt of this thread is raised when it has been done: Python raises
-    KeyboardInterrupt, and what handlers of signals raise, between any two instructions of the main thread. An exchange
-    that is interrupted cannot go on, so it runs in another thread."""
+    """Completes `work`, returns its result, and only then raises an interrupt of this thread: Python raises
+    KeyboardInterrupt, and exceptions of signal handlers, between any two instructions of the main thread. An
+    interrupted exchange cannot continue, so it runs in another thread."""
     done = Future[_Result]()
     claim = threading.Lock()
 
     def run(done: Future[_Result]) -> None:
         if not claim.acquire(blocking=False):
-            return  # the start was interrupted after it had succeeded, and was made again
+            return  # the start succeeded, was interrupted, and was repeated
         try:
             done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised below

@@ -1,4 +1,4 @@
-"""The state of a rank's random number generators as something JSON can hold."""
+"""The state of a rank's random number generators, as JSON values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what :func:`get_rng_state` gave. Local. CheckpointError: it is no such state; generators before the
-    wrong one have been set."""
+    """Restores a state of :func:`get_rng_state`. Local. CheckpointError: the state is invalid; generators before the
+    invalid one were set."""
     try:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))

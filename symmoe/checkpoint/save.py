@@ -1,4 +1,4 @@
-"""Saving: every rank writes what only it has, and its share of what others have too."""
+"""Saving: every rank writes its own parts, and its share of the replicated parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from symmoe.errors import ArgumentError, CheckpointError
 with extra("checkpoint"):
     import safetensors.torch
 
-MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
+MAX_FILE_BYTES = 512 << 20  # host memory has up to three copies of a file
 MAX_STEP = 99_999_999
 
 
@@ -57,28 +57,28 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Saves the state after `step` steps in `directory`/step-NNNNNNNN, and returns that. Synchronises the host.
+    """Saves the state after `step` steps in `directory`/step-NNNNNNNN, and returns the path. Synchronises the host.
 
-    Experts are written by the ranks that have them, everything else once. Where several ranks have the same part, they
-    compare its sha256 first. If anything fails or a rank dies, at any moment, earlier checkpoints do not change.
+    Each rank writes its own experts; everything else is written once. Ranks with the same part compare its sha256
+    first. If anything fails or a rank dies, at any moment, earlier checkpoints do not change.
     Collective over `group`.
 
     Args:
-        directory: the job's directory; all ranks see the same. One job at a time may save to it.
-        step: a checkpoint of the same step is replaced.
-        model: a module, a ModuleState, or a nested dict of tensors, ExpertShards and these. Tensors of a module's state
-            dict count.
+        directory: the job's directory, the same on all ranks. Only one job at a time may save to it.
+        step: replaces a checkpoint of the same step.
+        model: a module, a ModuleState, or a nested dict of tensors, ExpertShards and these. A module's tensors are
+            those of its state dict.
         optimizer: optimizer of the model's parameters.
-        extra: fit for JSON, and the same on all ranks; loading gives it back as JSON has it (tuples are lists).
-        rank_extra: fit for JSON, this rank's own, e.g. get_rng_state().
+        extra: JSON values, equal on all ranks; loading returns them in JSON's types (tuples become lists).
+        rank_extra: JSON values of this rank, e.g. get_rng_state().
         group: all ranks that train together. None: the default group, or only this process if there is none.
         keep_last: how many checkpoints of steps up to this one stay, this one included; None: all.
 
     Raises:
-        ArgumentError: on every rank: an argument does not fit.
-        CheckpointError: on every rank: a rank cannot write, ranks disagree on what they all have, experts are missing,
-            another job is saving to the directory; or a rank is gone, does not come within the process group's timeout,
-            or has left by an interrupt (which is raised there). The text names the file, the key or the rank.
+        ArgumentError: on every rank: an argument is invalid.
+        CheckpointError: on every rank: a rank cannot write, replicated parts differ, experts are missing, another job
+            is saving to the directory; or a rank was lost, did not arrive within the process group's timeout, or was
+            interrupted (that rank raises the interrupt). The text names the file, the key or the rank.
     """
     with contextlib.ExitStack() as held, Peers(group) as peers:
         with peers.step() as given:
@@ -125,7 +125,7 @@ def save_checkpoint(
             check_replicas(
                 ((key, ranks) for (key, _, _), ranks in holders.items()), compared.by_rank
             )
-            if peers.rank == 0:  # it holds the lock until all ranks know the result
+            if peers.rank == 0:  # keeps the lock until all ranks know the result
                 prepared.mine = held.enter_context(folder.saving(place, step)).name
         unfinished = place / prepared.by_rank[0]
         with peers.step() as written:
@@ -155,10 +155,8 @@ def save_checkpoint(
     return place / folder.name_of(step)
 
 
-_Parts = dict[str, list[Place]]  # what this rank has by key: places whose rows follow each other
-_Holders = dict[
-    tuple[str, int, int], list[int]
-]  # by key, first row and number of rows, the ranks that have them
+_Parts = dict[str, list[Place]]  # this rank's parts by key: places with consecutive rows
+_Holders = dict[tuple[str, int, int], list[int]]  # ranks, by key, first row and number of rows
 
 
 def _json(name: str, value: Any) -> str:
@@ -194,13 +192,13 @@ def _parts(places: Iterable[Place]) -> _Parts:
 def _fits_file(dtype: torch.dtype) -> bool:
     try:
         safetensors.torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})
-    except Exception:  # noqa: BLE001 - each package has its own
+    except Exception:  # noqa: BLE001 - errors differ by package
         return False
     return True
 
 
 def _told(part: list[Place]) -> list[Any]:
-    """What others must know of it: dtype, shape of the whole, first row, number of rows, bytes."""
+    """Describes a part to peers: dtype, shape of the whole, first row, number of rows, bytes."""
     first = part[0]
     length = sum(len(place.rows) for place in part) if first.shape else 1
     return [
@@ -213,7 +211,7 @@ def _told(part: list[Place]) -> list[Any]:
 
 
 def _to_host(part: list[Place]) -> torch.Tensor:
-    """A copy that shares memory with nothing."""
+    """A copy in its own memory."""
     rows = [
         place.rows.to("cpu", copy=True, memory_format=torch.contiguous_format) for place in part
     ]
@@ -221,7 +219,7 @@ def _to_host(part: list[Place]) -> torch.Tensor:
 
 
 def _check_common(tables: list[dict[str, Any]]) -> None:
-    """CheckpointError: ranks disagree on what they were given."""
+    """CheckpointError: ranks have different arguments."""
     for name, text in tables[0]["common"].items():
         for rank, table in enumerate(tables):
             if table["common"][name] != text:
@@ -231,7 +229,7 @@ def _check_common(tables: list[dict[str, Any]]) -> None:
 
 
 def _holders(told: list[dict[str, Any]]) -> _Holders:
-    """Who has what, if the ranks agree on every tensor, and every row is there."""
+    """The ranks of every part; checks that ranks agree and no row is missing."""
     tensors: dict[str, list[Any]] = {}
     holders: _Holders = {}
     for rank, parts in enumerate(told):
@@ -240,7 +238,9 @@ def _holders(told: list[dict[str, Any]]) -> _Holders:
                 raise CheckpointError(
                     f"{key} is {[dtype, shape]} on rank {rank} and {tensors[key]} on another"
                 )
-            if length or 0 in shape[:1]:  # no rows are there only where the whole tensor has none
+            if (
+                length or 0 in shape[:1]
+            ):  # a part without rows counts only if the whole tensor has none
                 holders.setdefault((key, start, length), []).append(rank)
     runs: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
     for key, start, length in holders:
@@ -254,12 +254,12 @@ def _holders(told: list[dict[str, Any]]) -> _Holders:
 
 
 def _shares(holders: _Holders, told: list[dict[str, Any]]) -> list[list[str]]:
-    """What each rank writes: a part is written by that of its ranks that has the least to write so far."""
+    """The keys that each rank writes: a part goes to its rank with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in told]
     loads = [0] * len(told)
     for (key, _, _), ranks in sorted(
         holders.items(), key=lambda item: len(item[1])
-    ):  # parts that one rank has first
+    ):  # first the parts of one rank
         writer = min(ranks, key=loads.__getitem__)
         shares[writer].append(key)
         loads[writer] += told[writer][key][-1]
@@ -267,8 +267,8 @@ def _shares(holders: _Holders, told: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, Any]]:
-    """Writes files of at most MAX_FILE_BYTES (a larger tensor has its own file), as torch's HuggingFaceStorageWriter
-    does, so that its HuggingFaceStorageReader reads them. Returns what a manifest says of each."""
+    """Writes files of at most MAX_FILE_BYTES (a larger tensor has its own file), in the format of torch's
+    HuggingFaceStorageReader. Returns each file's entry in the manifest."""
     shards: list[list[str]] = []
     size = 0
     for key, part in parts.items():
@@ -283,7 +283,7 @@ def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, An
         offsets = {key: {"saved_offsets": parts[key][0].offsets} for key in keys}
         header = {
             "DCP_SHARDING_INFO": json.dumps(offsets)
-        }  # one entry: safetensors gives several no order
+        }  # one entry: safetensors does not order several
         data = safetensors.torch.save({key: _to_host(parts[key]) for key in keys}, header)
         files.write(unfinished / name, data)
         written[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

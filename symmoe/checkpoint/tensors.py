@@ -1,5 +1,5 @@
-"""Which tensors a checkpoint holds, and which part of each this rank has: a run of rows of dimension 0. For weights of
-experts these are of the rank's experts; for anything else, all rows. Ranks with the same rows have the same bits."""
+"""The tensors of a checkpoint, and this rank's part of each: consecutive rows of dimension 0. Weights of experts have
+the rows of the rank's experts; other tensors have all rows. Ranks with the same rows have the same bits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")
-COMPILED = "_orig_mod."  # what torch.compile puts into names, in front of those of what it compiles
+COMPILED = "_orig_mod."  # torch.compile's prefix of names in compiled modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShard:
-    """A tensor [e, ...] that holds experts `start` to `start` + e - 1 of `num_experts`: a leaf of a nested dict."""
+    """A tensor [e, ...] of experts `start` to `start` + e - 1 of `num_experts`: a leaf of a nested dict."""
 
     tensor: torch.Tensor
     start: int
@@ -33,16 +33,16 @@ class ExpertShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleState:
-    """Tensors by the names of a module's state dict, with other values than the module's perhaps (an average, what a
-    hook has edited), and of the same experts: a leaf of a nested dict. Tensors of other names are those of experts if
-    a name of the module's experts ends like theirs, or they like it. Names that are not there are not saved. An
-    optimizer beside it is that of the module's parameters."""
+    """Tensors by the names of a module's state dict, for the same experts; values may differ from the module's (an
+    average, or edited by a hook): a leaf of a nested dict. A tensor of another name belongs to experts if its name is
+    a suffix of an experts' name, or the reverse. Missing names are not saved. An optimizer saved with it must be
+    of the module's parameters."""
 
     module: nn.Module
     tensors: Mapping[str, torch.Tensor]
 
     def places(self) -> list[Place]:
-        """Where its tensors belong, by keys that begin with a dot; of experts as if all were here."""
+        """Places of its tensors, by keys that begin with a dot; experts as if all were here."""
         places = _of_state("", self, 0, 1) if self.tensors else ()
         return [place for place in places if place.is_stored]
 
@@ -55,8 +55,8 @@ class ModuleState:
 
     @classmethod
     def empty(cls, module: nn.Module, stored: Mapping[str, torch.Tensor]) -> ModuleState:
-        """New tensors on the host for a state, with this rank's experts. stored: by key, tensors of its dtypes and, but
-        for the number of experts, shapes; they need no memory."""
+        """New tensors on the host for a state, with this rank's experts. stored: by key, tensors with the state's
+        dtypes and shapes, except the number of experts; they need no memory."""
         own = dict(_of_module("", module, 0, 1))
         names: dict[str, list[str]] = {}
         for name, place in own.items():
@@ -73,31 +73,31 @@ class ModuleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A tensor of this rank, and where it belongs in the checkpoint."""
+    """A tensor of this rank, and its place in the checkpoint."""
 
-    key: str  # name in the checkpoint; several places may have the same
+    key: str  # name in the checkpoint; several places may share it
     tensor: torch.Tensor  # the live tensor, whose memory is read or filled
     start: int | None = None  # its first row in the whole tensor; None: it is the whole tensor
-    num_rows: int = 0  # rows of the whole tensor, if it is cut
+    num_rows: int = 0  # rows of the whole tensor, if sharded
     is_row: bool = (
-        False  # it is one row of the whole tensor and has no dimension for that (a discrete weight)
+        False  # it is one row of the whole tensor, without a row dimension (a discrete weight)
     )
-    of: torch.Tensor | None = None  # the module's own tensor of this place, if it is another one
-    is_stored: bool = True  # whether it is in the checkpoint, and does not only name a parameter
+    of: torch.Tensor | None = None  # the module's own tensor of this place, if different
+    is_stored: bool = True  # in the checkpoint; False: it only names a parameter
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The tensor that an optimizer knows."""
+        """The optimizer's tensor."""
         return self.tensor if self.of is None else self.of
 
     @property
     def rows(self) -> torch.Tensor:
-        """The tensor, detached, with a dimension of rows if it is cut."""
+        """The tensor, detached, with a row dimension if sharded."""
         return self.tensor.detach()[None] if self.is_row else self.tensor.detach()
 
     @property
     def experts(self) -> list[int]:
-        """The numbers of its rows, if it is cut."""
+        """The indices of its rows, if sharded."""
         return [] if self.start is None else [self.start + i for i in range(len(self.rows))]
 
     @property
@@ -108,19 +108,19 @@ class Place:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where its first element is in the whole tensor."""
+        """Its first element's index in the whole tensor."""
         return (self.start or 0, *[0] * (self.rows.dim() - 1)) if self.shape else ()
 
     def is_of_stack(self, state: torch.Tensor) -> bool:
         """Whether a state for this parameter is one number for all its experts, or has no dimension for experts.
-        Optimizers that keep rows and columns, as Adafactor does, keep those of the last two dimensions."""
+        Optimizers with row and column states, e.g. Adafactor, use the last two dimensions."""
         if self.start is None or state.dim() == 0 or self.is_row:
             return self.start is not None and state.dim() == 0
         has_experts = state.shape[0] == len(self.tensor) and self.tensor.dim() > 2
         return state.shape != self.tensor.shape and not has_experts
 
     def is_of(self, experts: list[int] | None, key: str) -> bool:
-        """Whether the parameter's experts are among those that have a state. CheckpointError: some of them are."""
+        """Whether all experts of the parameter have a state. CheckpointError: only some of them do."""
         if experts is None or self.start is None:
             return True
         found = [expert in experts for expert in self.experts]
@@ -134,8 +134,8 @@ class Place:
     def like(
         self, key: str, state: torch.Tensor, *, experts: list[int] | None, is_of_stack: bool
     ) -> Place:
-        """The place of an optimizer's state for this parameter. experts: those that have such a state, if not all. A
-        state of a stack is repeated for each of its experts."""
+        """The place of an optimizer's state for this parameter. experts: the experts with such a state, if not all. A
+        stack's state is repeated for each of its experts."""
         if self.start is None:
             return Place(key=key, tensor=state)
         if is_of_stack and not self.is_row:
@@ -146,7 +146,7 @@ class Place:
         return replace(own, start=experts.index(self.start), num_rows=len(experts))
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a tensor here, if `shape` is that of the whole, or of another number of rows of it."""
+        """The local shape of a tensor, from the `shape` of the whole, or of another number of its rows."""
         if self.start is None:
             return tuple(shape)
         return tuple(shape[1:]) if self.is_row else (len(self.tensor), *shape[1:])
@@ -155,9 +155,9 @@ class Place:
 def places_of(
     model: nn.Module | ModuleState | Mapping[str, Any], *, rank: int, num_ranks: int
 ) -> list[Place]:
-    """Every tensor of a module's state dict, or of a nested dict of tensors, ExpertShards and modules. Experts are of
-    the EP group of the heap that their module, or the nearest around it, has as `heap`; without one, of that of `rank`
-    and `num_ranks`. ArgumentError: something in it has no place in a checkpoint."""
+    """Every tensor of a module's state dict, or of a nested dict of tensors, ExpertShards and modules. The EP group of
+    experts is that of `heap` of their module, or of the nearest module around it; without a heap, `rank` and
+    `num_ranks` define it. ArgumentError: a checkpoint cannot store a value."""
     places = list(_walk("model", model, rank, num_ranks))
     for place in places:
         if hasattr(place.tensor, "device_mesh"):
@@ -172,14 +172,14 @@ def places_of(
 
 
 def bare(model: Any) -> Any:
-    """The model that torch.compile and DDP are around, or itself."""
+    """The model without wrappers of torch.compile and DDP."""
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model._modules.get("_orig_mod", model._modules.get("module"))
     return model
 
 
 def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
-    """What is wrong with (start, length) runs that must cover rows 0 to `num_rows` - 1 once, or None."""
+    """The error in (start, length) runs that must cover rows 0 to `num_rows` - 1 once, or None."""
     covered = 0
     for start, length in sorted(runs):
         if start != covered:
@@ -198,8 +198,8 @@ def digest(tensor: torch.Tensor) -> str:
 def check_replicas(
     parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]
 ) -> None:
-    """Compares the ranks that have the same part: `parts` are the key and the ranks of each, `digests` by rank those of
-    its parts by key; both the same on every rank. CheckpointError: the bits of a part differ; it names two ranks."""
+    """Compares ranks with the same part. `parts`: key and ranks of each part; `digests`: by rank, digests of its parts
+    by key; both are equal on every rank. CheckpointError: the bits of a part differ; the text names two ranks."""
     for key, (first, *others) in parts:
         for rank in others:
             if digests[rank][key] != digests[first][key]:
@@ -275,7 +275,7 @@ def _of_module(
         path, _, leaf = name.rpartition(".")
         around = [
             path.rsplit(".", count)[0] for count in range(path.count(".") + 1)
-        ]  # from the inside out
+        ]  # innermost first
         heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
         owner = module.get_submodule(path)
@@ -296,7 +296,7 @@ def _of_module(
 
 
 def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | None:
-    """The name of experts' tensors that ends with `name`, or `name` with it, if their rows have this shape."""
+    """The experts' tensor name that ends with `name`, or that `name` ends with, if its rows have this shape."""
     fitting = (
         f".{known}"
         for known, place in own.items()
@@ -308,5 +308,5 @@ def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | N
 
 
 def _renamed(name: str, like: str) -> str:
-    """`name` with the last part of another name."""
+    """`name` with the last part of `like`."""
     return ".".join([*name.split(".")[:-1], like.rpartition(".")[2]])

@@ -1,4 +1,4 @@
-"""Trainers that symmoe plugs into: FSDP2 and DDP, Megatron-Core, transformers, accelerate, Lightning, peft, torchtitan.
+"""Integrations with trainers: FSDP2 and DDP, Megatron-Core, transformers, accelerate, Lightning, peft, torchtitan.
 
-A module here imports its trainer; nothing else of symmoe does. Begin with the trainer's own folder or file.
+Only these modules of symmoe import trainers. Start with the trainer's own folder or file.
 """

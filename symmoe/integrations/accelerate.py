@@ -1,5 +1,5 @@
-"""accelerate's Accelerator for models whose experts are spread over ranks: its DDP would mix experts, its
-`clip_grad_norm_` take the norm over this rank's parameters, and its `save_state` write rank 0's for all."""
+"""accelerate's Accelerator for models with experts on several ranks. The original's DDP would mix experts, its
+`clip_grad_norm_` would use this rank's norm, and its `save_state` would save only rank 0's experts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STATE_FOLDER = "model_and_optimizer"
 
 
 class Accelerator(_Accelerator):
-    """Same as accelerate.Accelerator; the model has MoELayers, or is one, or comes from `swap_moe`.
+    """accelerate.Accelerator for a model that has MoELayers, or is one, or comes from `swap_moe`.
 
-    `save_state` and `load_state` are collective; all ranks see the same folder. One model and one optimizer are there
-    in symmoe's format (`symmoe.checkpoint`, whose errors they raise, in the folder "model_and_optimizer"), which any
-    number of ranks loads; all else is as accelerate saves it.
+    `save_state` and `load_state` are collective; all ranks see the same folder. Its folder "model_and_optimizer" has
+    one model and one optimizer in symmoe's format (`symmoe.checkpoint`, whose errors they raise), for any number of
+    ranks; accelerate saves everything else.
 
     ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or DeepSpeed,
     FSDP or Megatron-LM, which would mix experts.
@@ -54,7 +54,7 @@ class Accelerator(_Accelerator):
             )
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Same as in accelerate, with a DDP that does not touch the experts."""
+        """As in accelerate, with a DDP that ignores the experts."""
         if _has_experts(model):
             prepare_for_ddp(model)
         return super().prepare_model(model, *args, **kwargs)
@@ -65,7 +65,7 @@ class Accelerator(_Accelerator):
         max_norm: float,
         norm_type: float = 2,
     ) -> torch.Tensor:
-        """Same as in accelerate, by the norm over all ranks. Collective. ArgumentError: `parameters` are not those of a
+        """As in accelerate, with the norm over all ranks. Collective. ArgumentError: `parameters` are not those of a
         prepared model, or `norm_type` is not 2."""
         given = {
             id(each)
@@ -83,7 +83,7 @@ class Accelerator(_Accelerator):
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Same as in accelerate. ArgumentError: the model has experts on several ranks, of which it would have ours."""
+        """As in accelerate. ArgumentError: experts are on several ranks; the result would have only this rank's."""
         if not _has_experts(model):
             return super().get_state_dict(model, unwrap)
         if not self._gives_state_dicts:
@@ -94,9 +94,9 @@ class Accelerator(_Accelerator):
         return own_state_dict(self.unwrap_model(model, keep_torch_compile=False))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Same as in accelerate, with all experts. Hooks are given the model, and the state dict of this rank, which
-        is saved as they leave it, or not at all if they take it. Collective. ArgumentError: a registered object's
-        state dict has experts."""
+        """As in accelerate, with all experts. Hooks receive the model and this rank's state dict; their edits are
+        saved, and a state dict that they remove is not saved. Collective. ArgumentError: a registered object's state
+        dict has experts."""
         with self._without_state() as (model, optimizer, left):
             for number, each in enumerate(self._custom_objects):
                 refuse_state_dicts(each.state_dict(), model, f"registered object {number}")
@@ -110,8 +110,8 @@ class Accelerator(_Accelerator):
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Same as in accelerate, with this rank's experts. Hooks are given the model, which is not loaded if they take
-        it. Collective. ArgumentError: `input_dir` is None."""
+        """As in accelerate, with this rank's experts. Hooks receive the model; a model that they remove is not
+        loaded. Collective. ArgumentError: `input_dir` is None."""
         if input_dir is None:
             raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
         with self._without_state() as (model, optimizer, left):
@@ -126,8 +126,8 @@ class Accelerator(_Accelerator):
     def _without_state(
         self,
     ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None, list[Any]]]:
-        """The prepared model and the optimizer, of which accelerate saves and loads nothing in the block; and what
-        other hooks leave of the state dicts to save, or of the models to load."""
+        """The prepared model and the optimizer, which accelerate does not save or load in this block; and the state
+        dicts to save, or the models to load, that other hooks leave."""
         models = self._models
         optimizers = self._optimizers
         if len(models) != 1 or len(optimizers) > 1:
@@ -137,7 +137,7 @@ class Accelerator(_Accelerator):
         left: list[Any] = []
 
         def take(*given: Any) -> None:
-            of_models = given[-2]  # in front of the folder, in either hook
+            of_models = given[-2]  # before the folder, in both hooks
             left.extend(of_models)
             of_models.clear()
 

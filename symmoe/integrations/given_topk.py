@@ -1,5 +1,5 @@
-"""A choice of experts that is given to a router which chooses with torch.topk, whatever it does before and after: so
-scores, weights and their gradients are by the rule of its model. E experts, K of a token."""
+"""Replaces the choice of experts in a router that uses torch.topk. The router computes everything else itself: scores,
+weights and gradients follow its model's rules. E experts, K of a token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def give_topk(
     """See Give. Tokens without an expert keep the router's own choice, until the experts are called.
 
     Args:
-        name: of a module that is called with the ids at `position`, and has `num_experts` or `inner_experts`.
-        router: what chooses, by its name in the module around that one; "": it itself.
+        name: a module whose argument at `position` is the ids, and that has `num_experts` or `inner_experts`.
+        router: the choosing module's name in that module's parent; "": the parent.
     """
     block = name.rpartition(".")[0]
     if not name:
@@ -59,8 +59,8 @@ def give_topk(
 
 
 class _GivenTopK(TorchFunctionMode):
-    """Where torch.topk chooses of E, it returns what is given. `is_none`: bool [..., K], slots without an expert;
-    None: nothing has been chosen yet."""
+    """torch.topk over E returns the given choice. `is_none`: bool [..., K], slots without an expert; None: torch.topk
+    was not called yet."""
 
     def __init__(self, num_experts: int, choose: Choose) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ class _GivenTopK(TorchFunctionMode):
         if width == self._num_experts and (k, *rows[1:]) != (
             2,
             1,
-        ):  # which is the score of the only group
+        ):  # the score of the only group
             ids = self._choose(rows.numel(), k).long().view(*rows, k)
             self.is_none = ids < 0
             ids = torch.where(self.is_none, found.indices, ids)
         elif len(rows) == 1 and 1 < width < self._num_experts and self._num_experts % width == 0:
-            # Groups of experts: what is not in one of the best may get no score (DeepSeek-V2).
+            # Groups of experts: those outside the best groups may have no score (DeepSeek-V2).
             ids = self._choose(rows.numel(), None).long()
             ids = torch.where(ids < 0, found.indices[:, :1], ids // (self._num_experts // width))
         else:

@@ -1,7 +1,7 @@
-"""Lightning's DDP for models whose experts are spread over ranks: strategies for Fabric, and for Lightning's Trainer.
+"""Lightning's DDP for models with experts on several ranks: strategies for Fabric, and for Lightning's Trainer.
 
-A checkpoint is a folder: model and optimizer as `symmoe.checkpoint` writes them, which any number of ranks loads, and
-the rest in a file of Lightning's.
+A checkpoint is a folder: `symmoe.checkpoint` stores model and optimizer, for any number of ranks, and a file of
+Lightning's stores the rest.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ with extra("lightning"):
     from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
 
 REST = "lightning.ckpt"
-_STATES = (
-    "symmoe.states"  # in a loaded checkpoint: its folder, and the state dicts that come from there
-)
+_STATES = "symmoe.states"  # in a loaded checkpoint: its folder, and the state dicts to load from it
 
 
 class FabricStrategy(_FabricDDP):
-    """Same as lightning.fabric's DDPStrategy: `Fabric(strategy=FabricStrategy())`.
+    """lightning.fabric's DDPStrategy for experts: `Fabric(strategy=FabricStrategy())`.
 
-    `clip_gradients(max_norm=...)`, `save` and `load` are collective. The state that is saved has models, at most one
-    optimizer, and values that Lightning saves; all ranks see the same folder. ArgumentError, in `setup`: the model has
-    no MoELayer and has not been swapped, or the precision is "16-mixed", whose gradient scaler would skip steps on some
-    ranks only.
+    `clip_gradients(max_norm=...)`, `save` and `load` are collective. The saved state has models, at most one optimizer,
+    and values that Lightning saves; all ranks see the same folder. ArgumentError, in `setup`: the model has
+    no MoELayer and is not swapped, or the precision is "16-mixed", whose gradient scaler would skip steps on some ranks
+    only.
     """
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Same as in Lightning, with a DDP that does not touch the experts."""
+        """As in Lightning, with a DDP that ignores the experts."""
         _prepare(module, self.precision)
         return super().setup_module(module)
 
@@ -53,7 +51,7 @@ class FabricStrategy(_FabricDDP):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Same as in Lightning, by the norm over all ranks and all of `module`."""
+        """As in Lightning, with the norm over all ranks and all of `module`."""
         if float(norm_type) != 2.0:
             raise ArgumentError(f"norm_type ({norm_type}) must be 2 with experts on several ranks")
         norm = clip_grad_norm(module, max_norm)
@@ -70,7 +68,7 @@ class FabricStrategy(_FabricDDP):
         storage_options: Any = None,
         filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Same as in Lightning, with all experts; `path` is a folder."""
+        """As in Lightning, with all experts; `path` is a folder."""
         models, optimizer, rest = _sorted_out(state)
         if filter and (names := filter.keys() - rest.keys()):
             raise ArgumentError(
@@ -88,7 +86,7 @@ class FabricStrategy(_FabricDDP):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
-        """Same as in Lightning, with this rank's experts."""
+        """As in Lightning, with this rank's experts."""
         if not isinstance(state, dict):
             raise ArgumentError(f"state ({type(state).__name__}) must be a dict, as it was saved")
         models, optimizer, rest = _sorted_out(state)
@@ -99,27 +97,27 @@ class FabricStrategy(_FabricDDP):
 
 
 class TrainerStrategy(_TrainerDDP):
-    """Same as lightning.pytorch's DDPStrategy: `Trainer(strategy=TrainerStrategy())`. `gradient_clip_val` is that of
+    """lightning.pytorch's DDPStrategy for experts: `Trainer(strategy=TrainerStrategy())`. `gradient_clip_val` limits
     the norm over all ranks. Checkpoints have at most one optimizer; all ranks see the same folder. ArgumentError, in
-    `fit` and the like: as FabricStrategy."""
+    `fit` and the like: see FabricStrategy."""
 
     def setup(self, trainer: Any) -> None:
-        """Same as in Lightning, with experts that stay as they are."""
+        """As in Lightning; experts stay unchanged."""
         _prepare(self.model, self.precision_plugin)
-        # The precision clips, whichever it is, and is handed the optimizer's parameters.
+        # The precision plugin clips, whatever its kind, and receives the optimizer's parameters.
         self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(
             self.model, clip_val
         )
         super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Same as in Lightning, with this rank's experts."""
+        """As in Lightning, with this rank's experts."""
         return own_state_dict(self.lightning_module)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Same as in Lightning, with all experts, and as hooks have edited it; `filepath` becomes a folder."""
+        """As in Lightning, with all experts and the edits of hooks; `filepath` becomes a folder."""
         optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
         if optimizer is not None:
             optimizer = _with_state(optimizer, checkpoint["optimizer_states"][0])
@@ -129,10 +127,10 @@ class TrainerStrategy(_TrainerDDP):
         save_checkpoint(filepath, 0, model=states, optimizer=optimizer)
         super().save_checkpoint(rest, Path(filepath, REST), storage_options)
 
-    restore_checkpoint_after_setup = True  # the optimizer is there then
+    restore_checkpoint_after_setup = True  # the optimizer exists then
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Same as in Lightning, with this rank's experts, and without the optimizer's state."""
+        """As in Lightning, with this rank's experts, and without the optimizer's state."""
         rest = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
         states = self._own_state()
         checkpoint = put_back(rest, self.lightning_module, states)
@@ -140,13 +138,13 @@ class TrainerStrategy(_TrainerDDP):
         return {**checkpoint, _STATES: (checkpoint_path, states)}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This rank's part of the optimizer's state, if a hook has left something in its place."""
+        """Loads this rank's part of the optimizer's state, unless a hook has removed it."""
         if checkpoint["optimizer_states"]:
             folder, states = checkpoint[_STATES]
             load_checkpoint(folder, model=states, optimizer=_only(self.optimizers))
 
     def _own_state(self) -> dict[str, ModuleState]:
-        """The module's state dict without tensors, which names the optimizer's parameters."""
+        """The module's state dict without tensors, for the names of the optimizer's parameters."""
         return {"state_dict": ModuleState(module=self.lightning_module, tensors={})}
 
 
@@ -161,7 +159,7 @@ def _prepare(model: nn.Module, precision: Any) -> None:
 def _sorted_out(
     state: dict[str, Any],
 ) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
-    """The models, the optimizer, and the rest of what Fabric saves."""
+    """The models, the optimizer, and the rest of Fabric's state."""
     models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     rest = {
@@ -173,7 +171,7 @@ def _sorted_out(
 
 
 def _with_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of the same parameters with a state dict, as hooks may have edited it."""
+    """An optimizer of the same parameters with a state dict, possibly edited by hooks."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     edited = copy.copy(optimizer)
     edited.state = {parameters[number]: its for number, its in state["state"].items()}  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""peft's LoRA on transformers models with swapped experts, and its files (docs/peft.md). Adapters of experts are those
-of grouped layers (symmoe.lora), which peft cannot save. E experts in all, H hidden, I ffn."""
+"""peft's LoRA on transformers models with swapped experts, and its files (docs/peft.md). Experts use the adapters of
+grouped layers (symmoe.lora), which peft cannot save. E experts in all, H hidden, I ffn."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) -> peft.PeftModel:
-    """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values if
-    ranks seed torch alike; each has its part of the experts' adapters, and all of the others. Local. config: if it
-    targets gate_up_proj or down_proj of experts, it targets both. The options that peft itself has not for parameters
-    (dropout, DoRA, bias ..) it refuses. ArgumentError: the model has not been swapped, or the experts cannot have such
-    adapters. The model is as peft has left it."""
+    """peft.get_peft_model for a swapped model: the same adapters as on the plain model, with the same values if
+    ranks seed torch alike; each rank has its part of the experts' adapters, and all other adapters. Local. config: if
+    it targets gate_up_proj or down_proj of experts, it must target both. Refuses options that peft lacks for parameters
+    (dropout, DoRA, bias ..). ArgumentError: the model is not swapped, or its experts cannot have these adapters. peft's
+    changes to the model stay."""
     heap_of(model)
     swapped = {
         path: module
@@ -54,7 +54,7 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
         for path, experts in swapped.items():
             model.set_submodule(path, experts)
     for path, experts in swapped.items():
-        experts.requires_grad_(False)  # as peft has done with everything that it has seen
+        experts.requires_grad_(False)  # as peft does with all modules that it sees
         if found[path]:
             adapt(experts, found[path])
     refuse_methods_of_peft(wrapped)
@@ -64,17 +64,17 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
 
 @torch.no_grad()
 def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
-    """Saves the adapters, and nothing else, as peft does, for the plain model: adapter_model.safetensors and
+    """Saves only the adapters, in peft's format for the plain model: adapter_model.safetensors and
     adapter_config.json in `folder`, which all ranks see; other files there stay. Collective over the heap's process
-    group; rank 0 has all adapters of experts in host memory for a moment. ArgumentError: the model is not swapped.
-    CheckpointError: on every rank, if ranks have different bits of what they all have, or writing failed anywhere."""
+    group; rank 0 briefly needs host memory for all experts' adapters. ArgumentError: the model is not swapped.
+    CheckpointError: on every rank, if replicated tensors differ between ranks, or any rank cannot write."""
     model = bare(model)
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
     with Peers(heap.bootstrap) as peers:
         compare(peers, _others(model))
         with peers.step():
-            partial.mkdir(parents=True, exist_ok=True)  # it may be there, of a save that was killed
+            partial.mkdir(parents=True, exist_ok=True)  # a killed save may have left it
             share = {
                 f"{path}.{names.prefix}{i}": matrix.detach().cpu()
                 for path, layer, names in _adapted(model)
@@ -88,10 +88,10 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
 @torch.no_grad()
 def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
-    """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts. Collective over the
-    heap's process group. The model is wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
-    ArgumentError: the model has not been swapped. CheckpointError: on every rank, if the file cannot be read, or keys
-    or shapes are not those of the model. The model is as it was."""
+    """Loads adapters from peft's files, from any writer; each rank loads its experts'. Collective over the heap's
+    process group. Wrap the model with the files' configuration, e.g. LoraConfig.from_pretrained(folder), before.
+    ArgumentError: the model is not swapped. CheckpointError: on every rank, if the file cannot be read, or keys
+    or shapes do not match the model. The model is unchanged."""
     model = bare(model)
     heap, file = heap_of(model), Path(folder, WEIGHTS)
     with Peers(heap.bootstrap) as peers, peers.step(is_last=True):
@@ -116,7 +116,7 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
 
 def _publish(model: peft.PeftModel, partial: Path, folder: Path, num_ranks: int) -> None:
-    """Puts the ranks' shares in `partial` together, and the files of peft that they make into `folder`."""
+    """Merges the ranks' shares in `partial`, and writes peft's files of them to `folder`."""
     state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
     shares = [load_file(partial / f"{rank}.safetensors") for rank in range(num_ranks)]
     for path, _, names in _adapted(model):
@@ -136,7 +136,7 @@ def _publish(model: peft.PeftModel, partial: Path, folder: Path, num_ranks: int)
 
 
 class _StandIn(nn.Module):
-    """What peft sees of swapped experts: transformers' own module, with parameters of E experts and no memory."""
+    """Stands in for swapped experts: transformers' own module, with parameters of E experts and no memory."""
 
     def __init__(self, experts: ExpertParallelExperts) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ class _StandIn(nn.Module):
         for name, own in experts.form.parameters.items():
             if own.endswith("weight"):
                 weight = experts.mlp.get_parameter(own)
-                # For peft's initialisation they have a device, unlike those of the meta device.
+                # For peft's initialisation they need a device other than meta.
                 value = torch.zeros((), dtype=weight.dtype, device=weight.device)
                 shape = experts.form.turned(weight).shape[1:]
                 setattr(self, name, nn.Parameter(value.expand(experts.num_experts, *shape)))
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNames]]:
-    """The experts' grouped layers with adapters: the experts' path, the layer, and how peft names its adapters."""
+    """The experts' grouped layers with adapters: the experts' path, the layer, and peft's names of its adapters."""
     for path, module in model.named_modules():
         if isinstance(module, ExpertParallelExperts):
             for linear, names in module.peft_names.items():
@@ -159,7 +159,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNam
 
 
 def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:
-    """What peft saves itself: everything but what swapped experts hold, which is by other names there."""
+    """The tensors that peft saves itself: all but those of swapped experts, which have other names there."""
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, own_state_dict(model), adapter_name=model.active_adapter
     )

@@ -7,7 +7,7 @@ T tokens on this rank, D hidden size, K experts per token, R rows received by th
 rows are copied between the heap and ordinary memory, and scores are applied after the experts, in fp32, as torchtitan's
 other dispatchers do. A rank's tokens may differ in number from its peers'; a rank may receive none.
 
-torch.compile does not look into the two trips: it cannot trace plans, leases and signals.
+torch.compile does not trace the two trips: it does not support plans, leases and signals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
 _ROW_ITEM_BYTES = 4  # fp32, the widest dtype of rows
-_SPARE_BYTES = 4 << 20  # what the heap itself needs, and gaps between leases
+_SPARE_BYTES = 4 << 20  # the heap's own needs, and gaps between leases
 
 
 class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
@@ -41,11 +41,11 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     Config:
         hidden_dim: D.
-        num_max_tokens_per_rank: the largest T of any rank; the heap holds the worst routing of that many tokens.
-        order: of the sums in combine, "rank" or "slot" (the latter has the same bits for any number of ranks).
+        num_max_tokens_per_rank: the largest T of any rank; the heap fits the worst routing of that many tokens.
+        order: order of the sums in combine, "rank" or "slot" ("slot": the same bits for any number of ranks).
         load_factor: the most rows that a rank receives, over num_max_tokens_per_rank * top_k; None: the worst routing.
-        num_kept_layers: of torchtitan_experts.routed_experts, layers whose rows stay on the heap until backward; 1 if
-            layers are recomputed; 0: none, tokens are sent again.
+        num_kept_layers: for torchtitan_experts.routed_experts: layers whose rows stay on the heap until backward; 1 if
+            layers are recomputed; 0: none, backward sends tokens again.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,10 +63,10 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self.listeners: Listeners | None = None
 
     def init_buffer(self) -> None:
-        """Makes the heap of the EP group, or takes the one that an earlier layer has made. Collective.
+        """Creates the heap of the EP group, or uses the heap that an earlier layer created. Collective.
 
         Raises:
-            ArgumentError: num_experts is not divisible by the ranks of the mesh.
+            ArgumentError: the number of ranks does not divide num_experts.
         """
         if self.ep_mesh is None:
             return  # no expert parallelism: dispatch is local
@@ -85,7 +85,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         )
 
     def heap_bytes(self, num_ranks: int) -> int:
-        """Bytes of symmetric memory that layers, which take turns, need at most, without the rows that they keep."""
+        """The most bytes of symmetric memory that layers need in turn, without the rows that they keep."""
         config, num_kept = self.config, self.config.num_kept_layers
         packed = num_ranks * config.num_max_tokens_per_rank
         rows = packed * min(self.top_k, self.num_experts // num_ranks)
@@ -93,13 +93,13 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             rows = min(rows, int(config.load_factor * config.num_max_tokens_per_rank * self.top_k))
         buffers = packed + rows * (
             1 if num_kept is None else 1 + max(1, num_kept)
-        )  # of a trip, or a step
+        )  # for a trip, or a step
         return int(
             buffers * config.hidden_dim * _ROW_ITEM_BYTES + packed * self.top_k * 8 + _SPARE_BYTES
         )
 
     def dispatch(self, x_TD: torch.Tensor, *routed: torch.Tensor) -> Any:
-        """Rows of this rank's experts [R, D] in expert order, how many each expert has (int64), and metadata for
+        """Rows of this rank's experts [R, D] in expert order, the count of each expert (int64), and metadata for
         combine. routed: scores and ids of the experts [T, K], and tokens of every expert.
 
         Raises:
@@ -144,7 +144,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         return combine_tokens(scored_RD, plan, order=self.config.order)
 
     def tell(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
-        """Reports a call to those that listen. load: the plan's expert_load and num_dropped."""
+        """Reports a call to listeners. load: the plan's expert_load and num_dropped."""
         if self.listeners is not None and self.listeners.callbacks:
             size, trains = x_TD.shape[1] * x_TD.element_size(), torch.is_grad_enabled()
             self.listeners.tell(
@@ -158,7 +158,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             self.heap.close()
 
 
-# Heaps that dispatchers use now, by group and size: with NVSHMEM a process can have only one.
+# Open heaps of dispatchers, by group and size: with NVSHMEM a process can have only one.
 _HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = (
     weakref.WeakValueDictionary()
 )
@@ -170,11 +170,11 @@ _HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap
 def token_dispatcher(
     config: LocalTokenDispatcher.Config, **fields: Any
 ) -> SymmoeTokenDispatcher.Config:
-    """The configuration in place of any other dispatcher's: an override of torchtitan's, for `override.imports`.
+    """Replaces the configuration of any other dispatcher: a torchtitan override, for `override.imports`.
 
     Args:
-        config: what it replaces; num_experts and top_k are taken from there.
-        fields: the others of `SymmoeTokenDispatcher.Config`, hidden_dim and num_max_tokens_per_rank at least.
+        config: the replaced one, which gives num_experts and top_k.
+        fields: other fields of `SymmoeTokenDispatcher.Config`, at least hidden_dim and num_max_tokens_per_rank.
     """
     replacement: SymmoeTokenDispatcher.Config = derive(
         config, SymmoeTokenDispatcher.Config, **fields

@@ -3,8 +3,8 @@
     step = {"num_max_tokens_per_rank": 8192, "num_kept_layers": 1}
     config.override.imports = [("symmoe.integrations.torchtitan_experts.routed_experts", step)]
 
-E experts, D hidden size, F of an expert. Scores multiply an expert's activation, torchtitan's multiply its output: the
-same sum, rounded elsewhere. Experts compute in the dtype of the tokens. torch.compile does not look into the step.
+E experts, D hidden size, F of an expert. Scores multiply an expert's activation; in torchtitan they multiply its
+output: the same sum, with other rounding. Experts compute in the tokens' dtype. torch.compile does not trace the step.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from symmoe.moe.routed_experts import run_routed
 _MATRICES = {
     "fc1": ("w1_EFD", "w3_EFD"),
     "fc2": ("w2_EDF",),
-}  # of torchtitan's that a layer's weight holds
+}  # torchtitan's weights in a layer's weight
 
 
 class _Linear(GroupedLinear, Module):
-    """A GroupedLinear whose weight, of all experts, torchtitan shards and fills as those of its own modules. matrices:
-    those of the configuration's that it holds."""
+    """A GroupedLinear with the weight of all experts; torchtitan shards and initialises it like its own modules.
+    matrices: the configuration's matrices in it."""
 
     def __init__(
         self, config: GroupedExperts.Config, matrices: Sequence[str], in_features: int, width: int
@@ -55,14 +55,14 @@ class _Linear(GroupedLinear, Module):
 
 
 class SymmoeExperts(Module):
-    """torchtitan's GroupedExperts with gates and ups in one parameter, as kernels read them: `fc1.weight` [E, 2F, D];
+    """torchtitan's GroupedExperts with gates and ups in one parameter for the kernels: `fc1.weight` [E, 2F, D];
     `fc2.weight` is [E, D, F]. State dicts have torchtitan's w1_EFD, w2_EDF and w3_EFD."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
-    activation = ScaledSwiGLU()  # no child: torchtitan wants modules of its own there
+    activation = ScaledSwiGLU()  # no child: torchtitan requires its own modules there
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class SymmoeExperts(Module):
 
 @torch.no_grad()
 def _fill(inits: list[Any], weight: torch.Tensor) -> None:
-    parts = weight.chunk(len(inits), dim=1)  # copies of a DTensor that is sharded there
+    parts = weight.chunk(len(inits), dim=1)  # copies, for a DTensor sharded in dim 1
     for init, part in zip(inits, parts, strict=True):
         init(part)
     weight.copy_(torch.cat(parts, dim=1))
@@ -99,7 +99,7 @@ def _from_torchtitan(module: SymmoeExperts, state: dict[str, Any], prefix: str, 
 
 class SymmoeRoutedExperts(RoutedExperts):
     """torchtitan's RoutedExperts; tokens travel in one step with the experts. Collective over the EP group, forward and
-    backward: rows arrive where FC1 reads them, and FC2 writes its results where they are summed."""
+    backward: FC1 reads rows where they arrive, and FC2 writes its results to combine's input."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -126,7 +126,7 @@ class SymmoeRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,  # torchtitan shards arguments by name
     ) -> torch.Tensor:
-        """The sum of every token's experts times their scores, [B, L, D]. Raises what make_plan does."""
+        """The sum of every token's experts times their scores, [B, L, D]. Errors: see make_plan."""
         experts, heap = self.inner_experts, self.token_dispatcher.heap
         if heap is None:
             raise ArgumentError(
@@ -135,9 +135,7 @@ class SymmoeRoutedExperts(RoutedExperts):
         if self._step is None:
             for linear in (experts.fc1, experts.fc2):
                 linear.num_groups = len(local_part(linear.weight))  # of this rank
-                linear._is_fsdp_managed_module = (
-                    False  # torchtitan has sharded experts before FSDP saw them
-                )
+                linear._is_fsdp_managed_module = False  # torchtitan shards experts before FSDP
             self._step = Step.of(self._config, heap, experts)
         tokens, probs, topk_idx = (
             each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK)
@@ -152,9 +150,9 @@ class SymmoeRoutedExperts(RoutedExperts):
     target=RoutedExperts.Config, description="routed experts as one step over symmetric memory"
 )
 def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedExperts.Config:
-    """The configuration in place of any RoutedExperts': an override of torchtitan's, for `override.imports`. fields:
-    those of `SymmoeTokenDispatcher.Config`, num_max_tokens_per_rank at least. ArgumentError: other experts than
-    GroupedExperts, for which there is symmoe.integrations.torchtitan.token_dispatcher."""
+    """Replaces the configuration of any RoutedExperts: a torchtitan override, for `override.imports`. fields: of
+    `SymmoeTokenDispatcher.Config`, at least num_max_tokens_per_rank. ArgumentError: the experts are not GroupedExperts;
+    for these use symmoe.integrations.torchtitan.token_dispatcher."""
     if (found := type(config.inner_experts)) is not GroupedExperts.Config:
         raise ArgumentError(f"inner_experts ({found.__qualname__}) must be GroupedExperts.Config")
     experts = derive(config.inner_experts, SymmoeExperts.Config)

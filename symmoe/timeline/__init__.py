@@ -1,4 +1,4 @@
-"""What the ranks did when, in a training step: a trace for Perfetto, a table, the
+"""A timeline of all ranks in a training step: a trace for Perfetto, a table, the
 launches of calls. See docs/timeline.md."""
 
 from symmoe.kernels.launches import record_launches

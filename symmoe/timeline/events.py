@@ -1,4 +1,4 @@
-"""What a timeline is made of, how long which phase was exposed; a timeline as a table and as a trace for Perfetto."""
+"""The events of a timeline, the exposed time of each phase; a timeline as a table and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPOSED_LANE = "exposed communication"
 class Event(NamedTuple):
     """One operator on a host, or one kernel on a GPU."""
 
-    lane: str  # where it ran: "host" or "stream 7"; of a replay, "compute" or "communication"
+    lane: str  # "host" or "stream 7"; in a replay, "compute" or "communication"
     phase: str
     direction: str  # "forward", "backward", or "" if unknown (kernels of other libraries)
     name: str  # of the operator or the kernel
@@ -39,9 +39,9 @@ class PhaseTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What all ranks did, on one clock: microseconds since the last rank was ready."""
+    """All ranks' events, on one clock: microseconds since the last rank was ready."""
 
-    ranks: tuple[tuple[Event, ...], ...]  # events of each, in the order of their begins
+    ranks: tuple[tuple[Event, ...], ...]  # each rank's events, in order of begin
     clock_error_us: tuple[
         float, ...
     ]  # per rank: the largest error of its times compared with those of rank 0
@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def end_us(self) -> float:
-        """When the last event ends."""
+        """The last event's end."""
         return max((event.end_us for events in self.ranks for event in events), default=0.0)
 
     def phases(self) -> list[PhaseTimes]:
@@ -72,12 +72,12 @@ class Timeline:
         return found
 
     def exposed_communication(self, rank: int) -> list[Span]:
-        """When a rank communicates, or waits, and no GEMM of an expert runs there."""
+        """Spans in which a rank communicates, or waits, without a GEMM of an expert."""
         events = self.ranks[rank]
         return _without(_spans_of(events, COMMUNICATION), _spans_of(events, GEMMS))
 
     def idle_us(self, rank: int) -> float:
-        """How long nothing runs on a rank."""
+        """The idle time of a rank."""
         return self.end_us - length(_spans_of(self.ranks[rank], PHASES))
 
 
@@ -147,7 +147,7 @@ def length(spans: Sequence[Span]) -> float:
 
 
 def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
-    """When any event of these phases runs: spans that neither overlap nor touch, nor are empty, in order."""
+    """Spans in which an event of these phases runs: non-empty, disjoint, not adjacent, in order."""
     merged: list[Span] = []
     for begin, end in sorted(
         (event.begin_us, event.end_us) for event in events if event.phase in phases
@@ -162,7 +162,7 @@ def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` that are in none of `others`; both as _spans_of gives them."""
+    """The parts of `spans` outside all `others`; both from _spans_of."""
     left: list[Span] = []
     for begin, end in spans:
         for other_begin, other_end in others:

@@ -1,6 +1,6 @@
-"""Which phase of a step an operator or a kernel belongs to: one table for hosts and GPUs.
+"""Maps operators and kernels to phases of a step: one table for hosts and GPUs.
 
-Operators are the functions of `symmoe.kernels`, kernels what they launch on a GPU, here without their "_kernel". A
+Operators are the functions of `symmoe.kernels`; kernels are their launches on a GPU, here without "_kernel". A
 kernel that several operators launch is in the least specific phase: the range of its launch is more specific.
 """
 
@@ -34,11 +34,11 @@ _TABLE = {
                  "act_quantize_rows hopper_dact_quantize hopper_quantize_columns hopper_quantize_weight_pairs"),
     "splits, pointers": ("splits_to_row_range", "copy_host_to_device read_addresses", ""),
 }  # fmt: skip
-OTHER = "other"  # work that is in no table: a loss, an optimizer
+OTHER = "other"  # work outside the table: a loss, an optimizer
 PHASES = (*_TABLE, OTHER)
-# Products of the experts: what runs at the same time is not exposed.
+# GEMMs of the experts: concurrent work is not exposed.
 GEMMS = frozenset({"FC1", "FC2", "FC2 dgrad", "FC1 dgrad", "wgrad", "GEMM"})
-# What a layer does because its experts are on several ranks.
+# A layer's work due to experts on several ranks.
 COMMUNICATION = frozenset(
     {"plan", "wait", "push", "replicas", "index", "fan-out", "send sums", "sum at home"}
 )

@@ -1,4 +1,4 @@
-"""Ranges around the operators of `symmoe.kernels` while a step is recorded, and events from what a profiler saw."""
+"""Adds ranges around operators of `symmoe.kernels` during a recording, and converts a profiler's trace to events."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def _ranged(operator: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: 
 
 @contextmanager
 def annotate(heap: SymmetricHeap) -> Iterator[None]:
-    """Ranges for profilers of your own around what this process launches: `symmoe/<forward or backward>/<operator>`, in
+    """Ranges for your own profilers around this process's launches: `symmoe/<forward or backward>/<operator>`, in
     torch.profiler as user annotations, in Nsight Systems as NVTX ranges. Local; does not synchronise. Costs nothing
-    outside of the context. ArgumentError: they are on already, as in :func:`symmoe.timeline.record`."""
+    outside of the context. ArgumentError: ranges are already on, as in :func:`symmoe.timeline.record`."""
     if kernels.has_hook(heap.device, _ranged):
         raise ArgumentError(
             "a timeline is being recorded, or ranges are on, already in this process"
@@ -51,9 +51,9 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
 
 
 def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
-    """What ran, by begin, on the clock of the trace (Kineto's Chrome format); of a recording, what was launched after
-    its start. A kernel has the phase and the direction of the range that it was launched in; without one, as in a CUDA
-    graph, only its name says the phase. A host computes an operator while its range lasts."""
+    """A trace's events by begin, on the clock of the trace (Kineto's Chrome format); in a recording, only launches
+    after its start. A kernel has the phase and the direction of its launch's range; without a range, as in a CUDA
+    graph, its name determines the phase. A host computes an operator while its range lasts."""
     ran: list[Trace] = []
     launches: dict[Any, tuple[Any, float]] = {}  # by correlation: the thread, and the time
     ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(

@@ -1,4 +1,4 @@
-"""Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock."""
+"""Records every rank's work in a context with torch.profiler, and merges the records on one clock."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BARRIERS = ("barrier", "barrier_kernel")
 _NOT_STARTED = (
     "the recording was not started: call recording.start() in the context, after a step or two"
 )
-# About thirty milliseconds, in which the host launches the aligning barriers and, slowed down by the profiler, a step
+# About thirty milliseconds: the host needs them to launch the aligning barriers and, slowed by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
 
 
 class Recording:
-    """What :func:`record` yields. `timeline` is that of all ranks, on every rank; None until the context has ended."""
+    """The value of :func:`record`. `timeline` covers all ranks, on every rank; None until the context has ended."""
 
     def __init__(self, heap: SymmetricHeap) -> None:
         self.timeline: Timeline | None = None
@@ -36,14 +36,14 @@ class Recording:
         self._started = False
 
     def start(self) -> None:
-        """Begins the recording: earlier events are dropped. Collective; synchronises the host, and all ranks leave
-        together: see docs/timeline.md. PeerTimeout, PeerAborted: a rank does not come."""
+        """Begins the recording: drops earlier events. Collective; synchronises the host, and all ranks return
+        together: see docs/timeline.md. PeerTimeout, PeerAborted: a rank does not arrive."""
         _meet(self._heap)
         with torch.profiler.record_function(START):
             pass
         if (
             self._heap.device.type == "cuda"
-        ):  # otherwise the first kernels would wait for their launches, not for peers
+        ):  # else the first kernels would wait for launches, not for peers
             gpu_sleep(_HEAD_START_CYCLES)
         self._started = True
         _enter_barriers(self._heap, _ALIGNING_BARRIERS)
@@ -55,21 +55,21 @@ def record(
     heap: SymmetricHeap,
     finish: Callable[[Timeline], Timeline] = lambda timeline: timeline,
 ) -> Iterator[Recording]:
-    """Records what the ranks of a heap do from `recording.start()`, which comes after a step or two, to the end of the
-    context. Collective; synchronises the host at both ends. No other torch.profiler may run. After an exception in the
-    context nothing is written.
+    """Records the ranks of a heap from `recording.start()`, which follows a step or two, to the end of the
+    context. Collective; synchronises the host at both ends. No other torch.profiler may run. An exception in the
+    context discards the recording.
 
     Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), and next to it a
     table of exposed times (.txt). On GPUs the events are kernels, on CPUs the calls of operators.
 
     Args:
-        path: ends with .json; of rank 0.
-        finish: is applied to what was recorded before it is written; a pure function.
+        path: ends with .json; rank 0's is used.
+        finish: transforms the recording before it is written; a pure function.
 
     Raises:
         ArgumentError: the path does not end with .json or cannot be written, or the recording was not started: on every
-            rank. A timeline is being recorded already in this process.
-        PeerTimeout, PeerAborted: a rank does not come to either end.
+            rank. Or this process is already recording a timeline.
+        PeerTimeout, PeerAborted: a rank does not reach either end.
     """
     path, on_gpu = Path(path), heap.device.type == "cuda"
     heap._agree(
@@ -82,7 +82,7 @@ def record(
         recording = Recording(heap)
         yield recording
         heap.synchronize()
-    _meet(heap)  # it has a time limit, unlike what follows: a rank that has failed does not come
+    _meet(heap)  # has a time limit, unlike later calls: a failed rank does not arrive
     heap._agree(None if recording._started else ArgumentError(_NOT_STARTED))
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
@@ -106,8 +106,8 @@ def record(
 
 
 def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
-    """The timeline, on the clock of rank 0, of events by begin, each rank's on its own clock, that start with so many
-    barriers."""
+    """The timeline on rank 0's clock. ranks: events by begin, on each rank's own clock, of which the first
+    num_barriers are barriers."""
     barriers = [
         [(e.begin_us, e.end_us) for e in events if e.name in _BARRIERS][:num_barriers]
         for events in ranks
@@ -124,11 +124,11 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
-    """(how far each rank's clock is ahead of rank 0's, the largest error of that), in the unit of the barriers:
-    (entered, left) by rank, of the same barriers in the same order, at least one.
+    """(each rank's clock offset from rank 0, the offset's largest error), in the unit of the barriers: (entered, left)
+    by rank, of the same barriers in the same order, at least one.
 
-    Nobody leaves a barrier before everybody has entered it. So a rank's clock is ahead of rank 0's by no less than its
-    own entry minus rank 0's exit, and by no more than its own exit minus rank 0's entry.
+    No rank leaves a barrier before all ranks have entered it. So a rank's clock offset from rank 0 is at least its
+    own entry minus rank 0's exit, and at most its own exit minus rank 0's entry.
     """
     offsets, errors = [0.0], [0.0]
     for mine in barriers[1:]:
@@ -136,14 +136,12 @@ def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]
         least = max(entered - left_0 for (entered, _), (_, left_0) in pairs)
         most = min(left - entered_0 for (_, left), (entered_0, _) in pairs)
         offsets.append((least + most) / 2)
-        errors.append(
-            abs(most - least) / 2
-        )  # least > most: the clocks have drifted, or are coarse, by as much
+        errors.append(abs(most - least) / 2)  # least > most: the clocks' drift or coarseness
     return offsets, errors
 
 
 def _meet(heap: SymmetricHeap) -> None:
-    """A barrier of the hosts."""
+    """A barrier for hosts."""
     _enter_barriers(heap, 1)
     heap.synchronize()
 

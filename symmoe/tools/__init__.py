@@ -1,4 +1,4 @@
-"""Programs for people: doctor, check. The library uses none of them.
+"""Programs for users: doctor, check. The library imports none of them.
 
-May use everything but the command line, which names them. Begin with the `command` of each.
+May import all but the command line, which imports them. Start with each `command`.
 """

@@ -1,4 +1,4 @@
-"""What this machine's programs and packages say of themselves."""
+"""Facts from this machine's programs and packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def output_of(*command: str, timeout_s: float = 30.0) -> str:
-    """What a command prints; "" if it is not there, fails or takes too long."""
+    """A command's output; "" if it is missing, fails or times out."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s
@@ -18,7 +18,7 @@ def output_of(*command: str, timeout_s: float = 30.0) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """What is installed; None if it is not."""
+    """The installed version, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -30,7 +30,7 @@ class Ranks:
         )
 
     def barrier(self) -> None:
-        """Waits until every rank's host is here and its device is idle."""
+        """Waits until every rank's host arrives and its device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._messages.barrier()
@@ -50,8 +50,8 @@ class Ranks:
 
 @contextmanager
 def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) -> Iterator[Ranks]:
-    """The ranks that torchrun has started, or those that `init_method` names; else only this process. Uses the default
-    process group if there is one, and otherwise makes it and ends it."""
+    """The ranks of torchrun, or of `init_method`; else only this process. Uses an existing default process group, or
+    creates one and ends it."""
     launched = init_method is not None or dist.is_torchelastic_launched()
     makes_group, device = launched and not dist.is_initialized(), torch.device("cpu")
     if torch.cuda.is_available():

@@ -10,7 +10,7 @@ from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 
-Options = dict[str, dict[str, Any]]  # by name, what argparse shall know of each
+Options = dict[str, dict[str, Any]]  # argparse's arguments for each, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ PRESETS = {
         Shape("mixtral-8x7b", 4096, 14336, 8, 2),
         Shape(
             "deepseek-like", 7168, 2048, 64, 8
-        ),  # DeepSeek-V3 with a quarter of its experts, so that it fits
+        ),  # DeepSeek-V3 with a quarter of its experts, to fit in memory
         Shape("gpt-oss-120b", 2880, 2880, 128, 4),
         Shape("olmoe", 2048, 1024, 64, 8),
     )
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
 
 
 def shape_options(*, default: str = "", what: str = "one") -> Options:
-    """What :func:`shape_of` reads."""
+    """Options for :func:`shape_of`."""
     known = ", ".join(PRESETS) + (f" ({default})" if default else "")
     return {
         "--preset": {"default": "", "help": f"{what}: {known}"},
@@ -61,7 +61,7 @@ def shape_options(*, default: str = "", what: str = "one") -> Options:
 
 
 def config_options(**defaults: str) -> Options:
-    """Fields of MoEConfig that are one of several words."""
+    """Options for MoEConfig's fields with a choice of words."""
     text = "see MoEConfig (default %(default)s)"
     return {
         _option(name): {"choices": CHOICES[name], "default": default, "help": text}
@@ -74,7 +74,7 @@ def _option(field: str) -> str:
 
 
 def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
-    """The layer that the arguments name. Raises ArgumentError for what is unknown or incomplete."""
+    """The layer that the arguments name. Raises ArgumentError: a name is unknown, or sizes are missing."""
     sizes = {name: getattr(args, name) for name in _SIZES}
     given = [name for name, value in sizes.items() if value is not None]
     if args.preset and given:

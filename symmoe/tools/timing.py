@@ -1,4 +1,4 @@
-"""Wall time of steps as a training loop runs them, each kind following itself."""
+"""Wall time of consecutive steps of one kind, as in a training loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Step = Callable[[], object]
 def times_in_a_row_ms(
     steps: Mapping[str, Step], ranks: Ranks, repetitions: int
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Milliseconds [repetitions] of a step, by name: of STEPS in a row, on the slowest rank. Collective."""
+    """Milliseconds [repetitions] of a step, by name: mean of STEPS in a row, on the slowest rank. Collective."""
     for step in steps.values():
         for _ in range(WARM_UP):
             step()

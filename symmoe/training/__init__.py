@@ -1,6 +1,6 @@
-"""What a training loop needs in addition to the layer: gradients, data parallelism, captured steps, memory.
+"""Training-loop support beyond the layer: gradients, data parallelism, captured steps, memory.
 
-May use the layer. Begin with `gradients`.
+May import the layer. Start with `gradients`.
 """
 
 from symmoe.moe.balance import balance_after, balance_step

@@ -1,4 +1,4 @@
-"""A whole training step as a CUDA graph that stays exact: a replay that had too little room is run again."""
+"""A whole training step as a CUDA graph that stays exact: a replay with too little room is repeated eagerly."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ R = TypeVar("R")
 def capture_step(
     step: Callable[..., R], model: nn.Module, *, room: float = 1.25, num_eager: int = 3
 ) -> CapturedStep[R]:
-    """Makes a training step replay as a CUDA graph, with exact capacity: nothing is dropped, nothing is lost.
+    """Replays a training step as a CUDA graph, with exact capacity: no token is dropped.
 
     `step` runs forward and backward of one optimizer step, with all its micro-batches, and returns e.g. the loss; the
-    optimizer's step follows the call (docs/tuning.md). After a call `.grad` has the gradients of this call only: they
-    need no zero_grad, and replace what was there. Its result is detached.
+    optimizer's step follows the call (docs/tuning.md). Each call replaces `.grad` with its own gradients: zero_grad is
+    not needed. The result is detached.
     The first calls are eager, and so is the first one with inputs of other shapes or dtypes. Then the step is captured
-    with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
-    rank needed more has moved no rows there. The host notices that before the call returns, and runs the step again,
+    with room for `room` times the rows that layers with capacity None have needed. If a layer of any rank needs more
+    rows in a replay, that layer moves none. The host detects this before the call returns, and runs the step again,
     eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with more room.
-    On CPUs there are no graphs: every call is eager. On a heap that spans nodes messages to other nodes have such room,
-    too, and :meth:`CapturedStep.close` comes before the heap's.
+    CPUs have no graphs: every call is eager. On a heap that spans nodes, messages to other nodes have the same room,
+    and :meth:`CapturedStep.close` must precede the heap's.
 
-    Collective over the EP group of the model's layers: on all its ranks, what follows changes in the same calls. Each
-    call synchronises the host once, at its end.
+    Collective over the EP group of the model's layers: all its ranks must make the changes listed below in the same
+    calls. Each call synchronises the host once, at its end.
 
-    In DDP or FSDP2, which are `model` then, gradients are reduced in the graph, and all ranks that take part repeat a
-    step together, as all replicas do with aux_loss="global"; so the call is collective over them. A DDP has 11 passes
+    With DDP or FSDP2 (pass the wrapper as `model`) the graph reduces gradients, and all participating ranks repeat a
+    step together, as all replicas do with aux_loss="global"; so the call is collective over them. DDP needs 11 passes
     with its reduction before a capture; with torch before 2.13 it must be built in a context
-    `torch.cuda.stream(torch.cuda.Stream())`. A graph waits in NCCL without a bound, e.g. for a rank that is lost.
+    `torch.cuda.stream(torch.cuda.Stream())`. A graph waits in NCCL without a timeout, e.g. for a lost rank.
 
-    Captured apart are: other shapes, dtypes and strides of tensors among the arguments; other constants (a factor, a
-    flag; on GPUs also a CPU tensor without dimensions); of the model another mode (train or eval), other hooks and
-    loggers, parameters that require gradients, and other public attributes of modules (the p of a Dropout); autocast,
-    grad mode, deterministic algorithms, and precision of matrix products. If only memory is elsewhere
+    A new graph is captured for other shapes, dtypes and strides of tensors among the arguments; other constants (a
+    factor, a flag; on GPUs also a CPU tensor without dimensions); another mode of the model (train or eval), other
+    hooks, loggers, parameters that require gradients, and public attributes of modules (the p of a Dropout); autocast,
+    grad mode, deterministic algorithms, and precision of matrix products. If only memory addresses change
     (`parameter.data = ..`), the next call captures the step once more.
 
     Args:
-        step: takes and returns tensors, constants, and tuples, lists, dicts and dataclasses of them. It must not
-            look at values of device tensors, and must do the same in every call: what else it finds in its closure or
-            in modules is read when it is captured.
-        model: all modules that the step uses, and so all parameters and buffers that it uses or changes; of several
+        step: takes and returns tensors, constants, and tuples, lists, dicts and dataclasses of them. It must not read
+            values of device tensors, and must do the same in every call: the capture fixes all other values that it
+            reads from its closure or from modules.
+        model: all modules that the step uses, and so all parameters and buffers that it uses or changes; for several
             models an nn.ModuleList.
-        room, num_eager: at least 1; the latter are eager calls before a capture.
+        room, num_eager: at least 1; num_eager is the number of eager calls before a capture.
 
     Raises:
         ArgumentError: a number is out of range; layers are on several heaps; experts accumulate into main_grad or delay
-            weight gradients (which cannot be taken back); or a DDP finds unused parameters, is not in `model`, or was
-            built where no capture can use it.
+            weight gradients (which cannot be undone); or a DDP finds unused parameters, is not in `model`, or was
+            built on a stream that a capture cannot use.
     """
     check_kind("step", step, Callable, "a function")
     check_factor("room", room, at_least=1)
@@ -79,7 +79,7 @@ def capture_step(
 
 
 def _problem(modules: Modules) -> ArgumentError | None:
-    """Why steps of a model with these modules cannot be captured, or None."""
+    """The reason why steps of these modules cannot be captured, or None."""
     for layer in modules.layers:
         reason = "a step that is repeated would count twice"
         if (problem := gradients_elsewhere(layer.experts, reason)) is not None:
@@ -108,7 +108,7 @@ def _problem(modules: Modules) -> ArgumentError | None:
 
 
 class CudaGraph:
-    """`function` as a CUDA graph on the heaps; it has not run when this is made."""
+    """`function` as a CUDA graph on the heaps; construction does not run it."""
 
     def __init__(self, function: Callable[[], None], heaps: list[SymmetricHeap]) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -120,17 +120,17 @@ class CudaGraph:
             self._arenas = arenas.pop_all()
 
     def replay(self) -> None:
-        """Runs it again, on the memory that it was captured with. Does not wait for it."""
+        """Launches the graph again, on its captured memory. Does not wait for it."""
         self._graph.replay()
 
     def end(self) -> None:
-        """Gives its memory back."""
+        """Frees its memory."""
         self._graph.reset()
         self._arenas.close()
 
 
 class _Replay:
-    """A captured step with the memory that it reads and writes. `places`: of the tensors of modules."""
+    """A captured step and the memory that it reads and writes. `places`: addresses of modules' tensors."""
 
     def __init__(self, owner: CapturedStep[Any], given: Tree) -> None:
         self._inputs = [tensor.clone() for tensor in given.tensors]
@@ -140,7 +140,7 @@ class _Replay:
         self._saved = [torch.empty_like(state) for state in self._states]
         self.outcome = torch.ones(
             2, dtype=torch.int32, device=owner.device
-        )  # has room, has met with no other error
+        )  # fits its room, no other error
         groups = _deciding_groups(owner.modules)
         self._result: Tree | None = None
 
@@ -149,7 +149,7 @@ class _Replay:
                 saved.copy_(state)
             torch.clear_autocast_cache()  # the graph casts weights itself, in every replay
             reports: list[torch.Tensor] = []
-            with ExitStack() as stack:  # nobody waits for plans
+            with ExitStack() as stack:  # no wait for plans
                 for heap in owner.heaps:
                     stack.enter_context(fixed_rows(heap, owner.room, reports))
                 self._result = owner.run(static)
@@ -165,7 +165,7 @@ class _Replay:
             for group in groups:
                 dist.all_reduce(self.outcome, dist.ReduceOp.MIN, group=group)
 
-        agree()  # before the capture, so that all connections are there
+        agree()  # before the capture, so that all connections exist
         owner.clear_gradients()
         assert owner.make_graph is not None
         with redirected_streams() if owner.modules.ddps else nullcontext():
@@ -188,22 +188,22 @@ class _Replay:
         ]
 
     def restore(self) -> None:
-        """Gives buffers the values that they had before the last replay."""
+        """Restores the buffers' values from before the last replay."""
         for state, saved in zip(self._states, self._saved, strict=True):
             state.copy_(saved)
 
     def end(self) -> None:
-        """Gives the graph's memory back."""
+        """Frees the graph's memory."""
         self._gradients.clear()
         self._result = None
         self._graph.end()
 
 
 class CapturedStep(Generic[R]):
-    """What :func:`capture_step` returns; call it in place of the step.
+    """The result of :func:`capture_step`; call it in place of the step.
 
     Attributes:
-        num_replays, num_repeated, num_captures: calls that were replayed and right; replays that had too little room;
+        num_replays, num_repeated, num_captures: calls replayed successfully; replays with too little room;
             captures.
     """
 
@@ -228,16 +228,16 @@ class CapturedStep(Generic[R]):
         """The step with these arguments. Collective; synchronises the host.
 
         Raises:
-            ArgumentError: an argument, or a part of the result, is none that can be captured, e.g. requires a gradient:
-                only parameters get theirs from a replay. Or the step writes into arguments or parameters, or replaces
-                parts of the model in every call.
-            SymmoeError: what calls of the step's layers raise, in a replay at its end. The next calls are eager.
+            ArgumentError: an argument, or a part of the result, cannot be captured, e.g. it requires a gradient:
+                a replay computes gradients of parameters only. Or the step writes into arguments or parameters, or
+                replaces parts of the model in every call.
+            SymmoeError: errors of the step's layers, in a replay at its end. The next calls are eager.
         """
         try:
             return self._call(args, kwargs)
         except SymmoeError as error:
             if not isinstance(error, HeapSuspended):
-                self._num_calls.clear()  # heaps do not know any more how many rows calls need
+                self._num_calls.clear()  # heaps have lost the row counts of calls
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -256,7 +256,7 @@ class CapturedStep(Generic[R]):
         ):
             return self._run_eagerly(given)
         for heap in self.heaps:
-            heap.check()  # of a rank that is gone: a replay would use connections that have ended
+            heap.check()  # a rank may be lost: a replay would use closed connections
         if kind in self._replays and self._replays[kind].places != self.modules.places:
             self._end(kind)
         if kind not in self._replays:
@@ -283,13 +283,13 @@ class CapturedStep(Generic[R]):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return next(
             (t.device for t in (*self.modules.located, *self.modules.sharded)), torch.device("cpu")
         )
 
     def close(self) -> None:
-        """Ends all graphs and gives their memory back. The next call captures again."""
+        """Ends all graphs and frees their memory. The next call captures again."""
         for kind in list(self._replays):
             self._end(kind)
 
@@ -298,22 +298,22 @@ class CapturedStep(Generic[R]):
         self._replays.pop(kind).end()
 
     def _kind(self, given: Tree) -> Hashable:
-        """All that decides the step, but for where tensors lie."""
+        """All that decides the step, except tensor addresses."""
         kind = given.kind, modes(self.device.type), self.modules.settings()
-        if self.modules.num_looks != self._num_looks:  # no kind from before comes again
+        if self.modules.num_looks != self._num_looks:  # no earlier kind can recur
             self._num_looks = self.modules.num_looks
             while self._replays:
                 self._replays.popitem()[1].end()
         return kind
 
     def clear_gradients(self) -> None:
-        """No parameter has a gradient."""
+        """Sets all gradients to None."""
         for parameter in self.modules.parameters:
             parameter.grad = None
 
     def run(self, given: Tree) -> Tree:
-        """The step on these arguments. Its result, without the autograd graph: that would keep nodes of the stream of
-        this call, and no capture could have them."""
+        """Runs the step on these arguments. Detaches its result: the autograd graph would keep nodes of this call's
+        stream, which would break a capture."""
         self.clear_gradients()
         bound = inspect.BoundArguments(self._signature, given.with_tensors(given.tensors))
         with self.modules.running(dict(zip(given.paths, given.tensors, strict=True))):
@@ -323,15 +323,15 @@ class CapturedStep(Generic[R]):
     def _run_eagerly(self, given: Tree) -> R:
         with _noted_streams(self.modules):
             result = self.run(given)
-        kind = self._kind(given)  # now that it is known what the step itself sets
+        kind = self._kind(given)  # the run has shown what the step itself sets
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         return cast(R, result.with_tensors(result.tensors)["result"])
 
 
 @contextmanager
 def _noted_streams(modules: Modules) -> Iterator[None]:
-    """In this context backward notes whether a DDP adds gradients up on the default stream: it keeps nodes of autograd,
-    and these the stream on which they were made. Not where torch can redirect them."""
+    """In this context backward records whether a DDP accumulates gradients on the default stream: DDP keeps autograd
+    nodes, and nodes keep their stream. Does nothing where torch can redirect them."""
 
     def note(_: object) -> None:
         modules.ddp_on_default_stream |= torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -350,7 +350,7 @@ def _noted_streams(modules: Modules) -> Iterator[None]:
 
 def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     """Groups over which a step reduces gradients or loads, so that their ranks must repeat it together; the same order
-    on all ranks. Without those in an EP group, whose ranks see the same plans, and those in another one of these."""
+    on all ranks. Omits groups within an EP group (its ranks see the same plans) or within another listed group."""
     groups = [ddp.process_group for ddp in modules.ddps]
     for layer in modules.layers:
         if (

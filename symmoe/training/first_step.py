@@ -1,4 +1,4 @@
-"""Mistakes of training loops that nothing else shows: ranks that train apart, found in the first optimizer step."""
+"""Finds a silent mistake of training loops in the first optimizer step: ranks whose parameters diverge."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _EQUAL_EXPERTS = (
 
 
 def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Compares the ranks of an EP group before and after the next step of the optimizer, and warns on every rank of
-    what lets them train apart: dense parameters that differ before or after it (parameters outside of the layers only
-    if they were equal before), and equal experts. Where DDP or FSDP reduces gradients, it compares experts only.
+    """Compares the ranks of an EP group before and after the optimizer's next step. Warns on every rank if dense
+    parameters differ before or after it (parameters outside of the layers only if they were equal before), or if
+    experts are equal. Where DDP or FSDP reduces gradients, it compares experts only.
 
-    Call it once, before the loop, on all ranks. That step is then collective over the heap's group, and synchronises
-    the host; this call and later steps are neither. All ranks must make that step: where a loss scaler skips it on one
-    rank only, the others wait as long as the process group does. `symmoe check` compares whole runs.
+    Call it once, before the loop, on all ranks. The next step is collective over the heap's group, and synchronises
+    the host; this call and later steps do neither. All ranks must make that step: if a loss scaler skips it on one
+    rank only, the others wait until the process group's timeout. `symmoe check` compares whole runs.
 
     Args:
-        model: what the loop trains, with layers of one heap.
-        optimizer: of parameters of the model.
+        model: the trained model, with layers of one heap.
+        optimizer: holds parameters of the model.
 
     Raises:
         ArgumentError: the model has no MoELayer; or the optimizer is a ZeroRedundancyOptimizer that has experts.
@@ -85,7 +85,7 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
                 warn(text)
 
-    # They stay, and hold no model then: torch goes through hooks while it runs them, so none can be removed there.
+    # torch iterates over hooks while it runs them, so a hook cannot remove itself. It stays, without the model.
     optimizer.register_step_pre_hook(note)
     optimizer.register_step_post_hook(compare)
 
@@ -95,8 +95,8 @@ def _layers(model: nn.Module) -> list[ExpertParallelModule]:
 
 
 def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
-    """What checksums of all ranks say: before the step those of experts, of the layers' dense parameters and of those
-    elsewhere, and the last two after it."""
+    """Mistakes that all ranks' checksums show. A row: experts, the layers' dense parameters and other dense parameters
+    before the step, and the last two after it."""
     experts, before, before_elsewhere, after, after_elsewhere = (
         len(set(column)) for column in zip(*rows, strict=True)
     )
@@ -111,8 +111,8 @@ def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
 
 
 def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
-    """Of the dense parameters of layers, which must be equal on all ranks, and of those elsewhere that the optimizer
-    has, which may be a rank's own. If it trains none of the layers', all are one."""
+    """Checksums of the layers' dense parameters, which must be equal on all ranks, and of the optimizer's other dense
+    parameters, which may differ. If it trains none of the layers', all are one."""
     layers = _layers(model)
     in_ddp = any(layer.expert_data_parallel.ddp_ref() is not None for layer in layers)
     if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
@@ -131,7 +131,7 @@ def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
 
 
 def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
-    """Of this rank's experts; its number, if they say nothing: copies of one expert (upcycling), or none here."""
+    """Checksum of this rank's experts; the rank, if they cannot differ: copies of one expert (upcycling), or none."""
     experts = [
         local_part(parameter) for layer in layers for parameter in layer.experts.parameters()
     ]
@@ -140,7 +140,7 @@ def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
 
 
 def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
-    """Sums of the bits of tensors, or of the rows of their first dimension, whatever the order. Synchronises."""
+    """Sums of the bits of tensors, or of the rows of dimension 0, independent of order. Synchronises."""
     found = [
         tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row))
         for tensor in tensors
@@ -149,13 +149,13 @@ def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Whatever the order of the tensors."""
+    """Does not depend on their order."""
     digest = hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()
     return int.from_bytes(digest[:_SUM_BYTES], "little")
 
 
 def _has_bits(parameter: torch.Tensor) -> bool:
-    """Whether its own memory, which can be summed up, is all that there is of it."""
+    """Whether the parameter is entirely in its own memory, which can be summed."""
     return (
         type(parameter) in (torch.Tensor, torch.nn.Parameter)
         and parameter.layout is torch.strided

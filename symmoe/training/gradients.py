@@ -6,8 +6,8 @@ rank's dL_r to an expert's rank, so backward leaves their sum over the EP group 
 groups, the expert has D replicas that saw different tokens: sum over these (the `expert_group`), and divide by W, too,
 not by that group's size.
 
-Which kind a parameter is follows from the module that owns it (grouped/parameters.py). It is `.grad` that is reduced:
-with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
+The module that owns a parameter decides its kind (grouped/parameters.py). Only `.grad` is reduced here: with
+`accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from symmoe.torch_internals import version_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_REDUCED = "_symmoe_reduced"  # on a gradient: its version when it had been reduced
+_REDUCED = "_symmoe_reduced"  # on a gradient: its version after the reduction
 
 
 @torch.no_grad()
@@ -40,23 +40,23 @@ def reduce_gradients(
     group: dist.ProcessGroup | None = None,
     expert_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Turns what backward left in `.grad` into the gradient of the mean loss. Collective over both groups.
+    """Reduces `.grad` of every parameter to the gradient of the mean loss. Collective over both groups.
 
     Dense gradients travel in one buffer and one all-reduce per dtype, in the order of `model.parameters()`,
-    so the result does not depend on when each gradient became ready. A missing gradient counts as zeros and
-    is filled in: ranks then agree on what they send, also when a rank had no tokens. Gradients of a part that has been
-    reduced by itself stay as they are. Once for a step, after its last micro-batch: backward must not add to gradients
-    that are reduced.
+    so the result does not depend on when each gradient became ready. A missing gradient is filled in with
+    zeros: all ranks then send the same sizes, even if a rank had no tokens. Gradients of a submodule that was
+    reduced separately stay unchanged. Call it once per step, after the last micro-batch: backward must not add to
+    reduced gradients.
 
     Args:
         model: the same modules on every rank of `group`.
         group: all ranks that train together (W of them). None: the default group, or this process if there is none.
-        expert_group: the ranks that hold this rank's experts in the other EP groups, and this one. None: the world is
-            one EP group.
+        expert_group: this rank, and the ranks with the same experts in other EP groups. None: the world is one EP
+            group.
 
     Raises:
-        ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, or these gradients have
-            been reduced already.
+        ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, or the gradients were
+            reduced before.
     """
     group = group or dist.group.WORLD
     layers = modules_of(model, ExpertParallelModule)
@@ -68,9 +68,9 @@ def reduce_gradients(
     dense, experts = trainable(model)
     parameters = dense + experts
     num_ranks = group_size(group)
-    # Nothing has been written into them since. (Replays of a graph do not show.)
+    # Their versions are unchanged. (Replays of a graph do not change versions.)
     shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
-    # Also where an expert of one rank has no gradient: all ranks come to the same end.
+    # All ranks must agree, even if an expert of one rank has no gradient.
     present = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if shows and present and all(map(_is_reduced, present)):
         raise ArgumentError(
@@ -83,7 +83,7 @@ def reduce_gradients(
                 f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast('DTensor', parameter).placements}): "
                 "FSDP reduces its gradient in backward, and reduce_gradients would do it again"
             )
-    # Those of a part that has been reduced by itself travel again, so that ranks agree on what they send.
+    # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
     reduced = [p.grad for p in experts if shows and p.grad is not None and _is_reduced(p.grad)]
     kept = [gradient.clone() for gradient in reduced]
     _sum_gradients(dense, group=group)
@@ -108,17 +108,17 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales the gradients down to a norm of at most `max_norm`. Collective over `group`; no host synchronisation.
 
-    It comes after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
-    DTensors say where each part lives. Every dense parameter counts once and every expert once, wherever it lives, so
+    Call it after :func:`reduce_gradients`, or after backward under DDP or FSDP, which reduce gradients themselves;
+    DTensors record their sharding. Every dense parameter and every expert counts once, wherever it is stored, so
     the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all ranks
     scale by the same bits.
 
     Args:
-        model, group, expert_group: as in :func:`reduce_gradients`, but for expert_group None: as many ranks have the
-            same experts as the heap of a layer says; of experts in other modules, one.
+        model, group, expert_group: as in :func:`reduce_gradients`, except expert_group None: a layer's heap then gives
+            the number of replicas of its experts; experts in other modules have one.
 
     Returns:
-        [] fp32, the norm before clipping, on the device of the parameters.
+        [] fp32, the norm before clipping, on the parameters' device.
 
     Raises:
         ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
@@ -135,12 +135,12 @@ def clip_grad_norm(
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(
         model.parameters()
-    ).device  # the norm of no gradients at all would come out on the CPU
+    ).device  # without gradients, torch would return the norm on the CPU
     everywhere, here = torch.zeros(
         2, device=device
-    )  # squares of what all ranks have, and of what they have to add up
+    )  # squares of shared parts, and of parts to sum over ranks
     for num_copies, gradients in sorted(copies.items()):
-        # In fp32 at least, from the beginning: the norm of a half-precision gradient need not fit into its dtype.
+        # Computes in fp32 or wider: the norm of a half-precision gradient may overflow its dtype.
         dtype = functools.reduce(
             torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32
         )
@@ -154,7 +154,7 @@ def clip_grad_norm(
         if num_copies == num_ranks:
             everywhere += square
         else:
-            here += square / num_copies  # the sum over ranks adds it that often
+            here += square / num_copies  # the sum over ranks repeats it
     if group is not None:
         dist.all_reduce(here, group=group)
     total_norm: torch.Tensor = (everywhere + here).sqrt()
@@ -173,10 +173,10 @@ def broadcast_parameters(
     group: dist.ProcessGroup | None = None,
     expert_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups. Experts stay as
-    they are, with all that their modules hold; with an `expert_group` they become those of its first rank. For loops
-    that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are of one model.
-    ArgumentError: a parameter or buffer is a DTensor, or has no memory; nothing has been sent."""
+    """Broadcasts the first rank's dense parameters and buffers. Collective over both groups. Modules of experts stay
+    unchanged; with an `expert_group`, its first rank broadcasts its experts too. For loops that call
+    `reduce_gradients`, with its arguments: DDP broadcasts itself, and FSDP shards one model.
+    ArgumentError: a parameter or buffer is a DTensor, or has no memory; nothing was sent."""
     experts = tensors_of_experts(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, tensor in tensors.items():
@@ -194,13 +194,13 @@ def broadcast_parameters(
         dist.broadcast(sent, group=its_group, group_src=0)
         tensor.copy_(
             sent.view(tensor.dtype).view(tensor.shape)
-        )  # its own memory, mostly; what was made of it is stale
+        )  # usually its own memory; values derived from it are stale
 
 
 def _local_gradients(
     model: nn.Module, *, num_ranks: int, num_replicas: int
 ) -> dict[int, list[torch.Tensor]]:
-    """This rank's part of every gradient, by the number of ranks that have the same part."""
+    """This rank's parts of all gradients, keyed by the number of ranks with the same part."""
     parts: dict[int, list[torch.Tensor]] = {}
     for name, parameter, is_expert in named_parameters(model):
         gradient = parameter.grad
@@ -208,7 +208,7 @@ def _local_gradients(
             continue
         num_copies = num_replicas if is_expert else num_ranks
         if hasattr(gradient, "device_mesh"):
-            whole = cast("DTensor", gradient)  # whose module is not imported here
+            whole = cast("DTensor", gradient)  # DTensor's module is not imported here
             if any(placement.is_partial() for placement in whole.placements):
                 raise ArgumentError(
                     f"{name}.grad is a partial sum {whole.placements}: it has no norm yet"
@@ -241,7 +241,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
 
 
 def _is_reduced(gradient: torch.Tensor | None) -> bool:
-    """Whether reduce_gradients has been here, and nothing but clip_grad_norm has written into the gradient since."""
+    """Whether reduce_gradients reduced the gradient, and only clip_grad_norm has written into it since."""
     return gradient is not None and getattr(gradient, _REDUCED, None) == version_of(gradient)
 
 
@@ -251,5 +251,5 @@ def _note_reduced(gradients: Iterable[torch.Tensor]) -> None:
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Its ranks; 1 for None."""
+    """The group's size; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)

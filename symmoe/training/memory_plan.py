@@ -1,4 +1,4 @@
-"""How much memory MoE layers need, before any is allocated: what a dry step leases and keeps, played for all layers.
+"""Predicts the memory of MoE layers without allocating it: simulates the allocations of a dry step for all layers.
 
 T tokens per rank, E experts, K slots per token, R ranks; N rows and P packed rows that a rank receives.
 """
@@ -36,23 +36,22 @@ _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What :func:`plan_memory` returns, for one rank.
+    """The result of :func:`plan_memory`, for one rank.
 
     Attributes:
-        num_rows, num_packed_rows: N and P that the figures are for.
-        heap_bytes: what `SymmetricHeap(num_bytes=...)` needs to run the schedule, eagerly or in one CUDA graph:
-            the control block and the arena up to the highest byte that is ever leased.
-        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward, if its
-            routing needs all the room that it got.
+        num_rows, num_packed_rows: N and P of these figures.
+        heap_bytes: `num_bytes` of a SymmetricHeap that can run the schedule, eagerly or in one CUDA graph: the control
+            block and the arena up to the highest leased byte.
+        lease_bytes_per_call: the part of heap_bytes that one call of one layer leases from its forward to its backward,
+            if its routing fills all its room.
         forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
-        activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
-            plan, the probs of the rows, the tokens, and with a recipe the transposed weights as
-            it has quantised them, which live as long as h. What the router keeps (a few fp32 [T, E]) and what a shared
-            expert keeps are not counted.
-        activation_bytes: the same for all layers and micro-batches in flight.
-        peak_bytes: ordinary memory and leases at the worst moment of a step of one layer, beyond x, dy and the weights:
-            y and all gradients are among them. Losses, a shared expert, drops of a capacity factor, and what kernels
-            take while they run are not counted.
+        activation_bytes_per_call: ordinary memory that one call of one layer keeps from forward to backward: h, the
+            plan, the probs of the rows, the tokens, and with a recipe the quantised transposed weights, which live as
+            long as h. Memory of the router (a few fp32 [T, E]) and of a shared expert is not counted.
+        activation_bytes: activation memory of all layers and micro-batches in flight.
+        peak_bytes: ordinary memory and leases at the peak of a step of one layer, beyond x, dy and the weights: y and
+            all gradients count. Losses, a shared expert, drops of a capacity factor, and temporary memory of kernels
+            do not count.
     """
 
     num_rows: int
@@ -78,17 +77,17 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes that a rank needs to train `num_layers` layers that share one heap. Local; allocates nothing.
 
-    The schedule is 1F1B: `num_in_flight` micro-batches go forward, then backward and forward alternate. It has the
-    high-water mark of plain training (1 in flight), gradient accumulation (1) and pipeline stages (their depth).
+    The schedule is 1F1B: `num_in_flight` micro-batches run forward, then backward and forward alternate. Its
+    high-water mark equals that of plain training (1 in flight), gradient accumulation (1), and pipeline stages (depth).
     ArgumentError: a number is out of range.
 
     Args:
         config: the configuration of every layer.
-        num_ranks, num_tokens: R, and T of a call, the largest of any rank.
+        num_ranks, num_tokens: R, and T of a call, the maximum over ranks.
         dtype: the dtype of the rows.
-        routing: with exact capacity, the rows to count with. "uniform": K distinct experts for every token, all
-            equally likely; the mean, real routing needs more. "worst": every token of every rank chooses this rank.
-            A static capacity is what it is.
+        routing: the assumed rows with exact capacity. "uniform": K distinct experts for every token, all equally
+            likely; this is the mean, real routing needs more. "worst": every token of every rank chooses this rank.
+            A static capacity ignores it.
     """
     raise_for(
         size_problem(
@@ -140,8 +139,8 @@ def plan_memory(
 
 
 class _Memory(TorchFunctionMode):
-    """Notes begins and ends of ordinary memory among the events of a heap. spent: memory that its gradient takes, as
-    where autograd says that a backward pass is the last."""
+    """Records allocations and frees of ordinary memory among a heap's events. spent: memory that its gradient reuses,
+    as autograd allows in the last backward pass."""
 
     def __init__(self, heap: DryHeap) -> None:
         super().__init__()
@@ -158,7 +157,7 @@ class _Memory(TorchFunctionMode):
         if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in given:
             storage = result.untyped_storage()
             events = self._heap.events
-            if storage.nbytes() < ENDLESS_BYTES:  # or it is an arena, of which leases are parts
+            if storage.nbytes() < ENDLESS_BYTES:  # excludes arenas: their leases count
                 events.append((storage.nbytes(), key))
                 weakref.finalize(storage, events.append, (None, key))
         return result
@@ -167,8 +166,8 @@ class _Memory(TorchFunctionMode):
 def _dry_call(
     config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype
 ) -> tuple[Plan, dict[str, list[Event]], int, int]:
-    """Forward and backward of a layer, on tensors without memory. The plan; how leases begin and end, forward and
-    backward; bytes kept from forward to backward; and bytes of memory and leases at the worst moment."""
+    """Runs a layer forward and backward on tensors without memory. Returns the plan; the events of leases, forward and
+    backward; bytes kept from forward to backward; and peak bytes of memory and leases."""
 
     def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(
@@ -209,8 +208,8 @@ def _dry_call(
             del routed, h
             # Not `y.backward`: autograd would start threads, after which a process should not fork.
             gradients = node.apply(dy)
-            del node, y  # y is what owns the node
-            # The router's backward, which asks for autocast: tensors without memory have none.
+            del node, y  # y owns the node
+            # The router's backward queries autocast, which tensors without memory lack.
             gradients += tuple(map(torch.empty_like, (scores, x, weight)))
             events = list(heap.events)
     passes = {
@@ -221,7 +220,7 @@ def _dry_call(
 
 
 def _bytes_after(events: list[Event]) -> list[int]:
-    """What has begun among these events holds together after each of them."""
+    """Total bytes of the live allocations of these events, after each event."""
     live: dict[object, int] = {}
     held = []
     for num_bytes, lease in events:
@@ -233,7 +232,7 @@ def _bytes_after(events: list[Event]) -> list[int]:
 def _one_forward_one_backward(
     num_layers: int, num_in_flight: int
 ) -> Iterator[tuple[str, int, int]]:
-    """("forward" or "backward", micro-batch, layer) of twice as many micro-batches as are in flight at a time."""
+    """("forward" or "backward", micro-batch, layer), for twice as many micro-batches as are in flight."""
     for turn in range(3 * num_in_flight - 1):
         if turn < 2 * num_in_flight:
             yield from (("forward", turn, layer) for layer in range(num_layers))

@@ -1,5 +1,5 @@
-"""How long a layer takes on several nodes, from bytes and FLOPs: a model. docs/nodes.md has what it takes for granted,
-what it leaves out, and with what its steps were compared.
+"""Models the time of a layer on several nodes, from bytes and FLOPs. docs/nodes.md has its assumptions, its limits,
+and the measurements that it was compared with.
 
 T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in all.
 """
@@ -18,15 +18,15 @@ from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of
 
 # Measured on H100s (docs/decisions/0007-rows-under-gemms.md).
-_RAIL_DURING_GEMM = 1.2  # times as long rows are on rails
+_RAIL_DURING_GEMM = 1.2  # factor on rows' time on rails
 _FIXED_S = 375e-6
-_TOKEN_S = 20e-9  # of launches, the router and the plan
-_WEIGHTS_SEEN = 0.5  # of the time of their bytes; fitted to eight steps
+_TOKEN_S = 20e-9  # for launches, the router and the plan
+_WEIGHTS_SEEN = 0.5  # fraction of their bytes' time; fitted to eight steps
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a rank sends in one trip over one kind of link, one direction."""
+    """A rank's traffic in one trip over one kind of link, one direction."""
 
     rows: float  # per token
     num_bytes: float  # of those rows, for all T tokens
@@ -37,10 +37,10 @@ class Traffic:
 class Trip:
     """Dispatch or combine of one rank, over the network and, inside the nodes, over NVLink."""
 
-    slots: Traffic  # if a row travelled for each (token, slot), to compare
-    ranks: Traffic  # or for each (token, rank)
+    slots: Traffic  # a row for each (token, slot), for comparison
+    ranks: Traffic  # a row for each (token, rank)
     nodes: Traffic  # a row for each (token, node), as symmoe sends them with exact capacity
-    fixed: Traffic  # the same with a static capacity: `rail_capacity` rows to every other node
+    fixed: Traffic  # with a static capacity: `rail_capacity` rows to every other node
     link: Traffic  # over NVLink
 
 
@@ -54,25 +54,25 @@ class Forward:
 
     @property
     def serial_s(self) -> float:
-        """One after the other."""
+        """All in sequence."""
         return self.network_s + self.link_s + self.gemms_s
 
     @property
     def hidden_s(self) -> float:
-        """If all ran at the same time and none slowed another: no schedule is faster."""
+        """All fully overlapped, none slowed by another: a lower bound of any schedule."""
         return max(self.network_s, self.link_s, self.gemms_s)
 
     @property
     def bound(self) -> str:
-        """What takes the longest."""
+        """The slowest part."""
         times = {"GEMMs": self.gemms_s, "network": self.network_s, "NVLink": self.link_s}
         return max(times, key=times.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """What :func:`plan_network` returns, for one rank: the trips, the pass with exact and with static capacity; and the
-    seconds that a GPU takes for a step, without waits for its host, with exact capacity and the default schedule."""
+    """The result of :func:`plan_network`, for one rank: the trips, the pass with exact and with static capacity, and
+    seconds of a GPU per step, without waits for its host, with exact capacity and the default schedule."""
 
     dispatch: Trip
     combine: Trip
@@ -98,7 +98,7 @@ def plan_network(
         config: rail_capacity None is num_tokens.
         num_ranks, num_nodes, num_tokens: R, N, and T on every rank.
         nic_gbs: 1e9 bytes per second that one rank sends over the network.
-        dtype: the dtype of the rows; with a `quantized_wire`, of those that come home.
+        dtype: the dtype of the rows; with a `quantized_wire`, of the returned rows.
     """
     raise_for(size_problem(num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=num_tokens))
     if not (math.isfinite(nic_gbs) and nic_gbs > 0):
@@ -167,10 +167,9 @@ def plan_network(
 
 
 def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
-    """Forward and backward, trip after trip as moe/overlap.py puts them in order. Besides what that knows: rows that
-    are sent, placed and summed are read and written once more; rails are slower while GEMMs run; half a tile of each
-    expert is computed for nothing; a part of what weights and their gradients take to be read and written; router, plan
-    and launches."""
+    """Forward and backward, trip after trip in the order of moe/overlap.py. In addition to its costs: rows that are
+    sent, placed and summed are read and written once more; rails are slower while GEMMs run; each expert wastes half a
+    tile; reads and writes of weights and their gradients cost a part of their time; so do router, plan and launches."""
     chosen = overlap(sizes, H200_SMS, rates)
     own = 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)

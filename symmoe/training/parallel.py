@@ -1,5 +1,5 @@
-"""A model with MoE layers on a device mesh: experts as DTensors, FSDP2 or DDP around them, gradients scaled right.
-docs/fsdp.md has the mesh, what is sharded over it, and the divisor of the gradients."""
+"""A model with MoE layers on a device mesh: experts as DTensors, FSDP2 or DDP around them, correctly scaled gradients.
+docs/fsdp.md describes the mesh, the sharding, and the divisor of the gradients."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def parallelize(
     reshard_after_forward: bool = True,
     gradient_divide_factor: float | None = None,
 ) -> nn.Module:
-    """Puts a model that was built on this rank under FSDP2, in place: experts over `mesh`, the rest over all its ranks.
+    """Applies FSDP2 to a model that was built on this rank, in place: experts over `mesh`, the rest over all its ranks.
 
     Experts, router (always fp32) and shared expert of a MoELayer become FSDP units. Experts are sharded over the
     replicas on dimension 0, or on the next one that divides evenly where a rank has too few of them. Collective over
     the mesh; build the optimizer afterwards. Returns the model. ArgumentError, the same on all ranks: the mesh does not
-    fit the heaps or the other mesh, or the experts cannot be sharded so.
+    fit the heaps or the other mesh, or this sharding of the experts is impossible.
 
     Args:
         model: parameters of replicas must hold the same values; FSDP does not broadcast.
-        mesh: with a dimension "ep", whose group is that of every layer's heap, and one or two others.
-        dense_mesh: where dense parameters are sharded: 1 dimension, or 2 for hybrid sharding. None: all ranks.
-        units: modules to shard one by one, the rest of the model being the last unit. None: the elements of its
+        mesh: has a dimension "ep", whose group is every layer's heap group, and one or two other dimensions.
+        dense_mesh: shards dense parameters: 1 dimension, or 2 for hybrid sharding. None: all ranks.
+        units: modules to shard one by one; the rest of the model is the last unit. None: the elements of its
             outermost ModuleLists.
         mp_policy: for all units; the router keeps its fp32 weights.
         reshard_after_forward: free the gathered parameters of all but the last unit between forward and backward.
@@ -74,7 +74,7 @@ def parallelize(
     units = list(_outermost_units(model) if units is None else units)
     if (
         RouterOutput not in pytree.SUPPORTED_NODES
-    ):  # FSDP looks for tensors of outputs: then their backward begins
+    ):  # FSDP hooks output tensors to detect the start of backward
         pytree.register_dataclass(RouterOutput)
     # The router computes in fp32 and takes tokens of any dtype; the layer's second output is an fp32 loss.
     of_router = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
@@ -104,8 +104,8 @@ def parallelize(
 
 
 def _without_view(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
-    """The output of a shared expert, e.g. of a linear layer on [B, S, H], as a tensor that is no view: FSDP, which sees
-    it next, warns of views. Only the layer gets it, which writes nowhere into it."""
+    """The output of a shared expert, e.g. of a linear layer on [B, S, H], as a tensor that is no view: FSDP, the next
+    reader, warns of views. This is safe: the layer never writes into it."""
     return output if base_of(output) is None else reshaped_result(output, output.shape)
 
 
@@ -114,8 +114,8 @@ def data_parallel(
 ) -> DistributedDataParallel:
     """Plain DDP for the dense parameters. Experts become DTensors (for checkpoints), stay spread over `ep`, are
     broadcast over the replicas, and are left out of DDP's buckets; their gradients are scaled when they are computed,
-    and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective. Mesh and errors
-    are those of :func:`parallelize`."""
+    and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective. Mesh and errors:
+    see :func:`parallelize`."""
     replicas = mesh[_replica_names(mesh)]
     shard_experts(model, mesh)
     replicas = replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")
@@ -130,7 +130,7 @@ def data_parallel(
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
     place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local. ArgumentError:
-    there is no MoELayer, or one does not fit."""
+    the model has no MoELayer, or one does not fit."""
     layers = modules_of(model, MoELayer, needs=f"MoELayer to put on mesh {mesh.mesh_dim_names}")
     for layer in layers:
         _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
@@ -144,8 +144,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Dense and expert parameters as two groups of an optimizer: under :func:`data_parallel` only experts are DTensors,
-    and foreach and fused optimizers refuse groups of both kinds."""
+    """Dense and expert parameters as two optimizer groups: under :func:`data_parallel` only experts are DTensors, and
+    foreach and fused optimizers refuse groups that mix both."""
     dense, experts = trainable(model)
     return [{"params": dense}, {"params": experts}]
 
@@ -181,7 +181,7 @@ def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
     """The first dimension of the local part that FSDP can cut evenly."""
-    shape = cast(DTensor, parameter).to_local().shape  # torch's annotations do not say what it is
+    shape = cast(DTensor, parameter).to_local().shape  # torch does not annotate its type
     for dim, size in enumerate(shape):
         if size % num_shards == 0:
             return Shard(dim)
@@ -192,8 +192,8 @@ def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
 
 def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:
     module.set_gradient_divide_factor(float(divisor))
-    # NCCL multiplies while it sums. Other backends cannot, and FSDP then divides afterwards; with one shard it always
-    # divides itself, and being told to do so would make it divide twice (torch 2.13).
+    # NCCL multiplies while it sums. Other backends cannot, and FSDP then divides afterwards; with one shard FSDP always
+    # divides itself, and this setting would make it divide twice (torch 2.13).
     if mesh.device_type == "cpu" and mesh.size(mesh.ndim - 1) > 1:
         module.set_force_sum_reduction_for_comms(True)
 

@@ -12,9 +12,9 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.recipes import Float8Block
 
-AUTO = "float8-auto"  # in commands: FLOAT8 where it was faster
+AUTO = "float8-auto"  # in commands: FLOAT8 if measured faster
 FLOAT8 = Float8Block()
-LEAST_SPEED_UP = 1.05  # less is within what steps differ from run to run
+LEAST_SPEED_UP = 1.05  # less is within the noise between runs
 MEASURED_GPU = "NVIDIA H200"
 
 
@@ -29,7 +29,7 @@ class MeasuredLayer:
     full_ms: float  # in bf16
     quantized_ms: float  # in FP8, with rows that travel in bf16
     wire_ms: float  # in FP8, with rows that travel in FP8 too (`quantized_wire="both"`)
-    constant_weights_ms: float  # the same, without quantising the weights
+    constant_weights_ms: float  # wire_ms without quantising the weights
 
     def speed_up(self, quantized_wire: str, num_micro_batches: int) -> float:
         """Time in bf16 by time in FP8. Tokens or gradients that travel in FP8 without the other do not count."""
@@ -55,16 +55,16 @@ def choose_precision(
     num_micro_batches: int = 1,
 ) -> MoEConfig:
     """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype: with
-    `precision=None` and `quantized_wire="none"`. docs/tuning.md says where FP8 is taken. Local; does not synchronise
-    the host. The choice follows from the arguments and the kind of GPU, so it is the same on all ranks that bring the
-    same; ranks that choose differently find out in their first call (ConfigMismatch).
+    `precision=None` and `quantized_wire="none"`. docs/tuning.md says when FP8 is chosen. Local; does not synchronise
+    the host. The choice depends only on the arguments and the kind of GPU, so ranks with the same ones agree; ranks
+    that choose differently raise ConfigMismatch in their first call.
 
     Args:
-        config: the configuration of a layer, with the precision to choose or not.
+        config: the configuration of a layer, with the candidate precision.
         num_ranks: R of the expert-parallel group; 1 for a GroupedMLP without one.
-        num_tokens: T that a rank brings to a call on average; the same number on all ranks.
+        num_tokens: mean T of a rank per call; the same number on all ranks.
         device: where the layer computes.
-        num_micro_batches: calls that quantise the weights once, in symmoe.grouped.cache_quantized_weights.
+        num_micro_batches: calls that share quantised weights, in symmoe.grouped.cache_quantized_weights.
 
     Raises:
         ArgumentError: the configuration has no precision, or a number is out of range.
@@ -86,14 +86,14 @@ def choose_precision(
 
 
 def in_full(config: MoEConfig) -> MoEConfig:
-    """The same layer, computing in the working dtype."""
+    """The layer's configuration in the working dtype."""
     return replace(config, precision=None, quantized_wire="none")
 
 
 def best_measured(
     config: MoEConfig, *, num_ranks: int, num_tokens: int, num_micro_batches: int = 1
 ) -> tuple[MeasuredLayer | None, float]:
-    """The layer with the largest speed-up in FP8 among the measured layers that are nowhere larger than this one, and
+    """The layer with the largest FP8 speed-up among the measured layers that exceed this one in no dimension, and
     the speed-up; (None, 0) if there is none. Arguments as in :func:`choose_precision`; ArgumentError: one is out of
     range."""
     raise_for(

@@ -1,5 +1,5 @@
-"""What decides a captured step besides the contents of tensors: its arguments, the modules of its model, and how torch
-is set. What is not understood is refused by name: a replay would repeat what it was when the step was captured."""
+"""The identity of a captured step besides the contents of tensors: its arguments, its model's modules, and torch's
+settings. An unknown kind of value is refused by name: a replay would repeat its value from the capture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from symmoe.torch_internals import HOOKS, pytree, version_of
 
 _CONSTANTS = frozenset((bool, int, float, complex, str, bytes, range, types.NoneType))
 _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-# Tables of a module by which its calls find what they need.
+# Tables of a module that its calls use for lookups.
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _SET_BY_DDP = ("modules_buffers", "named_module_buffers")  # lists, new in every call
 _TRAINED = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -40,7 +40,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, by where, and what makes a like one of other parts; None: it is none that is known."""
+    """A container's parts by position, and a function that rebuilds it from other parts; None: unknown type."""
     kind = type(value)
     if kind in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(kind, "_make")):
         return {f"[{i}]": part for i, part in enumerate(value)}, getattr(kind, "_make", kind)
@@ -80,13 +80,13 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
 
 
 class Tree:
-    """Values by name, taken apart: arguments of a captured step of a model on a device, or (None) what a step returns.
-    ArgumentError, StaleLease: a value is none that is understood, or a tensor that cannot be an argument. `kind`: all
-    but the contents of `tensors`."""
+    """Values by name, flattened: arguments of a captured step of a model on a device, or (None) a step's result.
+    ArgumentError, StaleLease: a value has an unknown type, or is a tensor that cannot be an argument. `kind`:
+    everything except the contents of `tensors`."""
 
     def __init__(self, values: dict[str, object], device: torch.device | None = None) -> None:
-        self.tensors: list[torch.Tensor] = []  # in the values, each once
-        self.paths: list[str] = []  # where they are
+        self.tensors: list[torch.Tensor] = []  # of the values, each once
+        self.paths: list[str] = []  # their positions
         self._values = values
         self._device = device
         self._numbers: dict[int, int] = {}
@@ -96,7 +96,7 @@ class Tree:
         self.kind: Hashable = (*values, *tokens)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> OrderedDict[str, Any]:
-        """The values by name, with other tensors in place of `tensors`."""
+        """The values by name, with new tensors in place of `tensors`."""
         return OrderedDict(
             (name, self._with(value, tensors)) for name, value in self._values.items()
         )
@@ -141,7 +141,9 @@ class Tree:
                 )
             raise_for(memory_problem(path, tensor))
             if tensor.device != self._device:
-                if tensor.device.type == "cpu" and tensor.dim() == 0:  # kernels get it as a number
+                if (
+                    tensor.device.type == "cpu" and tensor.dim() == 0
+                ):  # kernels receive it as a number
                     return tensor.dtype, repr(tensor.item())
                 raise ArgumentError(
                     f"{path} {list(tensor.shape)} is on {tensor.device}, the model on {self._device}: a replay would "
@@ -154,7 +156,7 @@ class Tree:
 
 
 def modes(device_type: str) -> Hashable:
-    """How torch is set."""
+    """torch's settings."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -170,8 +172,8 @@ def modes(device_type: str) -> Hashable:
 
 
 class Modules:
-    """The modules of a model, looked at before every call. num_looks: how often parameters, buffers, modules, hooks,
-    listeners, or what the step itself sets, were found to be others."""
+    """A model's modules, inspected before every call. num_looks: inspections that found other parameters,
+    buffers, modules, hooks or listeners, or other attributes set by the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -179,16 +181,16 @@ class Modules:
         self._num_replaced = 0
         self._own: dict[tuple[int, str], object] = {}  # attributes that the step itself sets
         self._numbers: dict[Hashable, int] = {}
-        self._objects: dict[int, object] = {}  # by id, which no other gets as long as they are here
-        self.ddp_on_default_stream = False  # whether one adds gradients up there
-        self.places: list[list[Any]] = []  # where tensors lie, as `settings` has found them
+        self._objects: dict[int, object] = {}  # by id; the reference keeps the id unique
+        self.ddp_on_default_stream = False  # whether a DDP accumulates there
+        self.places: list[list[Any]] = []  # tensor addresses, from `settings`
         self._trained: list[tuple[Any, ...]] = []
         self._values: list[Any] = []
         self._settings = 0
         self._look()
 
     def settings(self) -> int:
-        """The number of what decides the step, but for where tensors lie."""
+        """A number that identifies the step's settings, except tensor addresses."""
         if self._are_others() or sum(map(len, self._vars)) != self._num_attributes:
             self._look()
         trained = list(map(_TRAINED, self.parameters))
@@ -228,7 +230,7 @@ class Modules:
         return self._settings
 
     def states(self) -> list[torch.Tensor]:
-        """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
+        """Tensors that a step may change, except gradients. (It cannot change tensors with overlapping elements.)"""
         tensors = [
             *(
                 t.detach()
@@ -254,12 +256,12 @@ class Modules:
 
     @contextmanager
     def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
-        """A context for the step, which finds out what it sets itself. arguments: by where they are. ArgumentError: it
+        """A context that detects which attributes the step sets. arguments: by position. ArgumentError: the step
         writes into arguments or parameters, or always replaces something in the model."""
         tensors = [
             each
             for each in (*arguments.items(), *self._model.named_parameters())
-            if not each[1].is_inference()  # those have no versions
+            if not each[1].is_inference()  # inference tensors have no versions
         ]
         versions = [version_of(tensor) for _, tensor in tensors]
         watched = [*self._public, *self._attributes]
@@ -294,7 +296,7 @@ class Modules:
             self._look()
 
     def _are_others(self) -> bool:
-        """Whether parameters, buffers, modules, their hooks or listeners are others than at the last look."""
+        """Whether parameters, buffers, modules, hooks or listeners differ from the last inspection."""
         entries = chain.from_iterable(map(dict.values, self._full))
         is_known = all(map(operator.is_, entries, self._entries)) and sum(
             map(len, self._full)
@@ -307,7 +309,7 @@ class Modules:
 
     def _look(self) -> None:
         self.num_looks += 1
-        modules = modules_of(self._model, nn.Module)  # ArgumentError: it is no model
+        modules = modules_of(self._model, nn.Module)  # ArgumentError: no model
         self.parameters = list(self._model.parameters())
         self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
         self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
@@ -340,7 +342,7 @@ class Modules:
         tensors = (
             *self.parameters,
             *self._model.buffers(),
-        )  # of these, those that have memory of their own
+        )  # filtered below: own memory only
         self.located = [
             t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         ]

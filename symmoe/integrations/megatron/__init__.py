@@ -5,7 +5,7 @@
     spec = use_symmoe(get_gpt_layer_local_spec(num_experts=8), heap)
     model = GPTModel(config, spec, ...)                       # everything else as before
 
-Needs megatron-core 0.16.1 or newer. docs/megatron.md says what is supported and what is refused.
+Needs megatron-core 0.16.1 or newer. docs/megatron.md lists supported and refused options.
 """
 
 from __future__ import annotations

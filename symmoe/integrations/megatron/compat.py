@@ -1,7 +1,7 @@
-"""What differs between the supported versions of megatron-core, and what a configuration may not ask for.
+"""Differences between the supported versions of megatron-core, and refused fields of a configuration.
 
-Megatron's configuration has hundreds of fields. Those that would change what the layer computes or how it is scheduled,
-and that this integration does not implement, are refused by name; a field that a version does not have passes.
+Megatron's configuration has hundreds of fields. This integration refuses, by name, fields that would change the layer's
+results or schedule if it does not implement them; a field that a version lacks passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) < (0, 16):
 
 _Limit = tuple[
     str, tuple[object, ...], str
-]  # a field of TransformerConfig, the values that are supported, and why
+]  # a field of TransformerConfig, its supported values, and the reason
 
 _LAYER_LIMITS: tuple[_Limit, ...] = (
     ("moe_token_dispatcher_type", ("alltoall", "allgather"), "symmoe takes the dispatcher's place"),
@@ -66,7 +66,7 @@ _FP8_LIMITS: tuple[_Limit, ...] = (
 
 
 def slots_per_token(config: TransformerConfig) -> int:
-    """K, the most experts of a token. Padded capacity fills experts up with tokens, of prob 0, that are not theirs."""
+    """K, the most experts of a token. Padded capacity fills experts with additional tokens of prob 0."""
     top_k: int = (
         config.num_moe_experts
         if config.moe_pad_expert_input_to_capacity
@@ -76,7 +76,7 @@ def slots_per_token(config: TransformerConfig) -> int:
 
 
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:
-    """What in the configuration the layer and its dispatcher do not support, or None."""
+    """The setting that the layer and its dispatcher do not support, or None."""
     if slots_per_token(config) > MAX_TOP_K:
         field = f"moe_router_topk ({config.moe_router_topk})"
         if config.moe_pad_expert_input_to_capacity:
@@ -101,7 +101,7 @@ def layer_problem(config: TransformerConfig) -> ArgumentError | None:
 
 
 def experts_problem(config: TransformerConfig) -> ArgumentError | None:
-    """What in the configuration SymmExperts do not support, or None. The experts check the activation."""
+    """The setting that SymmExperts do not support, or None. The experts check the activation."""
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
     if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
         return ArgumentError(
@@ -116,15 +116,15 @@ def experts_problem(config: TransformerConfig) -> ArgumentError | None:
 
 
 def precision_of(config: TransformerConfig) -> Recipe | None:
-    """Which numbers the experts multiply with `fp8`: those of Transformer Engine's blockwise recipe, whose scales are
-    powers of two unless its environment says otherwise. With "hybrid" gradients are E4M3, too."""
+    """The experts' recipe with `fp8`: Transformer Engine's blockwise recipe, whose scales are powers of two unless its
+    environment variable changes this. With "hybrid" gradients are E4M3, too."""
     return Float8Block(power_of_two=True) if config.fp8 else None
 
 
 def groups_problem(
     pg_collection: ProcessGroupCollection, heap: SymmetricHeap
 ) -> ArgumentError | None:
-    """Why a layer with these process groups cannot use `heap`, or None."""
+    """The reason why these process groups cannot use `heap`, or None."""
     if pg_collection.expt_tp.size() != 1:
         return ArgumentError(
             f"expert_tensor_parallel_size ({pg_collection.expt_tp.size()}) must be 1: "
@@ -143,7 +143,7 @@ def groups_problem(
 
 
 def process_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
-    """The collection given, or Megatron's default. 0.16 and 0.17 give none to a subclass of MoELayer."""
+    """The given collection, or Megatron's default. 0.16 and 0.17 pass none to a subclass of MoELayer."""
     return get_default_pg_collection() if pg_collection is None else pg_collection
 
 

@@ -60,10 +60,10 @@ _ACTIVATIONS: dict[Callable[..., torch.Tensor], Activation] = {
 class SymmExperts(MegatronModule):
     """The experts of one rank, in place of TEGroupedMLP or SequentialMLP.
 
-    Parameters are `linear_fc1.weight` [e, 2F, H] (gates, then ups) and `linear_fc2.weight` [e, H, F]: two in all, since
-    Megatron's DDP and optimizers work parameter by parameter. Checkpoints hold them expert by expert, as those of
-    Megatron's own experts. FC1's output is kept for backward, the activation is computed again: the experts always
-    recompute "moe_act".
+    Parameters are `linear_fc1.weight` [e, 2F, H] (gates, then ups) and `linear_fc2.weight` [e, H, F]: only two, because
+    Megatron's DDP and optimizers work parameter by parameter. Checkpoints store them expert by expert, like Megatron's
+    own experts. Backward keeps FC1's output and recomputes the activation: the experts always recompute
+    "moe_act".
 
     `config` is Megatron's; gradient_accumulation_fusion, delay_wgrad_compute and blockwise fp8 are honoured.
     `pg_collection=None`: Megatron's default groups. `name`, which newer versions pass, is ignored. ArgumentError: the
@@ -99,7 +99,7 @@ class SymmExperts(MegatronModule):
     ) -> GroupedLinear:
         config = self.config
         on_cpu = config.use_cpu_initialization
-        # Experts of different ranks start from different numbers: Megatron has a generator for them on GPUs.
+        # Ranks initialise experts with different random numbers: on GPUs with Megatron's generator for experts.
         generator = contextlib.nullcontext()
         if config.perform_initialization and not on_cpu:
             generator = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
@@ -115,20 +115,20 @@ class SymmExperts(MegatronModule):
                 precision=precision_of(config),
                 init_method=init_method
                 if config.perform_initialization
-                else lambda weight: None,  # a checkpoint will
+                else lambda weight: None,  # a checkpoint will fill it
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
             )
         linear.mark_weights(
             allreduce=config.expert_model_parallel_size
             == 1,  # else: the expert-data-parallel buckets
-            tensor_model_parallel=True,  # no duplicates on tensor-parallel ranks: gradient norms count it where it is
+            tensor_model_parallel=True,  # no duplicates on tensor-parallel ranks: every rank's gradient norm counts it
             partition_dim=split_dim,
             partition_stride=1,
         )
         return linear
 
-    # What RoutedExperts asks of a GroupedMLP, with the activation.
+    # RoutedExperts reads these of a GroupedMLP, and the activation.
     fc1, fc2 = property(attrgetter("linear_fc1")), property(attrgetter("linear_fc2"))
 
     @replaceable
@@ -159,7 +159,7 @@ class SymmExperts(MegatronModule):
         ), None
 
     def backward_dw(self) -> None:
-        """The weight gradients that delay_wgrad_compute left out of the oldest backward pass."""
+        """Computes weight gradients that delay_wgrad_compute deferred in the oldest backward."""
         self.linear_fc2.backward_dw()
         self.linear_fc1.backward_dw()
 
@@ -169,12 +169,12 @@ class SymmExperts(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Uses the keys of SequentialMLP and TEGroupedMLP, so that checkpoints move both ways. Not collective."""
+        """Uses the keys of SequentialMLP and TEGroupedMLP: checkpoints convert both ways. Not collective."""
         num_local = self.num_local_experts
         first, num_global = self._ep_group.rank() * num_local, num_local * self._ep_group.size()
         replica_id = (0, 0, self._expt_dp_group.rank())
         per_expert_keys = (metadata or {}).get("singleton_local_shards", False)
-        # Of the local experts' matrices: what comes after "experts" in the key, and offsets.
+        # The local experts' matrices: the key after "experts", and offsets.
         places = [
             (f".{expert}", sharded_offsets)
             if per_expert_keys
@@ -201,7 +201,7 @@ class SymmExperts(MegatronModule):
         return sharded
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
-        """Drops the `_extra_state` of other experts: TE's are about FP8, SequentialMLP's are empty."""
+        """Drops the `_extra_state` of other experts: TE's describes FP8, SequentialMLP's is empty."""
         for key in [key for key in state_dict if key.startswith(prefix) and "._extra_state" in key]:
             del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -218,7 +218,7 @@ def _split(
     is_gated: bool,
     per_expert_keys: bool,
 ) -> list[ShardedTensor]:
-    """The matrices of [e, O, C], a weight or an optimizer's state of it, as Megatron stores them (gates, ups apart)."""
+    """Splits [e, O, C], a weight or its optimizer state, into Megatron's stored matrices (gates, ups apart)."""
     if flattened_range is not None:
         raise ArgumentError(
             f"{key}: a flattened part {flattened_range} of the experts' state has no place in a checkpoint; save the "
@@ -254,13 +254,13 @@ def _join(shards: list[torch.Tensor], *, num_halves: int) -> torch.Tensor:
 
 
 def activation_of(config: TransformerConfig) -> ScaledActivation:
-    """The activation that the configuration names, times the probs. ArgumentError: there is no kernel for it."""
+    """The configuration's activation, times the probs. ArgumentError: symmoe has no kernel for it."""
     activation = _ACTIVATIONS.get(config.activation_func)
     if activation is None:
         names = ", ".join(dict.fromkeys(function.__name__ for function in _ACTIVATIONS))
         name = getattr(config.activation_func, "__name__", repr(config.activation_func))
         raise ArgumentError(f"activation_func ({name}) must be one of {names}")
-    if not config.gated_linear_unit:  # the other fields mean nothing then
+    if not config.gated_linear_unit:  # then the other fields have no effect
         return ScaledActivation(replace(activation, is_gated=False))
     clamp = config.activation_func_clamp_value
     limit = math.inf if clamp is None else clamp
@@ -268,7 +268,7 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
 
 
 def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
-    """What happens to tokens that Megatron's router has routed; `how`: further fields."""
+    """symmoe's configuration for tokens routed by Megatron; `how`: further fields."""
     return MoEConfig(
         hidden=config.hidden_size,
         ffn=config.moe_ffn_hidden_size,

@@ -2,7 +2,7 @@
 
 T tokens on this rank, E experts, K = slots_per_token (compat.py), N rows received, H hidden.
 
-torch.compile does not look into the two trips: it cannot trace plans, leases and signals.
+torch.compile does not trace the two trips: it does not support plans, leases and signals.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class DispatchOptions:
     """How rows travel, as in make_plan; the same on all ranks.
 
     Attributes:
-        order: of the sums in combine. "rank": least traffic. "slot": a token's experts in ascending order, as
-            Megatron's alltoall sums them, the same bits for any number of ranks.
-        capacity: rows a rank can take, without a host synchronisation per layer; None: exact, one small read.
+        order: order of the sums in combine. "rank": least traffic. "slot": a token's experts in ascending order, like
+            Megatron's alltoall, the same bits for any number of ranks.
+        capacity: rows that fit on a rank, without a host synchronisation per layer; None: exact, one small read.
         overflow: with a capacity, "raise" or "drop".
     """
 
@@ -59,9 +59,9 @@ class DispatchOptions:
 class SymmTokenDispatcher(MoETokenDispatcher):
     """Megatron's six calls through plan_call, dispatch_tokens and combine_tokens, for experts of any kind.
 
-    Probs travel through arguments and results. Everything else that one call leaves to the next is on self, as in
+    Probs travel through arguments and results. Attributes pass everything else from one call to the next, as in
     Megatron's own dispatchers, until :meth:`combine_postprocess`. Results and gradients of the experts are copied to
-    the heap, whose group is `pg_collection.ep`. `config` is one that `compat.layer_problem` accepts.
+    the heap, whose group is `pg_collection.ep`. `compat.layer_problem` must accept `config`.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class SymmTokenDispatcher(MoETokenDispatcher):
 
 
 class FusedTokenDispatcher(SymmTokenDispatcher):
-    """The same calls for SymmExperts: tokens travel inside of :meth:`compute`, with the experts, in one step.
+    """The six calls for SymmExperts: tokens travel within :meth:`compute`, with the experts, in one step.
 
-    Between Megatron's calls of dispatch and combine are tokens in their own order, as before and after them.
+    Between Megatron's dispatch and combine, tokens keep their own order.
     """
 
     @torch.compiler.disable
@@ -161,7 +161,7 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         routed: RoutedExperts,
         experts: SymmExperts,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """That of RoutedExperts.run, of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
+        """RoutedExperts.run on tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
         routed.heap._fail_for(experts_call_problem(experts), control.PHASE_PLAN)
         shared = self.shared_experts
         before_trips = (
@@ -187,8 +187,8 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
 class SymmMoELayer(MoELayer):
     """An MoELayer whose tokens travel over the symmetric heap. Router, shared experts and recomputation are Megatron's.
 
-    Use it through :func:`use_symmoe`. Forward and backward are collective over the EP group. Arguments are those of the
-    version's MoELayer, the EP group's heap, and how rows travel; `submodules.experts` may be SymmExperts or Megatron's
+    Use it through :func:`use_symmoe`. Forward and backward are collective over the EP group. Arguments: those of the
+    version's MoELayer, the EP group's heap, and DispatchOptions; `submodules.experts` may be SymmExperts or Megatron's
     own. ArgumentError: the layer does not support the configuration, or the heap is not the EP group's; the text names
     the field.
     """
@@ -229,7 +229,7 @@ class SymmMoELayer(MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Same as in MoELayer; with SymmExperts, tokens travel to their experts and home in here."""
+        """As in MoELayer; with SymmExperts, this call includes both trips of the tokens."""
         dispatcher = self.token_dispatcher
         if self._routed is not None:
             y, load = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
@@ -253,7 +253,7 @@ class SymmMoELayer(MoELayer):
 
 
 def begun(value: _Value | None) -> _Value:
-    """A value that an earlier of the six calls has left. StalePlan: there is none."""
+    """The value from an earlier one of the six calls. StalePlan: it is None."""
     if value is None:
         raise StalePlan(
             "the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first"
@@ -278,5 +278,5 @@ def select_slots(
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
     keys = (routing_map * descending).topk(min(top_k, num_experts), dim=1).values
     topk_idx = torch.where(keys > 0, num_experts - keys, -1)
-    # A slot without an expert has no row and so no gradient, whichever prob stands there.
+    # A slot without an expert has no row and so no gradient, whatever its prob.
     return topk_idx, probs.gather(1, topk_idx.clamp(min=0).long()).float()

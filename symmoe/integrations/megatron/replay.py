@@ -1,4 +1,4 @@
-"""A choice of experts that is given to Megatron's router, by its own RouterReplay: see symmoe.routing."""
+"""Sets the choice of experts in Megatron's router, through its own RouterReplay: see symmoe.routing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symmoe.moe.listeners import Choose
 
 
 def recorder_of(router: nn.Module) -> RouterReplay | None:
-    """The RouterReplay of a router, which records if nobody has it do something else; None: the router asks none."""
+    """A router's RouterReplay; a missing one is created, and records; None: the router cannot use one."""
     if (
         not isinstance(router, TopKRouter)
         or router.config.moe_router_fusion
@@ -24,22 +24,22 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
         return None
     if router.router_replay is None:  # without moe_enable_routing_replay
         router.router_replay = RouterReplay()
-        RouterReplay.global_router_replay_instances.pop()  # of who has enabled it
+        RouterReplay.global_router_replay_instances.pop()  # lists only enabled ones
         router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
     return router.router_replay
 
 
 def recorded_by(recorder: RouterReplay | None) -> torch.Tensor | None:
-    """What a router has chosen in the forward that runs, before a capacity factor's drops; None: nobody has kept it."""
+    """A router's choice in the current forward, before a capacity factor's drops; None: not recorded."""
     if recorder is None or recorder.router_replay_action != RouterReplayAction.RECORD:
-        return None  # what is there may be of an earlier forward
+        return None  # the record may be of an earlier forward
     recorded: torch.Tensor | None = recorder.recorded_topk_idx
     return recorded
 
 
 def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
-    """See Give, for SymmMoELayers. Tokens without an expert are spread over all in the router's statistics, and leave
-    its map. ArgumentError: the router makes no choice by scores that could be replaced."""
+    """See Give, for SymmMoELayers. The router's statistics spread tokens without an expert over all experts; its map
+    omits these tokens. ArgumentError: the router has no choice by scores to replace."""
     router: Any = model.get_submodule(f"{name}.router" if name else "router")
     if (replay := recorder_of(router)) is None:
         config = router.config
@@ -60,7 +60,7 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
     ) -> tuple[torch.Tensor, ...]:
         replay.set_router_replay_action(
             RouterReplayAction.RECORD
-        )  # as which the layer reports what was given
+        )  # the layer reports the given choice as this
         is_none = replay.recorded_topk_idx[:, :1] < 0
         return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
 

@@ -1,4 +1,4 @@
-"""The heap of a model's layers, and putting the layers into Megatron's specs, of any supported version."""
+"""Creates the heap of a model's layers, and puts the layers into Megatron's specs of any supported version."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def heap_bytes(
 
     Args:
         config: Megatron's, with expert_model_parallel_size.
-        num_tokens: the most tokens that a rank has in a micro-batch.
-        num_layers: MoE layers whose rows are kept for backward at one time (docs/megatron.md, Memory); 1 if they are
+        num_tokens: the maximum of tokens of a rank in a micro-batch.
+        num_layers: MoE layers that keep rows for backward at the same time (docs/megatron.md, Memory); 1 if they are
             recomputed.
-        load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk (with padded capacity:
-            num_moe_experts). None: all that any routing can send to one rank; trained routers stay below 2.
+        load_factor: the maximum of rows that a rank receives, over num_tokens * moe_router_topk (with padded capacity:
+            num_moe_experts). None: the worst routing; trained routers stay below 2.
     """
     num_ranks: int = config.expert_model_parallel_size
     top_k = slots_per_token(config)
@@ -84,11 +84,11 @@ def use_symmoe(
         heap: the heap of the expert-parallel group (:func:`open_heap`).
         options: how rows travel; None: the defaults.
         pg_collection: the model's process groups. Needed with megatron-core 0.16 and 0.17 if they are not those of
-            initialize_model_parallel; newer versions hand them to the layer themselves.
+            initialize_model_parallel; newer versions pass them to the layer themselves.
         keeps_experts: as :func:`use_symmoe_dispatcher`.
 
     Raises:
-        ArgumentError: there is no MoE layer in the spec.
+        ArgumentError: the spec has no MoE layer.
     """
     params: dict[str, Any] = {"heap": heap, "options": options or DispatchOptions()}
     if pg_collection is not None:
@@ -97,9 +97,9 @@ def use_symmoe(
 
 
 def use_symmoe_dispatcher(spec: Spec, heap: SymmetricHeap, **how: Any) -> Spec:
-    """Same as :func:`use_symmoe`, but keeps the experts of the spec: TEGroupedMLP, SequentialMLP or your own.
+    """:func:`use_symmoe`, but keeps the experts of the spec: TEGroupedMLP, SequentialMLP or custom experts.
 
-    Their results and gradients are copied to the heap, and they read their row counts on the host.
+    Copies their results and gradients to the heap; these experts read their row counts on the host.
     """
     return use_symmoe(spec, heap, keeps_experts=True, **how)
 

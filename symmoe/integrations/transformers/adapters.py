@@ -1,12 +1,12 @@
-"""Adapters that peft has put around the experts of a transformers model, as those of symmoe's grouped layers.
+"""Converts peft's adapters of a transformers model's experts to adapters of symmoe's grouped layers.
 
-peft's `target_parameters` puts a ParamWrapper around an experts module for each parameter, one around the other. It
-makes W + B A of all experts in every call, and replaces a parameter that swapped experts do not have. So the adapters'
-values are taken out of the wrappers, and go back into peft's files by their names there. Nothing here imports peft.
+peft's `target_parameters` wraps an experts module in nested ParamWrappers, one for each parameter. A wrapper computes
+W + B A of all experts in every call, and replaces a parameter that swapped experts do not have. So symmoe takes the
+adapters' values out of the wrappers, and writes them to peft's files by peft's names. Nothing here imports peft.
 
 E experts in all, e on this rank, r rank, C input features, O output features. peft has A [E r, C], expert by expert,
-and B [O, r E], whose columns are numbered r first. Where it takes a weight [E, C, O] for [E, O, C], or the other way
-round, A and B have changed their places.
+and B [O, r E], whose columns are numbered r first. If peft interprets a weight [E, C, O] as [E, O, C], or the
+reverse, A and B are exchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 @dataclass(frozen=True, slots=True)
 class PeftNames:
-    """How the adapters of one grouped layer are kept in peft's files."""
+    """The form of one grouped layer's adapters in peft's files."""
 
     prefix: str  # of "lora_A.weight" and "lora_B.weight", after the name of the experts
-    exchanged: bool  # whether A and B have changed their places
+    exchanged: bool  # whether A and B are exchanged
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A [E r, C] and B [O, r E] of a file, of symmoe's a [E, r, C] and b [E, O, r]."""
+        """A file's A [E r, C] and B [O, r E], from symmoe's a [E, r, C] and b [E, O, r]."""
         first, second = (b.transpose(1, 2), a.transpose(1, 2)) if self.exchanged else (a, b)
         return {
             f"{self.prefix}lora_A.weight": first.reshape(-1, first.shape[2]).contiguous(),
@@ -40,7 +40,7 @@ class PeftNames:
     def fill(
         self, layer: LoRAGroupedLinear, a: torch.Tensor, b: torch.Tensor, heap: SymmetricHeap
     ) -> None:
-        """Puts this rank's part of A [E r, C] and B [O, r E] of a file into its layer."""
+        """Copies this rank's part of a file's A [E r, C] and B [O, r E] to its layer."""
         first = a.reshape(heap.num_ranks * layer.num_groups, -1, a.shape[1])
         second = b.reshape(b.shape[0], -1, len(first)).permute(2, 0, 1)
         whole = (
@@ -51,7 +51,7 @@ class PeftNames:
 
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """What peft's ParamWrappers are around, and them, the outermost first."""
+    """The module inside peft's ParamWrappers, and the wrappers, outermost first."""
     wrappers = []
     while hasattr(module, "parameter_name") and isinstance(
         inner := getattr(module, "base_layer", None), nn.Module

@@ -1,4 +1,4 @@
-"""Loads and saves swapped models in transformers' own checkpoints, each rank its own experts.
+"""Loads and saves swapped models in transformers' checkpoints; each rank handles its own experts.
 
 All ranks of a heap's group must see the same folders, as they do on one node.
 """
@@ -37,19 +37,19 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 @torch.no_grad()
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fills a swapped model from a checkpoint of transformers. Of the experts, reads only those of this rank.
+    """Fills a swapped model from a checkpoint of transformers. Reads only this rank's experts.
 
-    Keys may be any that transformers loads: experts one by one, as mostly on the hub, or fused; values are cast to the
+    Keys may be any that transformers loads: one per expert, as mostly on the hub, or fused; values are cast to the
     model's dtypes. Reads one expert at a time. Collective over the heap's process group.
 
     Args:
-        model: swapped, on any device but meta; every rank the same.
+        model: swapped, on any device but meta; the same on every rank.
         folder: has model.safetensors, or model.safetensors.index.json and its files.
 
     Raises:
-        ArgumentError: the model has not been swapped.
+        ArgumentError: the model is not swapped.
         CheckpointError: on every rank, if any rank cannot read it, or if keys are missing, not in the model or of
-            another shape. The model is untouched unless a file broke while it was read.
+            another shape. The model is unchanged unless a file broke during the reading.
     """
     folder = Path(folder)
     model = bare(model)
@@ -69,30 +69,30 @@ def save_checkpoint(
 ) -> None:
     """Saves a swapped model as a checkpoint of transformers.
 
-    Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time. Collective over
-    the heap's process group; where several EP groups train together, one of them calls it.
+    Rank 0 lays out the files, then every rank writes its own experts at their offsets, one at a time. Collective over
+    the heap's process group; if several EP groups train together, only one of them calls it.
 
     The files go into `folder` + ".partial", renamed when they are on disk. A checkpoint in `folder` is replaced whole,
-    other files stay. A kill at any moment leaves the old weights or the new, and never a mixture; if both are
-    shards of the same names, perhaps none that transformers finds.
+    other files stay. A kill at any moment leaves the old weights or the new, never a mixture; if old and new shards
+    have the same names, transformers may find no checkpoint.
 
     Args:
-        model: swapped; every rank the same, after the same number of steps.
-        folder: new, or with anything in it.
-        like: a checkpoint of the same model, whose files, keys, dtypes and index the new one has, byte for byte except
+        model: swapped; the same on every rank, after the same number of steps.
+        folder: new, empty or not.
+        like: a checkpoint of the same model. The new one copies its files, keys, dtypes and index, byte for byte except
             for the weights' values; keys that are not in the model, and other files (config, tokenizer), are copied.
             None: the keys of the hub, the model's dtypes, and its config.
         max_shard_bytes: largest size of one file, without `like`.
 
     Raises:
-        ArgumentError: the model has not been swapped.
-        CheckpointError: on every rank, if `like` is not a checkpoint of this model, `folder` is a file, ranks differ in
-            what they all have, or writing failed anywhere. `folder` is as it was then, unless renaming failed.
+        ArgumentError: the model is not swapped.
+        CheckpointError: on every rank, if `like` is not a checkpoint of this model, `folder` is a file, replicated
+            tensors differ between ranks, or any rank cannot write. `folder` is unchanged, unless renaming failed.
     """
     folder, heap = (
         Path(folder).absolute(),
         heap_of(model),
-    )  # "." has no name to put ".partial" behind
+    )  # "." has no name to append ".partial" to
     model = bare(model)
     like = None if like is None else Path(like)
     partial = folder.with_name(folder.name + ".partial")
@@ -124,12 +124,12 @@ def save_checkpoint(
             if heap.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        # What fails here leaves the files that have no name in `folder` yet.
+        # A failure here leaves files without their names in `folder`.
         peers.together(lambda: None if heap.rank else _publish(partial, folder), is_last=True)
 
 
 def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective."""
+    """Raises CheckpointError on every rank if replicated tensors differ. Collective."""
     with peers.step() as compared:
         compared.mine = {key: digest(tensor) for key, tensor in tensors.items()}
     check_replicas(((key, range(peers.num_ranks)) for key in tensors), compared.by_rank)
@@ -149,7 +149,7 @@ def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
 def _by_file(
     layout: Layout, pieces: Iterable[Piece]
 ) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
-    """The pieces that this rank holds."""
+    """This rank's pieces, by file."""
     by_file: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for piece in pieces:
         if piece.tensor is not None:
@@ -164,8 +164,8 @@ def _lay_out(
     model: PreTrainedModel,
     like: Path | None,
 ) -> None:
-    """Makes the files: with a header and no values, or copies of files with tensors that the model does not use; and
-    what is no weights: config and tokenizer."""
+    """Creates the files: with a header and no values, or copies of files with tensors that the model does not use; and
+    the other files: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
     own = {piece.key for piece in pieces}
@@ -207,8 +207,8 @@ def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Gives the files of `partial` their names in `folder`, in the place of the checkpoint that is there."""
-    if not folder.exists() or not any(folder.iterdir()):  # a rename replaces an empty one
+    """Moves the files of `partial` into `folder`, in place of its checkpoint."""
+    if not folder.exists() or not any(folder.iterdir()):  # rename can replace an empty one
         partial.rename(folder)
         sync(folder.parent)
         return
@@ -219,7 +219,7 @@ def _publish(partial: Path, folder: Path) -> None:
     }
     new = {path.name for path in partial.iterdir()}
     last = INDEX if INDEX in new else WEIGHTS  # what transformers looks for
-    if old & new - {last}:  # shards of the same names, which are replaced one by one
+    if old & new - {last}:  # shards of equal names are replaced one by one
         (folder / INDEX).unlink(missing_ok=True)
         sync(folder)
     for name in sorted(new, key=lambda name: name == last):

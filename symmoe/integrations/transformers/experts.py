@@ -32,15 +32,15 @@ from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
 
-_GIVE = partial(give_topk, router="", position=1)  # to what calls the experts
+_GIVE = partial(give_topk, router="", position=1)  # to the caller of the experts
 _ENDS = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
-    """How every call of the experts runs. Equal on every rank; each field as in MoEConfig, `capacity=None` is exact.
+    """Options of every call of the experts. Equal on every rank; each field as in MoEConfig, `capacity=None` is exact.
 
-    ArgumentError: a field has a value that is not allowed.
+    ArgumentError: a field has an invalid value.
     """
 
     capacity: int | None = None
@@ -62,10 +62,10 @@ class ExpertParallelExperts(ExpertParallelModule):
         mlp: this rank's e experts.
         heap: the EP group's symmetric heap; all blocks of a model share one.
         step: how a call runs.
-        form: how transformers has the weights.
+        form: transformers' form of the weights.
 
     Attributes:
-        peft_names: how peft's files name the adapters of `mlp.fc1` and `mlp.fc2`, if they come from peft.
+        peft_names: names in peft's files of the adapters of `mlp.fc1` and `mlp.fc2`, if they come from peft.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         super().__init__()
         self.heap, self.expert_data_parallel, self.form = heap, ExpertDataParallel(None), form
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
-        # Every call brings its own K, and none of what this is for asks the configuration for it.
+        # Every call has its own K, and no user of this configuration reads its K.
         self.config = MoEConfig(
             hidden=mlp.hidden,
             ffn=mlp.ffn,
@@ -90,7 +90,7 @@ class ExpertParallelExperts(ExpertParallelModule):
 
     @property
     def experts(self) -> GroupedMLP:  # type: ignore[override]  # there it is a module, here one of another name
-        """`mlp`, by the name that MoELayer has for it."""
+        """`mlp`, by MoELayer's name for it."""
         return self.mlp
 
     def set_experts(self, experts: GroupedMLP) -> None:
@@ -107,7 +107,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         Args:
             hidden_states: [T, H] fp32, fp16 or bf16 on the heap's device. T may differ from rank to rank.
             top_k_index: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
-            top_k_weights: [T, K], floating point; multiplied in fp32. A gradient goes back to it.
+            top_k_weights: [T, K], floating point; multiplied in fp32. Receives a gradient.
 
         Returns:
             [T, H] in the dtype of hidden_states.
@@ -164,7 +164,7 @@ class ExpertParallelExperts(ExpertParallelModule):
 def _warn_of_state_dict(
     module: ExpertParallelExperts, state: Mapping[str, torch.Tensor], prefix: str, _: object
 ) -> None:
-    """Warns of a state dict that may go to transformers. What symmoe reads itself are the parameters (keep_vars)."""
+    """Warns of a state dict that may go to transformers. symmoe itself reads with keep_vars, without a warning."""
     if not any(isinstance(each, nn.Parameter) for each in state.values()):
         warnings.warn(
             "the state dict of a swapped model has this rank's experts, by names of symmoe: from_pretrained of "

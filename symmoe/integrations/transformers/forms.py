@@ -1,7 +1,7 @@
-"""The form in which an experts module of transformers has its weights, and what it computes between its GEMMs.
+"""The form of weights in an experts module of transformers, and its activation between the GEMMs.
 
-Every module that transformers >= 5 dispatches through its experts interface (`use_experts_implementation`) says it
-itself: `has_gate`, `has_bias` and `is_transposed` are attributes; the activation is found by calling it. The weights
+Every module that transformers >= 5 dispatches through its experts interface (`use_experts_implementation`) describes
+itself: `has_gate`, `has_bias` and `is_transposed` are attributes; symmoe calls the activation to identify it. Weights
 are gate_up_proj [E, 2I, H], or up_proj [E, I, H] without a gate, and down_proj [E, H, I]; or, transposed, [E, H, 2I],
 [E, H, I] and [E, I, H]; the biases have two dimensions.
 """
@@ -24,7 +24,7 @@ from symmoe.kernels.activation import FUNCTIONS, SILU, Activation
 _SMALL, _HUGE = (
     0.125,
     2.0**40,
-)  # arguments of a gate; limits that are smaller or larger are not recognised
+)  # arguments of a gate; limits beyond these are not recognised
 _DIGITS = 5  # of alpha, limit and offset: a gate may compute in fp32
 _PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
 
@@ -36,7 +36,7 @@ StockExperts = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertsForm:
-    """How an experts module has its weights, and its activation."""
+    """An experts module's form of weights, and its activation."""
 
     has_bias: bool
     is_transposed: bool
@@ -44,7 +44,7 @@ class ExpertsForm:
 
     @classmethod
     def of(cls, experts: StockExperts) -> ExpertsForm:
-        """ArgumentError: it computes something that GroupedMLP does not have."""
+        """ArgumentError: the module computes a function that GroupedMLP lacks."""
         form = cls(experts.has_bias, experts.is_transposed, _activation_of(experts))
         found = {name for name, _ in experts.named_parameters()}
         if found != form.parameters.keys() or getattr(experts, "has_post_expert_norm", False):
@@ -69,7 +69,7 @@ class ExpertsForm:
         }
 
     def turned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of weights or biases [E, ..] in the layout of transformers, if they are in ours, or the reverse."""
+        """A view of weights or biases [E, ..], from our layout to that of transformers, or the reverse."""
         return tensor.transpose(1, 2) if self.is_transposed and tensor.dim() == 3 else tensor
 
     def local_weights(self, experts: StockExperts) -> dict[str, torch.Tensor]:
@@ -78,8 +78,8 @@ class ExpertsForm:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
-    """(path, module) of every experts module of transformers' own in a model; the path is that of what peft has put
-    around it, if it has."""
+    """(path, module) of every transformers experts module in a model; the path is that of peft's outermost wrapper, if
+    any."""
     outer = None
     for path, module in model.named_modules():
         stock, _ = unwrapped(module)
@@ -94,13 +94,13 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
 
 @torch.no_grad()
 def _activation_of(experts: StockExperts) -> Activation:
-    """The activation that gives the numbers of a module's own, measured on them."""
+    """The activation with the same outputs as the module's own, by measurement."""
     act, is_gated = (experts._apply_gate, True) if experts.has_gate else (experts.act_fn, False)
 
     def at(gate: float, up: float) -> float:
         row = (
             [gate, up] if is_gated else [gate]
-        )  # of two columns, the halves and the blocks of one are the same
+        )  # with two columns, halves and single columns coincide
         return float(act(torch.tensor([row], dtype=torch.float64, device="cpu")))
 
     try:

@@ -1,4 +1,4 @@
-"""Which bytes of which safetensors file hold which tensor: reading it, and laying out new files.
+"""The position of every tensor in safetensors files: reads it, and lays out new files.
 
 The format: 8 bytes, the length of the header, little endian; the header, JSON padded with spaces to a multiple of 8;
 the tensors. https://huggingface.co/docs/safetensors. Headers are kept as bytes, so that files can be written again
@@ -19,7 +19,7 @@ from symmoe.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# In the order in which safetensors puts tensors into a file: it begins with the last of these.
+# In the reverse order of tensors in a safetensors file: a file begins with the last of these.
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -37,7 +37,7 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """A tensor's position."""
 
     file: str  # name within the folder
     dtype: torch.dtype | None  # None if torch or this module has no such dtype
@@ -50,13 +50,13 @@ class Layout:
     """All weight files of a checkpoint."""
 
     files: dict[str, tuple[bytes, int]]  # file name to the bytes before its tensors, and its size
-    tensors: dict[str, StoredTensor]  # key to where it lies
+    tensors: dict[str, StoredTensor]  # key to its position
     index: bytes | None  # the bytes of model.safetensors.index.json, or None
 
 
 def read_layout(folder: Path) -> Layout:
     """The layout of the checkpoint in a folder: the files of its index, or model.safetensors. CheckpointError: a file
-    is missing, cut off or no safetensors file, or the index says something else."""
+    is missing, cut off or no safetensors file, or contradicts the index."""
     index = expected = None
     if (folder / INDEX).exists():
         index = (folder / INDEX).read_bytes()
@@ -89,9 +89,9 @@ def read_layout(folder: Path) -> Layout:
 def new_layout(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int
 ) -> Layout:
-    """A layout as transformers and safetensors make it, of keys in the order in which files are filled. A file gets no
-    more than `max_shard_bytes`, unless it holds a single tensor."""
-    from huggingface_hub import split_torch_state_dict_into_shards  # which transformers has brought
+    """A layout like that of transformers and safetensors, for keys in the order of the files. A file has at most
+    `max_shard_bytes`, unless it holds a single tensor."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # a dependency of transformers
 
     split = split_torch_state_dict_into_shards(
         {
@@ -127,7 +127,7 @@ def _read_header(path: Path) -> bytes:
 
 
 def _tensors_of(path: Path, header: bytes) -> tuple[dict[str, StoredTensor], int]:
-    """The tensors of a file, and where the last one ends."""
+    """A file's tensors, and the end of the last one."""
     try:
         entries = json.loads(header[8:])
         entries.pop("__metadata__", None)

@@ -1,8 +1,8 @@
-"""Which tensors a checkpoint of transformers has of a swapped model, and which part of the model each of them is.
+"""Maps the tensors of a transformers checkpoint to parts of a swapped model.
 
-transformers renames and converts what it saves and loads (transformers.conversion_mapping). No list of that is kept
-here, it is asked. What a key has of experts shows when transformers converts small parameters of as many experts, whose
-values are their own places.
+transformers renames and converts tensors that it saves and loads (transformers.conversion_mapping). This module keeps
+no copy of those rules. It lets transformers convert small parameters of as many experts, whose values are their own
+places: the result shows which part of the experts each key has.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.layout import Layout, StoredTensor, read_layout
 
-_MAX_NAMED = 3  # problems that a text spells out
+_MAX_NAMED = 3  # problems that a text lists
 _FFN, _HIDDEN = (
     4,
     6,
-)  # of small parameters: no two dimensions are equal, and no half is every other column
+)  # small parameters' sizes: dimensions differ, and a half is never every other column
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +40,26 @@ class Piece:
     index: (
         int | None
     )  # the piece's index in the first dimension; None: the piece is the whole tensor
-    tensor: (
-        torch.Tensor | None
-    )  # elements in the order on disk; None: this rank does not hold the expert
+    tensor: torch.Tensor | None  # elements in the order on disk; None: another rank's expert
     is_expert: bool  # otherwise all ranks have it
-    conversion: tuple[str, str, Any] | None = (
-        None  # of what is not the model's memory: see `restore`
-    )
+    conversion: tuple[str, str, Any] | None = None  # for memory outside the model: see `restore`
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A parameter of experts, and a small one in its place."""
+    """A parameter of experts, and its small stand-in."""
 
     module: ExpertParallelExperts
     own: torch.Tensor  # of this rank, [e, ..] in the layout of GroupedMLP
-    places: torch.Tensor  # int64 [E, ..] in that layout; values are places
+    places: torch.Tensor  # int64 [E, ..] in that layout; values are positions
 
 
 def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     """The layout of the checkpoint in a folder, and the pieces of a swapped model in it. CheckpointError: see
-    read_layout and pieces_of, or keys, shapes or dtypes are not those of the model."""
+    read_layout and pieces_of, or keys, shapes or dtypes do not match the model."""
     layout = read_layout(folder)
     pieces = pieces_of(model, layout.tensors)
-    problems = {}  # by key: pieces of one key have one problem
+    problems = {}  # by key: its pieces share one problem
     wanted = {piece.key: piece for piece in pieces}
     for key, piece in wanted.items():
         stored = layout.tensors.get(key)
@@ -79,7 +75,7 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
             problems[key] = (
                 f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
             )
-    # Patterns of keys that it may have in addition to its own, as in transformers.
+    # Patterns of allowed additional keys, as in transformers.
     ignored = {
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.inv_freq",
@@ -98,13 +94,13 @@ def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> li
     """Every piece of a swapped model, of all ranks.
 
     Args:
-        stored: tensors of a checkpoint by key, which may be any that transformers loads into the model: those that it
-            saves or those in memory (experts one by one or fused), and any of several tied tensors; pieces have these
-            keys, and keys that are missing there. None: the keys that transformers saves, in order.
+        stored: tensors of a checkpoint by any keys that transformers loads into the model: saved names or names in
+            memory (experts one by one or fused), and any of several tied tensors; pieces have these keys, and
+            the missing keys. None: the keys that transformers saves, in order.
 
     Raises:
-        CheckpointError: an expert has a tensor that transformers does not know, such as an adapter's, or transformers
-            converts a tensor in a way that is not understood here.
+        CheckpointError: an expert has a tensor that transformers lacks, such as an adapter's, or transformers converts
+            a tensor in a way that symmoe does not support.
     """
     plain, sources = _unswapped(model)
     known, pieces = {id(tensor) for tensor in plain.values()}, list[Piece]()
@@ -133,7 +129,7 @@ def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> li
 def _saved(
     model: nn.Module, plain: dict[str, torch.Tensor], stored: Mapping[str, StoredTensor] | None
 ) -> Iterator[tuple[str, torch.Tensor, tuple[str, str, Any] | None]]:
-    """What transformers makes of `plain`: keys, tensors, and by which conversion it loads a key of `stored`, if any."""
+    """transformers' conversion of `plain`: keys, tensors, and the conversion that loads a key of `stored`, if any."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -147,11 +143,9 @@ def _saved(
     there = _addresses(model, transforms, plain, stored or ())
     stand_in: Any = copy.copy(model)
     vars(stand_in)["get_parameter"] = plain.__getitem__
-    if (
-        stored is not None
-    ):  # what transformers would have used to load it, and so uses to save what it has loaded
+    if stored is not None:  # transformers saves a model with the conversions that loaded it
         vars(stand_in)["_weight_conversions"] = [each for each in transforms if each.was_used()]
-    names: dict[int, list[str]] = {}  # of tied tensors several
+    names: dict[int, list[str]] = {}  # several for tied tensors
     for name, tensor in plain.items():
         names.setdefault(id(tensor), []).append(name)
     in_file = {name for name, *_ in there.values()}
@@ -170,7 +164,7 @@ def _saved(
 
 
 def _as_in_file(piece: Piece, stored: StoredTensor) -> Piece:
-    """The piece with its last two dimensions exchanged, if the file has them so."""
+    """The piece, with its last two dimensions exchanged if they are so in the file."""
     turned = (*piece.shape[:-2], *piece.shape[:-3:-1])
     if stored.shape == piece.shape or stored.shape != turned:
         return piece
@@ -179,7 +173,7 @@ def _as_in_file(piece: Piece, stored: StoredTensor) -> Piece:
 
 @torch.no_grad()
 def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
-    """Puts pieces that are no memory of the model into it, as transformers converts them: by the name in memory, the
+    """Copies pieces outside the model's memory into it, with transformers' conversion: by the name in memory, the
     pattern of the key and the WeightConverter."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -195,8 +189,8 @@ def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
 
 
 def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]]:
-    """The state dict that the unmodified model would have, with small parameters in the place of those of experts; and
-    whose these are. Small ones are complex, as no model's are: values are places, and numbers of sources times i."""
+    """The unmodified model's state dict, with small stand-ins for the experts' parameters; and their sources. Stand-ins
+    are complex, unlike any model's: the real part is the place, the imaginary part the source's number."""
     plain, sources = dict[str, torch.Tensor](), list[_Source]()
     blocks = {
         f"{path}.".replace(COMPILED, "")[:-1]: module
@@ -231,7 +225,7 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
 
 
 def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model by the names that they have where nothing is compiled."""
+    """The tensors of a model by their names without torch.compile."""
     return {
         name.replace(COMPILED, ""): tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -241,9 +235,9 @@ def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _addresses(
     model: nn.Module, transforms: list[Any], plain: dict[str, torch.Tensor], keys: Iterable[str]
 ) -> dict[str, tuple[str, str | None, tuple[str, ...]]]:
-    """Where transformers loads keys: the (first) name in memory, the pattern of a conversion, and the numbers in the
-    key, which tell keys of one conversion apart. transforms: how it renames (WeightRenaming) and converts
-    (WeightConverter) them."""
+    """transformers' targets of keys: the (first) name in memory, the pattern of a conversion, and the numbers in the
+    key, which distinguish keys of one conversion. transforms: its renamings (WeightRenaming) and conversions
+    (WeightConverter)."""
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     renamings, converters = (
@@ -263,7 +257,7 @@ def _addresses(
 
 
 def _expert_pieces(key: str, values: torch.Tensor, source: _Source) -> Iterator[Piece]:
-    """Pieces of a key that has something of experts; of all ranks, because every rank checks all keys."""
+    """Pieces of a key with parts of experts, for all ranks: every rank checks all keys."""
     mlp, places, rank = source.module.mlp, source.places, source.module.heap.rank
     sizes = {_HIDDEN: mlp.hidden, _FFN: mlp.ffn, 2 * _FFN: 2 * mlp.ffn}
     is_stacked = values.dim() == places.dim()
@@ -288,8 +282,8 @@ def _expert_pieces(key: str, values: torch.Tensor, source: _Source) -> Iterator[
 
 
 def _parts(rows: torch.Tensor) -> list[torch.Tensor]:
-    """What transformers may have as a tensor of its own, of an expert's weight [W, ..] or bias [W]: it, gate and up, or
-    both with their rows alternating or in halves; and their transposes. All in the memory of `rows`."""
+    """Possible transformers tensors of an expert's weight [W, ..] or bias [W]: the whole, gate and up, or both with
+    rows alternating or in halves; and their transposes. All are views of `rows`."""
     parts = [rows]
     if len(rows) % 2 == 0:
         parts += [

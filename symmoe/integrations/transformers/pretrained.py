@@ -1,4 +1,4 @@
-"""A swapped model straight from a checkpoint: no rank ever holds another's experts."""
+"""Builds a swapped model from a checkpoint: a rank reads only its own experts."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def from_pretrained(
     """A model of transformers with this rank's experts, read from a local checkpoint. Collective over the heap's group.
 
     Args:
-        folder: config.json, and weights as load_checkpoint reads them; huggingface_hub.snapshot_download makes one.
-        heap: the EP group's; the model is built on its device.
-        config: in place of the folder's, e.g. with another attn_implementation.
-        dtype: of the parameters; None is the config's. What the model keeps in fp32 stays fp32.
+        folder: config.json, and weights for load_checkpoint; e.g. from huggingface_hub.snapshot_download.
+        heap: the EP group's heap; the model is built on its device.
+        config: replaces the folder's, e.g. with another attn_implementation.
+        dtype: dtype of the parameters; None: the config's. Parameters that the model keeps in fp32 stay fp32.
         model_class: an auto class or a model class.
         step: see swap_moe.
 
     Returns:
-        the model in evaluation mode, as transformers' from_pretrained does.
+        the model in evaluation mode, like transformers' from_pretrained.
 
     Raises:
         ArgumentError, CheckpointError: see swap_moe and load_checkpoint; on every rank.
@@ -60,7 +60,7 @@ def from_pretrained(
             raise CheckpointError(
                 f"folder ({folder}) is not there; huggingface_hub.snapshot_download makes one"
             )
-        # A copy, as building changes it.
+        # A copy: building changes it.
         config = AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
@@ -69,7 +69,7 @@ def from_pretrained(
         )
     swap_moe(model, heap, step=step)
     model.to_empty(device=heap.device)
-    # What transformers loads in fp32 whatever the dtype asked for: patterns, which it searches for in names.
+    # Name patterns of parameters that transformers loads in fp32 for any requested dtype.
     in_fp32 = [
         re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(model.dtype)
     ]
@@ -79,7 +79,7 @@ def from_pretrained(
             tensor.data = tensor.data.float()
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)
-    model.initialize_weights()  # what is in no checkpoint, e.g. buffers of rotary embeddings
+    model.initialize_weights()  # for tensors outside checkpoints, e.g. buffers of rotary embeddings
     model.tie_weights()
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():

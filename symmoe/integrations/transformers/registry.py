@@ -24,12 +24,12 @@ NAME = "symmoe"
 def register(heap: SymmetricHeap, *, step: StepConfig | None = None) -> None:
     """Makes `DistributedConfig(ep_implementation="symmoe")` run experts over `heap`, in models loaded from now on.
 
-    Local; a second call takes another heap. The parameters stay transformers' DTensors, so its FSDP2, its gradient
+    Local; a second call replaces the heap. The parameters stay transformers' DTensors, so its FSDP2, its gradient
     scaling, `from_pretrained` and `save_pretrained` work as with its own implementations.
 
     Args:
         heap: over the ranks of the mesh's "ep" dimension, in their order.
-        step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
+        step: options of every call; None: exact capacity, and MoEConfig's defaults.
     """
     own = {"heap": heap, "step": step or StepConfig()}
     EPImplementationInterface.register(NAME, type("SymmoeEPOverHeap", (SymmoeEP,), own))
@@ -67,7 +67,7 @@ class SymmoeEP(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Same as ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
+        """ExpertParallelExperts.forward; transformers has converted the experts' parameters to local tensors."""
         weights = {
             f"mlp.{name}": weight.contiguous()
             for name, weight in self._form.local_weights(self._experts).items()

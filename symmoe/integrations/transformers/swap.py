@@ -24,7 +24,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
 _UNSEEN_BY_PEFT = (
-    "_symmoe_unseen_by_peft"  # of a swapped model: the handle of the hook that looks out for peft
+    "_symmoe_unseen_by_peft"  # on a swapped model: the handle of the hook that detects peft
 )
 _LINEAR_OF = {"gate_up_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"}
 _REFUSED_OF_PEFT = (
@@ -38,21 +38,21 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     """Replaces the experts of every MoE block by this rank's share of them, in place. Returns the model.
 
     Everything else stays transformers' own, so router logits, auxiliary losses and gradient checkpointing work as
-    before; `save_pretrained` raises. From here on forward and backward are collective over the heap's group: each rank
-    brings its own tokens. Not collective itself; copies this rank's weights and releases the others.
+    before; `save_pretrained` raises. Afterwards forward and backward are collective over the heap's group: each rank
+    passes its own tokens. Not collective itself; copies this rank's weights and frees the others.
 
     Args:
         model: has experts that transformers dispatches through its experts interface; on any device: move it to the
-            heap's before the first call. On the meta device the experts stay there too. A PeftModel may be around it:
-            adapters of experts become those of grouped layers (symmoe.lora), and are saved and loaded by
-            symmoe.integrations.peft.
+            heap's before the first call. On the meta device the experts stay there too. A PeftModel may wrap it:
+            adapters of experts become adapters of grouped layers (symmoe.lora), which symmoe.integrations.peft saves
+            and loads.
         heap: the EP group's symmetric heap.
-        step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
+        step: options of every call; None: exact capacity, and MoEConfig's defaults.
 
     Raises:
-        ArgumentError: experts compute something that symmoe does not have (forms.py), a number of experts that the
-            ranks do not divide, no such experts (as in a model that is swapped already), or adapters of peft that
-            grouped layers cannot have. The model is as it was.
+        ArgumentError: experts compute a function that symmoe lacks (forms.py), the ranks do not divide the number of
+            experts, the model has no such experts (e.g. it is already swapped), or adapters of peft that grouped
+            layers do not support. The model is unchanged.
     """
     check_model(model)
     check_kind("heap", heap, SymmetricHeap)
@@ -92,8 +92,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
 
 
 def refuse_methods_of_peft(model: Any) -> None:
-    """Makes methods of a PeftModel, which knows of its experts, raise that would do something to its adapters but not
-    to those of experts."""
+    """Makes methods of a PeftModel raise if they would change its adapters but miss those of experts."""
     why = (
         "of peft knows nothing of adapters of experts that are on several ranks; save them with "
         "symmoe.integrations.peft.save_adapters, and do this with the plain model"
@@ -106,7 +105,7 @@ def refuse_methods_of_peft(model: Any) -> None:
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
-    """The heap of a swapped model. ArgumentError: it has not been swapped."""
+    """The heap of a swapped model. ArgumentError: the model is not swapped."""
     return modules_of(
         model, ExpertParallelExperts, needs="expert-parallel experts: swap_moe comes first"
     )[0].heap
@@ -114,9 +113,9 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
 
 @torch.no_grad()
 def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
-    """Gives the experts of a rank the adapters of `wrappers`, which are of all experts. Their weights are frozen.
-    Local. ArgumentError: not exactly one adapter, not merged, for gate_up_proj and down_proj each; or options that
-    grouped layers do not have."""
+    """Adds this rank's part of the `wrappers`' adapters, which cover all experts. Freezes the experts' weights.
+    Local. ArgumentError: gate_up_proj and down_proj do not have exactly one unmerged adapter each; or options that
+    grouped layers lack."""
     names, mlp, is_transposed = dict[str, PeftNames](), experts.mlp, experts.form.is_transposed
     for depth, wrapper in enumerate(wrappers):
         peft: Any = wrapper  # torch gives all attributes of a module one type

@@ -1,8 +1,8 @@
 """transformers' Trainer for swapped models.
 
-Of a Trainer's own methods, four are wrong where experts differ from rank to rank: clipping takes the norm over this
-rank's parameters, rank 0 saves its weights and its optimizer's state for all, and all load that. A callback comes after
-clipping, and `save_pretrained` is called on rank 0 only. So there is a subclass, and no less.
+Four methods of a Trainer are wrong if experts differ between ranks: clipping takes the norm over this rank's
+parameters, rank 0 saves its weights and its optimizer's state for all, and all ranks load them. A callback runs after
+clipping, and the Trainer calls `save_pretrained` on rank 0 only. So a subclass is necessary.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ with extra("transformers"):
     import transformers
 
 OPTIMIZER_FOLDER = "optimizer"
-_SCHEDULER = "scheduler.pt"  # as the Trainer names it
+_SCHEDULER = "scheduler.pt"  # the Trainer's name
 
 
 class Trainer(transformers.Trainer):
-    """Same as transformers.Trainer, for a model of `swap_moe` or `from_pretrained` on all ranks of a DDP.
+    """transformers.Trainer for a model of `swap_moe` or `from_pretrained` on all ranks of a DDP.
 
-    Arguments, batches, losses, logs and callbacks are the Trainer's own. `max_grad_norm` is that of the gradient over
-    all ranks. Checkpoints are transformers' own, with all experts, and load into the unmodified model; only the
+    Arguments, batches, losses, logs and callbacks are the Trainer's own. `max_grad_norm` limits the gradient's norm
+    over all ranks. Checkpoints are transformers' own, with all experts, and load into the unmodified model; only the
     optimizer's state is in symmoe's format (`symmoe.checkpoint`, in the folder "optimizer" of a checkpoint, with the
-    parameters that are trained), and is loaded by any number of ranks. `train`, `evaluate`, `predict` and `save_model`
+    trained parameters), and loads on any number of ranks. `train`, `evaluate`, `predict` and `save_model`
     are collective. For a Trainer of another package: `class MyTrainer(Trainer, TheirTrainer)`.
 
     Raises:
-        ArgumentError: the model has not been swapped; or `fp16`, `fsdp` or `deepspeed`: fp16's gradient scaler would
-            skip steps on some ranks only, and the others would mix experts.
+        ArgumentError: the model is not swapped; or `fp16`, `fsdp` or `deepspeed`: fp16's gradient scaler would skip
+            steps on some ranks only, and fsdp and deepspeed would mix experts.
     """
 
-    # They are None at times.
+    # They may be None.
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -66,7 +66,7 @@ class Trainer(transformers.Trainer):
         if training and model is self.model:
             prepare_for_ddp(
                 model
-            )  # swap_moe has done it, but for what it swapped: peft may have wrapped that
+            )  # swap_moe did this on the bare model, which peft may have wrapped
         return super()._wrap_model(model, training, dataloader)
 
     def compute_loss(
@@ -76,19 +76,17 @@ class Trainer(transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Same as in transformers, with a balance loss that counts once, as a mean over ranks and micro-batches."""
-        if (
-            num_items_in_batch is None
-        ):  # a mean, as of losses of other packages, which give no outputs
+        """As in transformers, with a balance loss that counts once, as a mean over ranks and micro-batches."""
+        if num_items_in_batch is None:  # a mean, like losses of other packages without outputs
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        # Whether the model has put the balance loss of its routers into its loss.
+        # Whether the model's loss includes the balance loss of its routers.
         has_balance_loss = isinstance(outputs, dict) and all(
             outputs.get(name) is not None for name in ("loss", "aux_loss")
         )
         if has_balance_loss:
-            # A sum over the tokens of all is divided by their number, and adds up over ranks and micro-batches. The
-            # balance loss, which is a mean, would add up too.
+            # The token losses are divided by all ranks' token count, so ranks and micro-batches add up. The
+            # balance loss, a mean, would add up too.
             args = self.args
             times = args.world_size if args.average_tokens_across_devices else 1
             parts = self.current_gradient_accumulation_steps if model.training else 1
@@ -110,9 +108,9 @@ class Trainer(transformers.Trainer):
     ) -> None:
         folder = str(self.args.output_dir if output_dir is None else output_dir)
         with Peers(None) as peers, peers.step(is_last=True):
-            if 0 in heap_of(self.model).bootstrap.global_ranks:  # of several EP groups, one
+            if 0 in heap_of(self.model).bootstrap.global_ranks:  # one of several EP groups
                 _save_or_load_by(self.model)[0](self.model, folder)
-        if self.args.should_save:  # what comes with the weights: the tokenizer, the arguments
+        if self.args.should_save:  # other files: the tokenizer, the arguments
             own = vars(self.model)
             refused, own["save_pretrained"] = own["save_pretrained"], lambda *args, **kwargs: None
             try:
@@ -129,7 +127,7 @@ class Trainer(transformers.Trainer):
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _trained(self) -> dict[str, Any]:
-        """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
+        """The trained parameters, by name, and their optimizer, as arguments of `symmoe.checkpoint`."""
         trained = {
             name: parameter
             for name, parameter in self.model.named_parameters()
@@ -146,7 +144,7 @@ class Trainer(transformers.Trainer):
             folder, self.state.global_step, keep_last=1, **self._trained()
         )
         if self.args.should_save:
-            with warnings.catch_warnings(record=True):  # that the optimizer is to be saved as well
+            with warnings.catch_warnings(record=True):  # ignores "also save the optimizer"
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -160,7 +158,7 @@ class Trainer(transformers.Trainer):
 
 
 def _balance_coefficient(model: Any) -> float:
-    """By what a model multiplies its balance loss."""
+    """The factor of a model's balance loss."""
     for owner in (model, model.config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             if hasattr(owner, name):
@@ -173,12 +171,9 @@ def _balance_coefficient(model: Any) -> float:
 def _save_or_load_by(
     model: nn.Module,
 ) -> tuple[Callable[[Any, str], None], Callable[[Any, str], None]]:
-    """What saves, and what loads, all of a model; of a PeftModel, the adapters."""
+    """The functions that save and load a whole model, or a PeftModel's adapters."""
     if not hasattr(model, "peft_type"):
         return save_checkpoint, load_checkpoint
-    from symmoe.integrations.peft import (
-        load_adapters,
-        save_adapters,
-    )  # of a package that need not be installed
+    from symmoe.integrations.peft import load_adapters, save_adapters  # needs an optional package
 
     return save_adapters, load_adapters

@@ -1,4 +1,4 @@
-"""`symmoe check`: whether a model trains on n ranks as on one, and if not, which tensor differs first."""
+"""`symmoe check`: whether a model trains equally on n ranks and on one; if not, the first tensor that differs."""
 
 from symmoe.tools.check.model import Context, Trained
 

@@ -1,4 +1,4 @@
-"""The subcommand `symmoe check`: starts the runs, compares them, says on one screen what differs first."""
+"""The subcommand `symmoe check`: starts the runs, compares them, and shows the first difference on one screen."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs, compares and prints. Returns the exit status. ArgumentError: the target cannot be, or the file."""
+    """Runs, compares and prints. Returns the exit status. ArgumentError: the target or the file is invalid."""
     if args.json and not os.access(
         os.path.dirname(args.json) or ".", os.W_OK
     ):  # before minutes of running
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def in_options(text: str) -> str:
-    """An error's text with the option of the command that sets the heap's size."""
+    """An error's text, with the command's option for the heap's size."""
     return re.sub(
         r"num_bytes=(\d+) \(now (\d+)\)",
         lambda found: "--heap-mib={} (now {})".format(
@@ -144,7 +144,7 @@ def in_options(text: str) -> str:
 
 
 def judge(job: Job) -> list[Compared]:
-    """Compares what the runs of a job have left."""
+    """Compares the files of a job's runs."""
 
     def found(dtype: str, num_ranks: int, rank: int) -> dict[str, Tensors]:
         return {
@@ -164,7 +164,7 @@ def judge(job: Job) -> list[Compared]:
 
 
 def render(tensors: Sequence[Compared], failure: str) -> str:
-    """One screen: by stage, numbers of tensors and the one nearest to what is allowed, and the first that differs."""
+    """One screen: by stage, counts of tensors and the one with the largest excess, and the first that differs."""
     head = (
         f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
     )

@@ -1,5 +1,5 @@
-"""Compares what n ranks have made of every tensor with what one rank has made of it, and what is loaded with what was
-there before it was saved, and says how they differ."""
+"""Compares every tensor on n ranks with one rank's, and loaded tensors with the saved ones, and explains the
+differences."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from symmoe.tools.check.runs import (
     spoilt,
 )
 
-# Errors that pass, relative to a tensor's RMS; after a step others, since Adam makes as much of a tiny gradient, whose
-# sign is rounding, as of a large one. And the share of the distance of the two dtypes on one rank that passes as well.
+# Accepted errors, relative to a tensor's RMS; after a step others: Adam steps equally far for a tiny gradient, whose
+# sign is rounding, as for a large one. And the accepted fraction of the two dtypes' distance on one rank.
 _FLOORS = {"fp32": 3e-5, "fp16": 4e-3, "bf16": 3e-2}
 _FLOORS_OF_STEP = {"fp32": 1e-2, "fp16": 1.0, "bf16": 1.0}
 _SHARES = {"fp32": 2.0**-12, "fp16": 2.0, "bf16": 2.0}
-_SMALL = 1e-3  # of the largest RMS of a stage: what is far smaller may be nothing but rounding
-_OF_COPIES = (START, UPDATE, SAVED)  # where ranks that have the same have the same bits
+_SMALL = 1e-3  # of a stage's largest RMS: far smaller tensors may be rounding
+_OF_COPIES = (START, UPDATE, SAVED)  # stages in which replicas have equal bits
 _LIKELY = {
     START: "often a seed by rank, or a load or a broadcast that left it out",
     ACTIVATION: "often dropout, or a forward that sees other ranks' tokens, or other positions",
@@ -41,21 +41,21 @@ _LIKELY = {
     SAVED: "often a count or a statistic of a rank's own tokens: what rightly is so, Trained(own_buffers) names",
 }
 _LACKS = ": often it is frozen, tied or cut where it should not be, or not where it should"
-_MOST_ROWS = 1 << 12  # whose order is looked for
-_SHOWN = 8  # of an order
-_FIT = 0.05  # an explanation fits up to this, or to what is rounding if that is less
+_MOST_ROWS = 1 << 12  # limit of the search for a row order
+_SHOWN = 8  # rows of an order
+_FIT = 0.05  # an explanation's largest error, unless rounding is smaller
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 _OF_A_RANK = "is the part of rank {}: a checkpoint of one rank's,"
 
 Found = Mapping[str, Tensors]  # by stage
-# Values by rank, what they should be, and whether each rank has its own part.
+# Values by rank, expected values, and whether each rank has its own part.
 _Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], bool]
 
 
 @dataclass(slots=True)
 class Compared:
-    """One tensor. error: None if there is none, as of what is not compared; text: how it differs, "" if it does not;
-    note: what may be only rounding."""
+    """One tensor. error: None if not compared; text: the difference, "" if there is none; note: a difference that may
+    be rounding."""
 
     dtype: str
     stage: str
@@ -66,13 +66,13 @@ class Compared:
     note: str = ""
 
     def excess(self) -> float:
-        """The error by what passes."""
+        """error / accepted error."""
         return (self.error or 0.0) / (self.tolerance or 1e-30)
 
 
 def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Iterator[Compared]:
-    """All tensors in the order of the step. one: of one rank; other: the same in the other dtype, which shows what is
-    only rounding. Where a router chooses otherwise, inputs being the same, one rank shows nothing of what follows."""
+    """All tensors in the order of the step. one: of one rank; other: one rank in the other dtype, which shows
+    rounding. If a router chooses differently for equal inputs, later tensors cannot be compared with one rank."""
     chooses_otherwise = False
     for stage in itertools.takewhile(
         lambda stage: all(stage in found for found in (one, *ranks)), STAGES
@@ -80,7 +80,7 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
         if stage == LOADED:
             yield from _compare_loaded(dtype, ranks)
             break
-        backwards = stage in (GRADIENT, CLIPPED, UPDATE)  # from the last to the first
+        backwards = stage in (GRADIENT, CLIPPED, UPDATE)  # last to first
         names = [*one[stage]][:: -1 if backwards else 1]
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
             got = [found[stage][name] for found in ranks if name in found[stage]]
@@ -123,18 +123,18 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
 
 
 def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -> None:
-    """Sets the error and how it came."""
+    """Sets the error and its cause."""
     got, wants, is_cut = parts
     values = one[this.stage]
     want = values[this.name]
     if this.stage == SAVED and this.name in one[UPDATE]:
-        this.error = 0.0  # what the step has added was compared
+        this.error = 0.0  # the step's update was compared
     elif this.stage == UPDATE and _is_rounding(this, one[CLIPPED]):
-        this.error = 0.0  # of which an optimizer such as Adam makes whole steps
+        this.error = 0.0  # an optimizer like Adam makes full steps of it
     elif not want.is_floating_point():
         this.error = float(not all(map(torch.equal, got, wants)))
     else:
-        # Of an optimizer all exp_avg, or the like, are of a kind.
+        # E.g. all exp_avg of an optimizer are of one kind.
         kind = this.name.rpartition(" of ")[0]
         alike = (its for name, its in values.items() if name.rpartition(" of ")[0] == kind)
         scale = _SMALL * max(map(_rms, alike)) * (this.tolerance > 0)
@@ -149,25 +149,25 @@ def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -
 
 
 def _is_rounding(this: Compared, gradients: Tensors) -> bool:
-    """Whether a gradient is nothing else, as that of a bias of all logits alike."""
+    """Whether a gradient is only rounding, e.g. of a bias that shifts all logits."""
     size = _rms(gradients[this.name]) if this.name in gradients else 0.0
     return 0.0 < size < _FLOORS[this.dtype] / 10 * max(map(_rms, gradients.values()))
 
 
 def _floor(dtype: str, stage: str, want: torch.Tensor | None) -> float:
-    """What passes. Whole numbers and options of the optimizer are the same to the last bit."""
+    """The accepted error. Integers and options of the optimizer must match bit for bit."""
     if want is not None and (want.dtype == OPTION or not want.is_floating_point()):
         return 0.0
     return (_FLOORS_OF_STEP if stage in (UPDATE, SAVED) else _FLOORS)[dtype]
 
 
 def _are_copies(got: Sequence[torch.Tensor]) -> bool:
-    """Whether all ranks have the same bits. NaNs are told elsewhere."""
+    """Whether all ranks have equal bits. NaNs are reported elsewhere."""
     return all(torch.equal(its.nan_to_num(), got[0].nan_to_num()) for its in got[1:])
 
 
 def _compare_loaded(dtype: str, ranks: Sequence[Found]) -> Iterator[Compared]:
-    """Each rank's state with what it was before it was saved. The error is the share of ranks where bits differ."""
+    """Compares each rank's loaded state with its saved state. The error is the fraction of ranks whose bits differ."""
     of_ranks = [_OF_A_RANK.format(rank) for rank in range(len(ranks))]
     for name in dict.fromkeys(name for found in ranks for name in found[SAVED]):
         changed = [rank for rank, found in enumerate(ranks) if name in found[LOADED]]
@@ -184,7 +184,7 @@ def _compare_loaded(dtype: str, ranks: Sequence[Found]) -> Iterator[Compared]:
 
 
 def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
-    """Of a change between saving and loading, by what the values are now."""
+    """The cause of a change between saving and loading, from the new values."""
     got = ranks[rank][LOADED][name]
     was = ranks[rank][SAVED][name]
     if not got.numel():
@@ -221,7 +221,7 @@ def explain(
     is_cut: bool,
     slack: float,
 ) -> str:
-    """How a tensor's values by rank differ from what they should be. is_cut: each has its own part."""
+    """The difference of a tensor's values by rank from the expected values. is_cut: each has its own part."""
     ranks, value, (got, want) = (
         range(len(got)),
         "times the one-rank value",
@@ -266,7 +266,7 @@ def explain(
 
 
 def _order(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float) -> list[int]:
-    """Which rows of the whole are those of `got`, as experts are; [] if they are none."""
+    """The indices in the whole of the rows (e.g. experts) of `got`; [] without a match."""
     if want[0].dim() < 2 or sum(map(len, want)) > _MOST_ROWS or not want[0].is_floating_point():
         return []
     rows, whole = (torch.cat([*its]).flatten(1).double() for its in (got, want))
@@ -277,7 +277,7 @@ def _order(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: flo
 def _parts(
     stage: str, got: Sequence[torch.Tensor], want: torch.Tensor, num_ranks: int
 ) -> _Parts | None:
-    """None if they do not fit, or not all ranks have one. In forward, scalars are means of ranks' tokens, and ranks may
+    """None if shapes do not fit, or a rank has no tensor. In forward, scalars are means of ranks' tokens, and ranks may
     have every n-th row, of [S, B, H]."""
     is_activation = stage == ACTIVATION
     if not got or (len(got) < num_ranks and not is_activation):
@@ -302,7 +302,7 @@ def _parts(
 
 
 def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: float) -> float:
-    """RMS of the difference on the worst rank, relative to that of the whole and a scale."""
+    """RMS of the difference on the worst rank, relative to the whole's RMS and a scale."""
     differences = [
         ours.double() - theirs.double()
         for ours, theirs in zip(*_without_infinities(got, want), strict=True)
@@ -316,7 +316,7 @@ def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], scale: flo
 def _without_infinities(
     got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Both with 0 where both are infinite, as masked scores are."""
+    """Both, with 0 where both are infinite, e.g. masked scores."""
     same = [ours.isinf() & (ours == theirs) for ours, theirs in zip(got, want, strict=True)]
     return [
         [part.masked_fill(mask, 0.0) for part, mask in zip(parts, same, strict=True)]
@@ -325,7 +325,7 @@ def _without_infinities(
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    """Of the finite numbers."""
+    """RMS of finite values."""
     finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
     return (
         finite.square().mean().sqrt().item()
@@ -337,7 +337,7 @@ def _rms(tensor: torch.Tensor) -> float:
 def _factors(
     got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], slack: float
 ) -> list[float]:
-    """By rank the factors by which `got` is `want`; [] if it is not so on all."""
+    """By rank, the factor from `want` to `got`; [] unless it exists on every rank."""
     factors = list[float]()
     for ours, theirs in zip(got, (part.double() for part in want), strict=True):
         square = theirs.square().sum().item()

@@ -1,4 +1,4 @@
-"""What `symmoe check` runs: a model of transformers, or what a function of the user's makes."""
+"""The model of `symmoe check`: from transformers, or from a function of the user."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 
 class BadTarget(ArgumentError):
-    """There is no such function, or it makes no model."""
+    """The function is missing, or returns no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the function gets: this rank of the default process group, and a heap over it. torch is seeded alike on all
-    ranks. dtype: what parameters shall have, or autocast compute in. folder: empty for one rank, whose run is first;
-    several find there what that has left."""
+    """The function's argument: this rank of the default process group, and a heap over it. All ranks have the same
+    torch seed. dtype: for parameters, or for autocast. folder: empty for the run on one rank, which is first; the run
+    on several ranks finds its files there."""
 
     rank: int
     num_ranks: int
@@ -37,20 +37,20 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What the function returns: a model, and how it is trained where that is not the default. All is called once.
+    """The function's result: a model, and its training functions if not the defaults. Each is called once.
 
     Attributes:
-        model: in no wrapper; experts are in modules with `holds_experts`, or marked as Megatron does.
-        backward: of tokens, int64 [B, S], those of this rank: forward, a loss that is their mean, backward; then `grad`
-            or `main_grad` have the gradient of the mean over ranks. None: model(input_ids, labels) and
+        model: without wrapper; experts are in modules with `holds_experts`, or have Megatron's mark.
+        backward: receives this rank's tokens, int64 [B, S]; runs forward, a loss that is their mean, backward; then
+            `grad` or `main_grad` have the gradient of the mean over ranks. None: model(input_ids, labels) and
             symmoe.reduce_gradients.
         clip: scales gradients to a norm over all ranks of at most its argument. None: symmoe.training.clip_grad_norm.
-        optimizer: whose state is compared as well, and has to be there again after `load`. None: AdamW with a rate of
-            1e-3 unless `step` is given.
-        step: of the optimizer, and what goes with it. None: optimizer.step.
-        save, load: all that is trained, to and from a folder that all ranks see. None: symmoe.checkpoint's.
-        own_buffers: patterns of names of buffers that rightly differ by rank, as statistics of a rank's own tokens do.
-            Other buffers have to be the same on all ranks.
+        optimizer: its state is compared too, and `load` must restore it. None: AdamW with a rate of 1e-3 unless `step`
+            is given.
+        step: the optimizer's step, with related updates. None: optimizer.step.
+        save, load: all trained state, to and from a folder that all ranks see. None: symmoe.checkpoint's.
+        own_buffers: name patterns of buffers that may differ by rank, e.g. statistics of a rank's own tokens.
+            Other buffers must be equal on all ranks.
     """
 
     model: nn.Module
@@ -64,7 +64,7 @@ class Trained:
 
 
 def make(target: str, context: Context, num_layers: int | None) -> Trained:
-    """The model of this rank."""
+    """Builds this rank's model."""
     where, _, name = target.rpartition(":")
     if not where:
         return _of_transformers(target, context, num_layers)
@@ -85,12 +85,9 @@ def make(target: str, context: Context, num_layers: int | None) -> Trained:
 
 
 def _of_transformers(target: str, context: Context, num_layers: int | None) -> Trained:
-    """With random weights where a folder has only config.json; in evaluation mode, which has no dropout, and without
-    the balance loss, which each rank has of its own tokens."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-    )  # of packages that need not be installed
+    """Random weights if a folder has only config.json. Evaluation mode disables dropout; the balance loss is off,
+    because each rank computes it for its own tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # needs optional packages
 
     from symmoe.integrations.transformers import (
         StepConfig,
@@ -108,7 +105,7 @@ def _of_transformers(target: str, context: Context, num_layers: int | None) -> T
         model: Any = AutoModelForCausalLM.from_config(config, dtype=context.dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=context.dtype)
-    # Sums in the order of slots are the same on any number of ranks: in bf16 too, routers then choose the same.
+    # Sums in slot order are equal on any number of ranks: routers then choose equally, in bf16 too.
     swap_moe(model.eval(), context.heap, step=StepConfig(order="slot"))
     return Trained(
         model=model, save=partial(save_checkpoint, model), load=partial(load_checkpoint, model)

@@ -1,4 +1,4 @@
-"""One rank of a run: a step of the model, and what every tensor is on the way, in files."""
+"""One rank of a run: a step of the model, with every intermediate tensor written to files."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, SAVED, LOADED = STAGES = (
     *("state at start", "activation", "gradient", "gradient after clip"),
     *("update by the step", "state after the step", "state after load"),
 )
-OWN = " (a rank's own)"  # ends the name of a buffer that rightly differs by rank
+OWN = " (a rank's own)"  # suffix of a buffer that may differ by rank
 _EXTRAS = {"transformers": "transformers", "safetensors": "checkpoint"}  # of symmoe, by module
-OPTION = torch.float64  # of an optimizer's options, which are the same to the last bit
+OPTION = torch.float64  # of an optimizer's options, which must match bit for bit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARY = 128
 _MOST, _MOST_OF_ROW = (
     1 << 20,
     1 << 12,
-)  # numbers kept of a parameter; of stacked matrices, as experts are, of each
+)  # numbers kept per parameter, or per matrix of a stack (experts)
 
 Tensors = Mapping[str, torch.Tensor]
-_Way = Callable[[str], object]  # to or from a folder
+_Way = Callable[[str], object]  # saves to or loads from a folder
 
 
 class Job(NamedTuple):
-    """What all ranks do; fields are options of the command. folder: for files."""
+    """All ranks' job; fields are options of the command. folder: for files."""
 
     target: str
     ranks: int
@@ -56,12 +56,12 @@ class Job(NamedTuple):
     folder: str
 
     def file(self, dtype: str, num_ranks: int, rank: int, stage: str) -> Path:
-        """Where a rank's tensors are."""
+        """The file of a rank's tensors."""
         return Path(self.folder, f"{dtype}-{num_ranks}-{rank}-{stage}.pt")
 
 
 def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
-    """Steps of a rank in each dtype, written to files. Collective."""
+    """Runs a rank's steps in each dtype, and writes files. Collective."""
     for dtype in dict.fromkeys(["fp32", job.dtype]):
         with SymmetricHeap(
             num_bytes=job.heap_mib << 20, timeout_s=wait_s, start_timeout_s=wait_s
@@ -75,7 +75,7 @@ def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 
 def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[tuple[str, Tensors]]:
-    """Stages, and what this rank makes of every tensor there. Collective."""
+    """Stages, and this rank's tensors in each. Collective."""
     first, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
     first.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     vocabulary = min(
         _VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY)
     )
-    shape = (job.ranks, job.length)  # one sequence for each rank, however many share them
+    shape = (job.ranks, job.length)  # one sequence per rank of the largest run
     tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
     with _recorded(model) as outputs:
         (trained.backward or partial(_backward, model))(
@@ -114,7 +114,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
             "backward has left no parameter a gradient, or only zeros: there is nothing to compare"
         )
     yield GRADIENT, gradients
-    # Less than the norm of all gradients: half of that of the first that all ranks have.
+    # Below the norm of all gradients: half the norm of the first replicated gradient.
     norms = (
         gradients[name].float().norm().item()
         for name, its in trains.items()
@@ -136,12 +136,12 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     )
     yield SAVED, _values(_state(trained) | _state_of_optimizer(optimizer, names))
     if trained.optimizer is None and (trained.save or trained.load):
-        optimizer = None  # which save and load know nothing of
+        optimizer = None  # save and load do not use it
     save, load = _save_and_load(trained, optimizer)
     before = _state(trained) | _state_of_optimizer(optimizer, names)
     bits = {name: _bits(its) for name, its in before.items()}
     save(str(folder))
-    for its in before.values():  # what is not loaded shows
+    for its in before.values():  # shows tensors that load misses
         part = local_part(its.detach())
         part.copy_(spoilt(part))
     ranks.barrier()
@@ -153,10 +153,10 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
 
 
 def _save_and_load(trained: Trained, optimizer: torch.optim.Optimizer | None) -> tuple[_Way, _Way]:
-    """The target's, or symmoe.checkpoint's."""
+    """From the target, or symmoe.checkpoint."""
     if trained.save and trained.load:
         return trained.save, trained.load
-    from symmoe import checkpoint  # whose safetensors need not be installed
+    from symmoe import checkpoint  # needs safetensors, which is optional
 
     save = partial(checkpoint.save_checkpoint, step=1, model=trained.model, optimizer=optimizer)
     load = partial(checkpoint.load_checkpoint, model=trained.model, optimizer=optimizer)
@@ -169,7 +169,7 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def _experts(model: nn.Module) -> set[int]:
-    """The ids of experts' parameters: those in modules that hold experts, and those with Megatron's mark."""
+    """The ids of experts' parameters: in modules that hold experts, or with Megatron's mark."""
     return {
         id(its)
         for _, its, is_expert in named_parameters(model)
@@ -178,7 +178,7 @@ def _experts(model: nn.Module) -> set[int]:
 
 
 def _state(trained: Trained) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of a model: parameters, buffers, and which parameters are tied, as True."""
+    """A model's state in a checkpoint: parameters, buffers, and True for tied parameters."""
     model = trained.model
     state: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
@@ -198,7 +198,7 @@ def _state(trained: Trained) -> dict[str, torch.Tensor]:
 def _state_of_optimizer(
     optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]
 ) -> dict[str, torch.Tensor]:
-    """Its tensors, and options that are numbers, by parameter; and parameters that the model has not, such as master
+    """An optimizer's tensors and numeric options, by parameter; and its own parameters, such as master
     weights."""
     state: dict[str, torch.Tensor] = {}
     if optimizer is None:
@@ -228,21 +228,19 @@ def spoilt(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal where dtype, shape and all bits of this rank's part are."""
+    """Equal if dtype, shape and all bits of this rank's part are equal."""
     part = local_part(tensor.detach()).cpu().contiguous()
     return part.dtype, part.shape, zlib.crc32(part.view(-1).view(torch.uint8).numpy().data)
 
 
 def _values(tensors: Mapping[str, Any]) -> Tensors:
-    """Copies, whole ones of DTensors; of large tensors every k-th number, the same of an expert on any rank."""
+    """Copies; gathers DTensors; of large tensors every k-th number, the same of an expert on any rank."""
     values = {}
     for name, tensor in tensors.items():
         value = (tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor).detach().cpu()
         rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
         if (size := value.numel() // max(1, rows)) > most:
-            value = value.reshape(rows, -1)[
-                :, :: size // most | 1
-            ]  # odd, so that it sees many columns
+            value = value.reshape(rows, -1)[:, :: size // most | 1]  # odd, to sample many columns
         values[name] = value.clone()
     return values
 
@@ -259,8 +257,8 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """What modules return in their first call, in the order in which they return. Not what is within experts, where
-    rows lie as the ranks have them."""
+    """Results of modules' first calls, in the order of return. Excludes modules within experts, whose rows depend on
+    the ranks."""
     outputs: dict[str, torch.Tensor] = {}
     experts = _experts(model)
     hidden = list[str]()
@@ -283,7 +281,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def text_of(rank: int, error: Exception) -> str:
-    """An error with its rank and its place, and what to install."""
+    """An error with its rank and its place, and missing packages."""
     if isinstance(error, BadTarget):
         return f"{error}"
     frames = traceback.extract_tb(error.__traceback__)[::-1]

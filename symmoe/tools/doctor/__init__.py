@@ -1,1 +1,1 @@
-"""`symmoe doctor`: whether a machine can run symmoe, and who waited for whom when ranks stood still."""
+"""`symmoe doctor`: whether a machine can run symmoe, and which rank waited for which in a hang."""

@@ -1,4 +1,4 @@
-"""`symmoe doctor`: what this machine can do; `symmoe doctor --read FILE...`: what flight records say."""
+"""`symmoe doctor`: checks this machine; `symmoe doctor --read FILE...`: diagnoses flight records."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks, or reads, and prints. Returns the exit status."""
+    """Runs the command and prints. Returns the exit status."""
 
     def tell(findings: list[Finding]) -> None:
         as_json = {
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         )
         return int(
             worst_level(findings) == "problem"
-        )  # of every process, so that torchrun on every node ends with it
-    # torchrun has started one per rank. They would only disturb each other.
+        )  # in every process, so that torchrun on every node returns it
+    # torchrun has started one per rank; they would disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
     if args.read:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]:
-    """Looks at this machine, and runs the self-test: on up to 8 GPUs, one process each, else on 2 CPU processes."""
+    """Checks this machine, and runs the self-test: on up to 8 GPUs, one process each, else on 2 CPU processes."""
     system, versions, smi = read_system(environment), read_versions(), ask()
     gpus, visible = read_gpus(smi), environment.get("CUDA_VISIBLE_DEVICES")
     has_gpu, used = bool(gpus.gpus), [smi.index_of(gpu) for gpu in gpus.gpus]

@@ -1,4 +1,4 @@
-"""The result of a check of one subject, and how such findings are shown."""
+"""The findings of a check of one subject, and their display."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 LEVELS = ("ok", "note", "problem")
-Said = tuple[object, str, str, str]  # what is true if it is so; level, text, fix
+Said = tuple[object, str, str, str]  # condition, level, text, fix
 _Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a subject. The level is "ok"; "note": it works, but not as well as it could, or is worth
-    knowing; "problem": it does not work. `fix` is the command or setting that helps; every problem has one."""
+    """A finding about a subject. Levels: "ok"; "note": it works, but could be better, or users should know the text;
+    "problem": it does not work. `fix` is the command or setting that helps; every problem has one."""
 
     level: str
     subject: str
@@ -31,7 +31,7 @@ class Finding:
 def about(
     subject: str,
 ) -> Callable[[Callable[_Arguments, Iterable[Said]]], Callable[_Arguments, list[Finding]]]:
-    """Decorates a check whose table says what there may be to say of the subject: findings are the rows that are so."""
+    """Decorates a check that returns a table of rows: the rows with a true condition become its findings."""
 
     def decorate(
         check: Callable[_Arguments, Iterable[Said]],
@@ -47,7 +47,7 @@ def about(
 
 
 def first(*rows: Said) -> list[Said]:
-    """Of rows of which one is enough: the first that is so, or none."""
+    """The first row with a true condition, or none."""
     return [row for row in rows if row[0]][:1]
 
 

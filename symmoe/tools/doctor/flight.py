@@ -1,4 +1,4 @@
-"""What happened, from the flight records (symm_mem/flight_record.py) of as many ranks as have left one."""
+"""Diagnoses a failure from the available ranks' flight records (symm_mem/flight_record.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Error:
-    """What the rank raised; of PeerTimeout and PeerAborted also which rank it was about."""
+    """The rank's exception; for PeerTimeout and PeerAborted also the rank that it names."""
 
     type: str
     text: str
@@ -51,7 +51,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Record:
-    """A flight record, as far as it is used here."""
+    """The used part of a flight record."""
 
     rank: int
     num_ranks: int
@@ -68,25 +68,23 @@ Records = dict[int, Record]  # by rank
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the records say; None is what no record says."""
+    """The records' diagnosis; None: in no record."""
 
-    kind: str  # "timeout" (ranks waited for others), "abort" (a rank gave up), or "error" (all ranks raised one)
-    culprits: list[
-        int
-    ]  # with which it began: the missing ones, or the one that gave up or was wrong
-    witnesses: list[int]  # that waited for the culprits, or were told
+    kind: str  # "timeout" (ranks waited for others), "abort" (a rank aborted), or "error" (all ranks raised one)
+    culprits: list[int]  # first causes: missing ranks, or the rank that aborted or raised
+    witnesses: list[int]  # ranks that waited for the culprits, or received the abort
     phase: str | None  # where they waited
     epoch: int | None
-    since_unix_s: float | None  # when the first of them began to wait
+    since_unix_s: float | None  # when the first witness began to wait
     last_call: (
         dict[str, Any] | None
-    )  # of the first culprit: phase, epoch, and whether its own record says so
-    without_record: list[int]  # ranks of the group that have left no record here
-    sentence: str  # all of this in words
+    )  # of the first culprit: phase, epoch, and whether from its own record
+    without_record: list[int]  # ranks of the group without a record
+    sentence: str  # the diagnosis in words
 
 
 def read_record(path: str) -> Record:
-    """A flight record from a file. Raises ArgumentError: it cannot be read, or is none; the text names the field."""
+    """A flight record from a file. Raises ArgumentError: unreadable, or no flight record; the text names the field."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -101,7 +99,7 @@ def read_record(path: str) -> Record:
 
 
 def parse_record(said: Any, path: str) -> Record:
-    """A flight record from what JSON holds. Raises ArgumentError."""
+    """A flight record from JSON values. Raises ArgumentError."""
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         raise ArgumentError(f"{path} is no flight record of this version ({FORMAT!r})")
     try:
@@ -120,7 +118,7 @@ def parse_record(said: Any, path: str) -> Record:
 
 
 def diagnose(records: Iterable[Record]) -> Diagnosis:
-    """What happened, from one or more records of the ranks of one group; for each rank, its latest record counts.
+    """Diagnoses one or more records of the ranks of one group; each rank's latest record counts.
     Raises ArgumentError: the records are of groups of different sizes."""
     by_rank = {
         record.rank: record for record in sorted(records, key=lambda record: record.written_unix_s)
@@ -153,10 +151,10 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
 
 
 def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
-    # It did not begin with a rank that itself waited in vain, unless ranks waited for each other in a circle.
+    # A rank whose own wait timed out is not the cause, unless ranks waited for each other in a cycle.
     culprits = sorted(set(waits.values()) - set(waits)) or sorted(set(waits.values()))
     witnesses = sorted(rank for rank, missing in waits.items() if missing in culprits)
-    # Only ranks whose own wait has ended, if any of them has left its record: others have been told.
+    # Prefers ranks whose own wait timed out, if they left a record: the others received an abort.
     own = [rank for rank in witnesses if by_rank[rank].error.reported_by is None] or witnesses
     error, culprit = by_rank[own[0]].error, culprits[0]
     since = _since(by_rank, witnesses, error.phase, error.expected)
@@ -191,7 +189,7 @@ def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagno
 def _error(by_rank: Records) -> Diagnosis:
     rank, record = max(by_rank.items(), key=lambda item: item[1].written_unix_s)
     status, error = record.status, record.error
-    # The epoch of a plan is in another place: its status has other words there.
+    # A plan's status has other words: its epoch is at another position.
     epoch = status.epoch if status.kind in ("fault", "mismatch") else record.barrier_epoch
     text = error.text.partition(" (flight record")[0].rstrip(". ")
     sentence = (
@@ -207,8 +205,8 @@ def _error(by_rank: Records) -> Diagnosis:
 def _since(
     by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None
 ) -> float | None:
-    """When the first of these ranks launched the call; its last one of that phase if epochs do not fit, as after CUDA
-    graphs."""
+    """The first of these ranks' launch time of the call; of its last call in that phase if epochs do not match, as
+    after CUDA graphs."""
     of_phase = [[call for call in by_rank[rank].calls if call.phase == phase] for rank in ranks]
     found = [
         ([call for call in calls if call.epoch == epoch] or calls)[-1]
@@ -225,7 +223,7 @@ def _last_call(
     seen: int = 0,
     witnesses: Sequence[int] = (),
 ) -> dict[str, Any] | None:
-    """What is known of a rank's last call (before that epoch), from its own record or from the records of others."""
+    """A rank's last known call (before that epoch), from its own record or from other ranks' records."""
     if rank in by_rank:
         calls = [call for call in by_rank[rank].calls if before is None or call.epoch < before]
         found = [
@@ -236,7 +234,7 @@ def _last_call(
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
     calls = [
         call for witness in witnesses for call in reversed(by_rank[witness].calls)
-    ]  # all ranks make the same
+    ]  # all ranks make the same calls
     phase = next(
         (call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None
     )
@@ -266,4 +264,4 @@ def _time(unix_s: float) -> str:
             + " UTC"
         )
     except (ValueError, OverflowError, OSError):
-        return f"{unix_s:g} s"  # no time of this world
+        return f"{unix_s:g} s"  # not a valid time

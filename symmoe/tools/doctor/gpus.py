@@ -1,4 +1,4 @@
-"""The GPUs as torch and nvidia-smi see them, and the connection of each pair of them."""
+"""The GPUs that torch and nvidia-smi see, and the connection of each pair."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _DRIVERS = {12: (525,), 13: (580,)}  # the oldest for each major version of CUDA
 _REINSTALL = (
     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 )
-_BUSY_MIB = 2 << 10  # more than what contexts of a process or two take
-Device = Mapping[str, str]  # a GPU as nvidia-smi has it: a value for each of _FIELDS
+_BUSY_MIB = 2 << 10  # more than the contexts of one or two processes
+Device = Mapping[str, str]  # nvidia-smi's data of a GPU: a value for each of _FIELDS
 
 
 class Links(NamedTuple):
-    """NVLinks of one GPU: gigabytes (1e9) per second and direction of all that are up; how many are up, and are not."""
+    """NVLinks of one GPU: gigabytes (1e9) per second and direction of all that are up; how many are up, and down."""
 
     gbs: float
     num_up: int
@@ -43,15 +43,15 @@ class Links(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All answers of nvidia-smi, which does not always number as torch does: the machine's GPUs, by index; by pair of
-    indices, smaller first, how two GPUs are connected (NV18, PIX, PHB...); NVLinks by index."""
+    """All answers of nvidia-smi, whose indices may differ from torch's: the machine's GPUs, by index; the connection of
+    two GPUs (NV18, PIX, PHB...) by pair of indices, smaller first; NVLinks by index."""
 
     devices: Mapping[int, Device] = {}
     topology: Mapping[tuple[int, int], str] = {}
     links: Mapping[int, Links] = {}
 
     def index_of(self, gpu: Any) -> int | None:
-        """The index of a GPU of torch; None if nvidia-smi does not know it."""
+        """The index of a GPU of torch; None if nvidia-smi does not list it."""
         uuid = str(gpu.uuid).removeprefix("GPU-").lower()
         return next(
             (
@@ -65,7 +65,7 @@ class Report(NamedTuple):
 
 class Pair(NamedTuple):
     """Two GPUs of torch, `first` < `second`: the word of `nvidia-smi topo -m` for their connection (NV18: 18 NVLinks;
-    PIX to SYS: PCIe, ever farther; None: unknown), and whether each can address the other's memory."""
+    PIX to SYS: PCIe, by distance; None: unknown), and whether each can address the other's memory."""
 
     first: int
     second: int
@@ -74,8 +74,7 @@ class Pair(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """The properties of the GPUs that torch sees, all pairs of them, and why it sees none although it was built for
-    CUDA."""
+    """The properties of torch's GPUs, all pairs of them, and why a CUDA build of torch sees none."""
 
     gpus: tuple[Any, ...] = ()
     pairs: tuple[Pair, ...] = ()
@@ -83,7 +82,7 @@ class Gpus(NamedTuple):
 
 
 def read_gpus(smi: Report) -> Gpus:
-    """The GPUs that torch sees. Uses no GPU: it may allow only one process, which the self-test needs."""
+    """torch's GPUs. Uses no GPU: a GPU may allow only one process, which the self-test needs."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -103,7 +102,7 @@ def read_gpus(smi: Report) -> Gpus:
     except (
         RuntimeError,
         AssertionError,
-    ) as error:  # a GPU that has fallen off the bus, a driver that was replaced
+    ) as error:  # e.g. a GPU off the bus, a replaced driver
         return Gpus(error=str(error).split("\n", 1)[0])
 
 
@@ -111,8 +110,8 @@ def read_gpus(smi: Report) -> Gpus:
 def check_gpus(
     gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str | None
 ) -> Iterator[Said]:
-    """What GPUs there are, and whether torch can use them: it is built with `torch_cuda`, None for a CPU build; visible
-    is CUDA_VISIBLE_DEVICES, None if it is not set."""
+    """The GPUs, and whether torch can use them. torch_cuda: torch's CUDA version, None for a CPU build; visible:
+    CUDA_VISIBLE_DEVICES, None if not set."""
     version = next((each["driver_version"] for each in smi.devices.values()), "")
     needed = _DRIVERS.get(release(torch_cuda)[0], (0,)) if torch_cuda else (0,)
     driver: Said = (
@@ -226,7 +225,7 @@ def _check_none(
 def check_links(
     pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None
 ) -> Iterable[Said]:
-    """The connections between GPUs; links of those that are used, by the index of nvidia-smi."""
+    """The connections between GPUs; links of the used GPUs, by nvidia-smi's index."""
     blocked = [pair for pair in pairs if not pair.can_access]
     reached = [pair for pair in pairs if pair.can_access]
     fast = [pair for pair in reached if pair.connection and pair.connection.startswith("NV")]
@@ -318,7 +317,7 @@ def parse_links(text: str) -> dict[int, Links]:
 
 
 def _largest_group(pairs: Sequence[Pair], visible: str | None) -> str:
-    """The largest set of GPUs of which each two are among the pairs, for CUDA_VISIBLE_DEVICES; "" without pairs."""
+    """The largest set of GPUs that are all paired with each other, for CUDA_VISIBLE_DEVICES; "" without pairs."""
     linked = {(pair.first, pair.second) for pair in pairs}
     indices = sorted({index for two in linked for index in two})
     groups = (

@@ -1,4 +1,4 @@
-"""The host: operating system, compiler, memory, limits, and the environment variables that matter."""
+"""The host: operating system, compiler, memory, limits, and relevant environment variables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from symmoe.symm_mem import host_backend
 from symmoe.tools.doctor.findings import Said, about, first
 
 _SHARED_MEMORY = Path("/dev/shm")
-_NEEDED_SHM_BYTES = (
-    64 << 20
-)  # NCCL's buffers of a few ranks; Docker's default is this, less what is in use
-_GOOD_SHM_BYTES = 1 << 30  # the batches of DataLoader workers lie there too
+_NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default, minus used space
+_GOOD_SHM_BYTES = 1 << 30  # also has batches of DataLoader workers
 _NEEDED_MEMORY_BYTES = 1 << 30  # two ranks with torch take some 600 MB
 _NEEDED_FILES, _GOOD_FILES = 256, 1024
 _GOOD_PROCESSES = 512  # threads count: NCCL's, Gloo's, autograd's and OpenMP's of every rank
@@ -42,7 +40,7 @@ _NAMES = {
 }
 _SHOWN = 80  # characters of a value
 _ON = {"1", "true", "yes", "on", "y", "t"}
-# Variables of ranks on GPUs: values that hurt ("on", "off", or all but these), how much, and why.
+# Variables of ranks on GPUs: harmful values ("on", "off", or all but these), the level, and why.
 _HURTS = {
     "TRITON_INTERPRET": (
         "on",
@@ -86,7 +84,7 @@ _HURTS = {
         "NCCL goes through host memory: gradients get slow, symmoe's trips do not",
     ),
 }
-# Folders that are made and written to, if they cannot be: how bad that is, and why.
+# Folders that must be writable: the level of a failure, and why.
 _FOLDERS = {
     "SYMMOE_FLIGHT_DIR": ("note", "ranks leave no flight records"),
     "TRITON_CACHE_DIR": ("problem", "Triton cannot compile kernels"),
@@ -94,20 +92,20 @@ _FOLDERS = {
 
 
 class System(NamedTuple):
-    """Facts of the host; None is no limit, unknown, or not there."""
+    """Facts of the host; None: no limit, unknown, or missing."""
 
     os_name: str
     os_release: str
     machine: str
     python: str
-    host_problem: str  # what keeps the host backend from working
-    num_cores: int  # that this process may use
-    free_bytes: int | None  # of memory that this container can still use
+    host_problem: str  # why the host backend cannot work
+    num_cores: int  # usable by this process
+    free_bytes: int | None  # of memory, in this container
     shm_bytes: int | None
     shm_free_bytes: int | None
     max_files: int | None  # the soft limit of this process
-    max_processes: int | None  # that may still be started, threads counted
-    compiler: str | None  # the C compiler that Triton would take
+    max_processes: int | None  # still allowed, including threads
+    compiler: str | None  # the C compiler that Triton would use
     has_python_headers: bool
 
 
@@ -181,7 +179,7 @@ def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
 
 @about("limits")
 def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
-    """Memory, /dev/shm (the host heap does not lie there; NCCL's buffers do), open files and processes."""
+    """Memory, /dev/shm (for NCCL's buffers, not for the host heap), open files and processes."""
     memory = system.free_bytes
     files = system.max_files
     processes = system.max_processes
@@ -238,8 +236,8 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
 def check_environment(
     environment: Mapping[str, str], *, has_gpu: bool, num_cores: int
 ) -> Iterator[Said]:
-    """Problems of the variables that matter, then one line with their values. symmoe sets what NVSHMEM needs unless the
-    environment has it already: such values win."""
+    """Problems of relevant variables, then one line with their values. symmoe sets NVSHMEM's variables unless the
+    environment already has them: its values win."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
     values = {name: environment[name].encode("unicode_escape").decode() or "''" for name in matters}
     shown = {
@@ -285,7 +283,7 @@ def check_environment(
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be made there; for a folder that does not exist yet, whether it can be made."""
+    """Whether files can be created there; for a missing folder, whether it can be created."""
     existing = next(
         (each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/")
     )
@@ -293,7 +291,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _processes_left() -> int | None:
-    """What the limit of this process's control group (version 2) leaves; None if it has no limit."""
+    """The number of processes left in this control group (version 2); None without a limit."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         name = next(line[3:].strip().lstrip("/") for line in lines if line.startswith("0::"))

@@ -1,6 +1,6 @@
-"""`symmoe doctor --nodes`: who is where, by which network, and how fast rails are. Every rank takes part. They talk by
-torchrun's store, so that what does not work is told by all, and all come to the same findings. Rails are made, and
-between GPUs measured, as a heap that spans nodes does it, all at the same time."""
+"""`symmoe doctor --nodes`: the placement of ranks, their networks, and the speed of rails. Collective. Ranks exchange
+facts through torchrun's store, so all ranks learn of failures and have the same findings. Rails are created as by
+a heap that spans nodes, and measured between GPUs, all at the same time."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_WAIT_S = 90.0  # for other ranks, each time
+_WAIT_S = 90.0  # per wait for other ranks
 _CONNECT_S = 30.0
 _SLOW = 0.7  # of the median rail's speed
-_SHOWN = 3  # of what may be many
+_SHOWN = 3  # entries of a long list
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank says of itself."""
+    """A rank's facts about itself."""
 
     host: str
-    machine: str  # what ranks on one machine have in common
-    domain: str  # what ranks that reach each other's memory have in common
-    endpoint: Endpoint  # where gloo listens
-    problem: str = ""  # why it cannot
+    machine: str  # equal for ranks on one machine
+    domain: str  # equal for ranks that can access each other's memory
+    endpoint: Endpoint  # gloo's address
+    problem: str = ""  # why gloo cannot
     versions: Mapping[str, str]
     gpu: str = ""  # name of its GPU
-    nics_up: Sequence[str] = ()  # RDMA devices of its machine that have a link
+    nics_up: Sequence[str] = ()  # its machine's RDMA devices with a link
     nics_down: Sequence[str] = ()
     launch_order: str = ""  # value of NCCL_LAUNCH_ORDER_IMPLICIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """What a rank says of its rail: GB/s that it sends, infinite where that is not measured; or what went wrong."""
+    """A rank's result for its rail: GB/s that it sends, infinite if not measured; or the error."""
 
     gbs: float = 0.0
     error: str = ""
@@ -68,8 +68,8 @@ class RanksMissing(Exception):
 
 
 class Board(NamedTuple):
-    """This process as torchrun has numbered it, and a store of torch where every rank puts what it has found, and reads
-    what the others have. Collective."""
+    """This process with torchrun's ranks, and a torch store where every rank publishes its findings and reads those of
+    other ranks. Collective."""
 
     store: Any
     rank: int
@@ -78,7 +78,7 @@ class Board(NamedTuple):
     wait_s: float = _WAIT_S
 
     def gather(self, what: str, mine: Any, ranks: Iterable[int] | None = None) -> list[Any]:
-        """What every rank (or those of `ranks`) has put under that name, as JSON has it, in rank order. Raises
+        """Values that every rank (or each of `ranks`) published under that name, as JSON, in rank order. Raises
         RanksMissing."""
         self.store.set(f"symmoe-doctor/{what}/{self.rank}", json.dumps(mine))
         deadline, said, missing = time.monotonic() + self.wait_s, [], []
@@ -87,7 +87,7 @@ class Board(NamedTuple):
             try:
                 self.store.wait([key], timedelta(seconds=left_s))
                 said.append(json.loads(self.store.get(key)))
-            except RuntimeError:  # of some stores a DistError, of others not
+            except RuntimeError:  # some stores raise a DistError, others do not
                 missing.append(rank)
         if missing:
             raise RanksMissing(what, missing)
@@ -101,8 +101,8 @@ def join_and_examine(
     *,
     sends: bool,
 ) -> list[Finding]:
-    """:func:`examine_nodes` of the job that torchrun has started. Rank 0 tells; where ranks do not find each other, the
-    first one of each node. Raises ArgumentError without torchrun."""
+    """Runs :func:`examine_nodes` in torchrun's job. Rank 0 reports; if ranks do not find each other, each node's first
+    rank reports. Raises ArgumentError without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if missing := [name for name in names if not environment.get(name, "").isdigit()]:
         raise ArgumentError(
@@ -115,7 +115,7 @@ def join_and_examine(
         findings = examine_nodes(board, environment, ranks_per_node, sends=sends)
         if rank == 0:
             tell(findings)
-        # Rank 0 may keep the store, and torchrun ends a node's ranks when one has failed: all leave together.
+        # Rank 0 may host the store, and torchrun ends a node's ranks when one fails: all exit together.
         with contextlib.suppress(RanksMissing):
             board.gather("leaves", None, None if rank == 0 else [0])
         return findings
@@ -138,8 +138,8 @@ def join_and_examine(
 def examine_nodes(
     board: Board, environment: Mapping[str, str], ranks_per_node: int | None, *, sends: bool = True
 ) -> list[Finding]:
-    """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded:
-    raises RanksMissing. On the board's store no rails have been tried yet; ranks_per_node cuts machines into virtual
+    """Findings about the nodes of a job, the same on all ranks. Collective over the job. Waits are bounded: raises
+    RanksMissing. The board's store must be new, without earlier rails; ranks_per_node splits machines into virtual
     nodes."""
     with contextlib.ExitStack() as stack:
         endpoint, problem = Endpoint(""), ""
@@ -176,7 +176,7 @@ def examine_nodes(
 def read_facts(
     local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str
 ) -> Facts:
-    """What this rank has to say."""
+    """This rank's facts."""
     smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
@@ -202,7 +202,7 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     def said(device: Path, pattern: str) -> list[str]:
         texts = []
         for path in device.glob(f"ports/{pattern}"):
-            with contextlib.suppress(OSError):  # the kernel does not say
+            with contextlib.suppress(OSError):  # the kernel lacks the file
                 texts.append(path.read_text(encoding="utf-8").strip())
         return texts
 
@@ -220,8 +220,8 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
 def try_rail(
     board: Board, topology: Topology, stack: contextlib.ExitStack, *, has_gpu: bool
 ) -> Rail:
-    """Connects the ranks of a rail as a heap does, which on GPUs sends messages, compares them and measures. Collective
-    over the rail; what goes wrong is in the result. The rail stays until the stack ends: peers may still use it."""
+    """Connects the ranks of a rail like a heap; on GPUs also sends messages, compares and measures them. Collective
+    over the rail; the result contains errors. The rail stays until the stack ends: peers may still use it."""
     options: dict[str, Any] = {
         "node": topology.node,
         "num_nodes": topology.num_nodes,
@@ -238,12 +238,12 @@ def try_rail(
     return Rail(gbs=payload.bytes_per_s / 1e9)
 
 
-# -- what is to be said: pure functions, so that all ranks find the same ----------------------------------------------
+# -- findings: pure functions, so that all ranks agree ----------------------------------------------------------------
 
 
 @about("nodes")
 def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
-    """Who is where, and whether they have the same software."""
+    """The placement of ranks, and differences in software."""
     for name in sorted({name for each in facts for name in each.versions}):
         by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
         has = "; ".join(
@@ -286,8 +286,8 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
 def check_network(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> list[Finding]:
-    """RDMA devices of every machine; by which network devices hosts talk to each other, and which ranks cannot connect
-    to which (refused: by rank, why it cannot connect to some of its rail); what NCCL has to know."""
+    """RDMA devices of every machine; network devices between hosts, and pairs of ranks that cannot connect (refused: by
+    rank, why it cannot connect to some of its rail); settings for NCCL."""
     return [
         *_check_nics(facts),
         *_check_sockets(facts, topology, refused),
@@ -365,7 +365,7 @@ def _check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
 
 @about("rails")
 def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterable[Said]:
-    """Which rails connect, how fast they are, and which one is the slowest. rails: what each rank says of its own."""
+    """Findings about rails: which connect, their speed, and the slowest one. rails: each rank's result."""
     where = _places(topology, len(rails))
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
     if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
@@ -409,7 +409,7 @@ def _places(topology: Topology, num_ranks: int) -> list[str]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """ "0-3, 8": ranges of three and more are drawn together."""
+    """ "0-3, 8": joins ranges of three and more."""
     parts: list[list[int]] = []
     for number in numbers:
         parts[-1:] = (

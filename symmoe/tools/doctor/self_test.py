@@ -1,5 +1,5 @@
-"""The self-test: :func:`run_trial` starts ranks, ends them in time, and says what came of it; `python -m
-symmoe.tools.doctor.self_test` is one of them. docs/doctor.md says what a rank does."""
+"""The self-test: :func:`run_trial` starts ranks, ends them in time, and returns the result; `python -m
+symmoe.tools.doctor.self_test` is one rank. docs/doctor.md describes a rank's work."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _POLL_S = 0.05
 _MODEST_LINK, _MODEST_DISPATCH = (
     0.6,
     0.4,
-)  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
+)  # fractions of the link's and of the copy's speed; H200s reach 0.8 and 0.7
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _HIDDEN = 2, 64
-_REPETITIONS = 3  # of twenty steps in a row
+_REPETITIONS = 3  # each of twenty consecutive steps
 _GRACE_S = 5.0
-_SPARE_BYTES = 32 << 20  # of the heap, in addition to what is below
-# What is timed: tokens of a rank, each sent to one other rank; their width and dtype.
+_SPARE_BYTES = 32 << 20  # of the heap, in addition to the sizes below
+# The timed transfer: tokens of a rank, each sent to one other rank; their width and dtype.
 _LOADS = {"cpu": (512, 1024, torch.float32), "cuda": (8192, 7168, torch.bfloat16)}
 
 
 class Trial(NamedTuple):
-    """The result of the self-test: figures as :func:`run` returns them, or the type of an exception (or how a process
-    ended) and its text (or the last line that the process has printed); seconds until the last process had ended."""
+    """The result of the self-test: figures from :func:`run`, or the type of an exception (or the way a process ended)
+    and its text (or the process's last printed line); seconds until the last process had ended."""
 
     num_ranks: int
     took_s: float
@@ -65,7 +65,7 @@ def run_trial(
     command: Sequence[str] = _RANK,
 ) -> Trial:
     """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
-    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` is that of one rank, and gets the
+    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, with the
     arguments of :func:`be_rank`."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     deadline_s = (
@@ -76,7 +76,7 @@ def run_trial(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "SYMMOE_FLIGHT_DIR": "",
-        "TORCHELASTIC_RESTART_COUNT": "0",  # which torch asks for
+        "TORCHELASTIC_RESTART_COUNT": "0",  # torch requires it
     }
     start, ranks = time.monotonic(), range(num_ranks)
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
@@ -106,9 +106,7 @@ def run_trial(
         finally:
             groups = processes.pids().values()
             processes.close(signal.SIGKILL)
-            for (
-                group
-            ) in groups:  # whatever they have started, also those that had ended by themselves
+            for group in groups:  # kills all descendants, even of ended processes
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
         took_s = time.monotonic() - start
@@ -122,7 +120,7 @@ def _first_error(
     folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int
 ) -> tuple[str, str]:
     """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
-    causes: list[tuple[tuple[int, int], tuple[str, str]]] = []  # how near to the cause, and when
+    causes: list[tuple[tuple[int, int], tuple[str, str]]] = []  # distance from the cause, and time
     for rank in failures or range(num_ranks):
         path = folder / f"found-{rank}"
         found = json.loads(path.read_text()) if path.exists() else {}
@@ -141,7 +139,7 @@ def _first_error(
         how = f"ended with status {code}" if code else "did not end in time"
         if code and code < 0:
             how = f"was ended by {failures[rank].signal_name()}"
-        # torch ends the others by SIGTERM, once one has failed.
+        # After one fails, torch ends the others by SIGTERM.
         causes.append(
             ((3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {how}", last))
         )
@@ -164,7 +162,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
         elif trial.error == "WrongResult":
             fix = "symmoe doctor --json > doctor.json, and open an issue with it"
         return [(True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)]
-    # On one rank nothing moves: there are no such figures.
+    # One rank moves no rows: it has no such figures.
     dispatch, combine, copy = (
         trial.figures.get(f"{name}_gbs", 0.0) for name in ("dispatch", "combine", "copy")
     )
@@ -198,8 +196,8 @@ def be_rank(
     work: Callable[[Ranks, float, str], dict[str, float]],
     text_of: Callable[[int, Exception], str] = lambda _, error: str(error),
 ) -> int:
-    """Joins the others, works, and writes what was found, or the error and its text by rank, to `--out` as JSON. work:
-    gets the ranks, how long a wait on a heap may take, and `--job`. Returns the exit status."""
+    """Joins the others, works, and writes the result, or the error and its text by rank, to `--out` as JSON. work:
+    receives the ranks, the time limit of a wait on a heap, and `--job`. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, kind in (
         ("store", str),
@@ -211,36 +209,30 @@ def be_rank(
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--job", default="")
     args = parser.parse_args(argv)
-    signal.alarm(
-        args.deadline_s
-    )  # ends this process even if the process that has started it is gone
+    signal.alarm(args.deadline_s)  # ends this process even if its parent is gone
     found: dict[str, Any]
     lingers = False
     with contextlib.ExitStack() as stack:
         try:
             ranks = stack.enter_context(join(f"file://{args.store}", args.rank, args.num_ranks))
             found = work(ranks, args.deadline_s / _WAITS, args.job)
-        except Exception as error:  # noqa: BLE001 - whatever it is, who has started the ranks has to tell it
+        except Exception as error:  # noqa: BLE001 - the parent process must report any error
             found = {"error": type(error).__name__, "text": text_of(args.rank, error)}
             lingers = isinstance(error, PeerError)
         with open(f"{args.out}.part", "w", encoding="utf-8") as file:
             json.dump(found, file)
-        os.replace(
-            f"{args.out}.part", args.out
-        )  # the whole file or nothing, and before others lose this rank
-    if (
-        lingers
-    ):  # the rank that it is about shall end first: torch ends the others once one has failed
+        os.replace(f"{args.out}.part", args.out)  # atomic, and before others lose this rank
+    if lingers:  # the culprit must end first: torch ends the others after one fails
         time.sleep(_GRACE_S)
     return int("error" in found)
 
 
 def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
-    """Figures of the group: `heap_s` and, in GB/s of the slowest rank, `dispatch_gbs`, `combine_gbs`, `copy_gbs`, but
-    not on one rank, where nothing moves. A wait on the heap takes at most `wait_s`. Collective."""
+    """Figures of the group: `heap_s` and, with several ranks, in GB/s of the slowest one, `dispatch_gbs`,
+    `combine_gbs`, `copy_gbs`. A wait on the heap takes at most `wait_s`. Collective."""
     num_tokens, hidden, dtype = _LOADS[ranks.device.type]
     start = time.perf_counter()
-    # Rows, what the plain copy brings, and in combine a place for sums of as many tokens from each peer.
+    # Rows, the plain copy's tokens, and in combine a place for sums of as many tokens from each peer.
     num_bytes = (3 + ranks.num_ranks - 1) * num_tokens * hidden * dtype.itemsize + _SPARE_BYTES
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
         found = {"heap_s": ranks.largest(time.perf_counter() - start)}
@@ -249,8 +241,8 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Small integers, whose sums every dtype holds, to two experts or one, that multiply them, and back. Collective.
-    Raises WrongResult on every rank if any element is wrong on any."""
+    """Sends small integers, exact in every dtype, to one or two experts that multiply them, and back. Collective.
+    Raises WrongResult on every rank if an element is wrong on any."""
     rank, num_experts, device = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks, heap.device
     token = torch.arange(60 + 5 * rank, device=device)
     x = ((31 * rank + 7 * token[:, None] + torch.arange(_HIDDEN, device=device)) % 8).to(dtype)
@@ -280,7 +272,7 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
     share = num_tokens // others  # tokens that the copy sends to each rank
     peers = [
         (ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)
-    ]  # not all to one at a time
+    ]  # spreads destinations at any time
     with (
         heap.lease((plan.row_capacity, hidden), dtype, name="rows") as rows,
         heap.lease((ranks.num_ranks * share, hidden), dtype, name="copy") as copied,

@@ -1,4 +1,4 @@
-"""Versions of what symmoe runs on, and which of them do not go together."""
+"""Versions of symmoe's dependencies, and conflicts between them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _DISTRIBUTIONS = (
     "psutil",
 )
 _PIN = re.compile(r"([A-Za-z0-9_.-]+)\s*(==|~=)\s*([^\s;,]+)")
-_TORCH = ("2.11", "2.15")  # from, which pyproject.toml says, to: what tests have been run with
-_TORCH_ON_GPUS = ("2.11",)  # of those, on GPUs
-_TRITON = ("3.6", "3.9")  # the same; of architectures.TRITON_VERSIONS
+_TORCH = ("2.11", "2.15")  # from: as in pyproject.toml; to: the newest tested
+_TORCH_ON_GPUS = ("2.11",)  # tested on GPUs
+_TRITON = ("3.6", "3.9")  # as _TORCH; of architectures.TRITON_VERSIONS
 _OLDER = f"pip install 'torch=={_TORCH[1]}.*', or make test-newest in a checkout"
 
 
 class Versions(NamedTuple):
-    """What is installed, by name of the distribution; the CUDA that torch was built with, None for a CPU build; what
-    torch asks for: a version, or 3.8.* for all that begin so."""
+    """Installed versions, by name of the distribution; torch's CUDA version, None for a CPU build; torch's
+    requirements: a version, or e.g. 3.8.* for a prefix."""
 
     installed: Mapping[str, str]
     torch_cuda: str | None
@@ -43,11 +43,9 @@ class Versions(NamedTuple):
 
 
 def read_versions() -> Versions:
-    """What is installed for this Python. Imports none of it but torch."""
+    """The installed versions of this Python. Imports only torch."""
     found = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
-    found["torch"] = (
-        torch.__version__
-    )  # has a label of its build, which the distribution's may lack
+    found["torch"] = torch.__version__  # includes the build's label, unlike some distributions
     try:
         pins = (
             match.groups()
@@ -116,7 +114,7 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
                 "note",
                 f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
                 "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
-                # If torch asks for such a one, another would not go with it.
+                # If torch requires such a version, others conflict with it.
                 _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix,
             ),
             (
@@ -168,7 +166,7 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
             ),
         )
         yield (
-            release(core or "0") < (0, 5),  # has cuda.core, which was cuda.core.experimental before
+            release(core or "0") < (0, 5),  # has cuda.core; older: cuda.core.experimental
             "problem",
             f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
             "pip install 'cuda-core>=0.7'",
