@@ -211,8 +211,8 @@ PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 PHASE_REPLICAS_HOME, PHASE_SUSPEND = 10, 11
 
 # A barrier checks that these values are equal on all ranks: fields of an int64, from the lowest bit up, with their
-# widths. The last bits of its generation stand for the plan. While a plan is made, and in a dispatch with replicas, one
-# number for the whole configuration (symm_mem/reports.py) replaces the later fields.
+# widths. The field plan has the last bits of the plan's generation. While a plan is made, and in a dispatch with
+# replicas, one number for the whole configuration (symm_mem/reports.py) replaces the later fields.
 CALL_FIELDS = {
     "phase": 8,
     "replicas": 1,
@@ -464,14 +464,14 @@ class InNodeIntegers:
     slot_to_home_row = _Integers(
         "T", "K"
     )  # a slot's place among K values of each home row; -1: no expert
-    zeros = _Integers("T * max(N, K)")  # the rank of each of those rows
+    zeros = _Integers("T * max(N, K)")  # the rank of each home row
     ends = _Integers(2)  # 0 and T: home is a group of one rank
     # For each node, then for the lines from each other node's rank: tokens that go to each rank, where their packed
     # rows start, and how many there are.
     regions = _Integers(2, "N", 3, "G")
     source_to_packed_start = _Integers(
         "R + 1"
-    )  # the plan's row_range for this node's sources (dispatch/nodes.py)
+    )  # the plan's, for this node's sources only (dispatch/nodes.py)
     # The rows that can be computed once all tokens of this node have arrived, if its ranks are consecutive.
     own_rows = _Integers(2, "e")
 
