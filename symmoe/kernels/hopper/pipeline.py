@@ -256,8 +256,7 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
 
 @gluon.jit
 def announce(full, stage, is_due, PIPE: gl.constexpr):
-    """Makes this warpgroup's copies visible to WGMMA and arrives at full[stage] if it is due; returns the next
-    stage."""
+    """Makes this warpgroup's copies visible to WGMMA, arrives at full[stage] if it is due, returns the next stage."""
     fence_async_shared()
     thread_barrier()  # every thread's fence comes before the arrival
     mbarrier.arrive(full.index(stage), pred=is_due)
