@@ -32,9 +32,9 @@ class Activation:
             with "gelu": GEGLU.
         alpha: the factor in "silu"; 1.702 approximates GELU ("quick GELU").
         limit, offset: for gated activations: g = min(gate, limit), u = clamp(up, -limit, limit). gpt-oss uses 7, 1 and
-        alpha 1.702.
+            alpha 1.702.
         interleave: gate and up features of h alternate in blocks of this many columns; None: the first half of h is the
-        gate, the second half is up.
+            gate, the second half is up.
     """
 
     function: str = SILU
