@@ -1,4 +1,4 @@
-"""Rows that travel quantised: encoding to bytes and decoding. The bytes: precision/wire.py.
+"""Rows that travel quantised: encoding to bytes, and decoding. Format: precision/wire.py.
 
 A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
 """
@@ -75,7 +75,8 @@ class WireKernels:
         *,
         row_index: torch.Tensor | None = None,
     ) -> None:
-        """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), which is not stored.
+        """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), without storing the
+        rows.
 
         out as in quantize_columns; block_format: format of rows and columns, E4M3 in blocks. Rows of no
         group are not read.
