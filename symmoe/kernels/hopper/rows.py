@@ -174,7 +174,7 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
             goes = (row >= 0) & (offset >= 0)
             place = [gl.where(goes, unit, NOWHERE), segment, 0]
             tma_store(arena_desc, place, slots.index(stage * BATCH + i))
-        tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
+        tma.store_wait(BATCH)  # the earlier batch has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         later = batch + (CUT.stages - 1) * step
         ask(
@@ -362,7 +362,7 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     phase = 0
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
-        tma.store_wait(0)  # the batch before has left its stage, which is filled next
+        tma.store_wait(0)  # the earlier batch has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
         for i in range(CUT.batch):
