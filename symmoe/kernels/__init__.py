@@ -1,6 +1,6 @@
 """Device code and its PyTorch twins. Both have the type `twin.Kernels`.
 
-This package imports errors, program and autograd only. Begin with `twin`, which defines what every kernel computes,
+This package may import errors, program and autograd only. Begin with `twin`, which defines what every kernel computes,
 then `select` (kernels by device, hooks) and `hopper_choice` (where kernels for Hopper replace Triton's).
 """
 

@@ -121,8 +121,8 @@ ORDERS = ("rank", "slot")
 # what backward of a trip computes besides the gradients of weights; a call holds the index, x + 2 * probs
 GRADIENTS = ("none", "x", "probs", "x and probs")
 
-# What replicas exchange: for each layer of the experts a weight, a bias, and the two matrices of an adapter; forward
-# sends these tensors, backward their gradients.
+# The tensors that replicas exchange: for each layer of the experts a weight, a bias, and the two matrices of an
+# adapter; forward sends them, backward sends their gradients.
 _KINDS = "weight", "bias", "lora_a", "lora_b"
 REPLICA_MATRICES = tuple(f"{layer} {kind}" for layer in ("fc1", "fc2") for kind in _KINDS)
 
@@ -511,8 +511,7 @@ def in_node_layout(
     num_sent: int,
     num_foreign: int,
 ) -> tuple[int, PlanLayout]:
-    """The number of elements in the storage of InNodeIntegers, and the places. nodes: N, G; num_local: e; num_sent: A;
-    num_foreign: F."""
+    """As plan_layout, for InNodeIntegers. nodes: N, G; num_local: e; num_sent: A; num_foreign: F."""
     (num_nodes, per_node), num_home = nodes, num_tokens + num_sent
     sizes = {
         "T": num_tokens,

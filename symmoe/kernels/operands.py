@@ -74,8 +74,7 @@ def check_operand(
     *,
     any_strides: bool = False,
 ) -> None:
-    """ArgumentError unless the tensor is contiguous and has this shape, one of these dtypes, and the device if
-    given."""
+    """ArgumentError unless the tensor is contiguous, with this shape, one of these dtypes, this device if given."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:

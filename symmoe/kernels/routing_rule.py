@@ -16,9 +16,8 @@ SMALLEST = 2.0**-126  # the smallest normal fp32: scores with a smaller sum have
 class RoutingRule:
     """The fields of RouterConfig with these names. ArgumentError: `score` names no score function.
 
-    E experts form groups of neighbours, and a token keeps its best groups. A group's value is the score of its best
-    expert ("softmax", DeepSeek-V2, arXiv:2405.04434), or the sum of its best two ("sigmoid", DeepSeek-V3,
-    arXiv:2412.19437).
+    E experts form groups of neighbours; a token keeps its best groups. A group's value is its best score ("softmax",
+    DeepSeek-V2, arXiv:2405.04434), or the sum of its best two ("sigmoid", DeepSeek-V3, arXiv:2412.19437).
     """
 
     score: str = "softmax"

@@ -20,8 +20,7 @@ class Quantized:
     """Quantised rows [N, C] in G groups, or quantised weights [G, O, C].
 
     P is the number of tokens with padding: TILE * max_tiles(N, G) (kernels/formats.py). Every group begins at the first
-    multiple of TILE after the previous group. The padding of its last tile is 0; tiles after the last group are not
-    written.
+    multiple of TILE after the previous group. The padding of its last tile is 0; later tiles are not written.
 
     | layout | contracted, last in data | data | scale |
     |---|---|---|---|

@@ -384,8 +384,7 @@ def _empty(
     out: Buffers | None,
     **fields: Any,
 ) -> Quantized:
-    """Numbers [..., lines, length] in the caller's buffers, checked, or in new ones. fields: the result's other
-    fields."""
+    """Numbers [..., lines, length] in the caller's buffers, checked, or in new ones. fields: other result fields."""
     *groups, lines, length = shape
     data_shape = *groups, lines, block_format.data_width(length)
     scale_shape = *groups, -(-lines // block_format.block_lines), block_format.num_blocks(length)

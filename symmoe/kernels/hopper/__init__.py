@@ -1,4 +1,4 @@
 """Persistent, warp-specialised kernels in Gluon, for Hopper only, with the bits of the kernels in `triton`.
 
-This package imports `launch` and `triton`. Begin with `pipeline`. The launchers: hopper_launchers.py.
+This package may import `launch` and `triton`. Begin with `pipeline`. The launchers: hopper_launchers.py.
 """

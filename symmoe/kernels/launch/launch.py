@@ -306,13 +306,13 @@ class _Call:
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[
         tuple[int, Callable[[int], tuple[Any, ...]]], ...
-    ]  # (place, what may be compiled in of an integer)
+    ]  # (place, properties of an integer that may be compiled in)
     # Compiled kernels and their launchers (None: the JIT), by the rest of the key.
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 
 
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
-    """Which of the addresses are multiples of 16: True if all are."""
+    """Whether each address is a multiple of 16; True if all are."""
     return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple(
         [each % 16 == 0 for each in addresses]
     )
@@ -329,7 +329,7 @@ def _integer_class(value: int) -> tuple[bool, ...]:
 
 
 def _is_argument(value: Any, mode: int) -> bool:
-    """Whether a call's key holds all properties of this argument on which the compiled code depends."""
+    """Whether a call's key has all properties of this argument that the compiled code depends on."""
     kind = type(value)
     return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
 

@@ -162,8 +162,7 @@ class Kernel:
         driver.check(error, f"the launch of {self.name}")
 
     def _copy_maps(self, words: Sequence[int], pointers: array[int]) -> Any:
-        """Copies tensor maps for a call and sets the arguments' pointers to the copies. Returns the owner of the
-        copies."""
+        """Copies tensor maps for a call and sets the arguments' pointers to them. Returns the copies' owner."""
         memory, address = aligned_maps(len(self._described))
         for number, parameter in self._described:
             ctypes.memmove(address, words[parameter.tensor_map], MAP_BYTES)
@@ -225,8 +224,7 @@ def known_kernel(
 ) -> Kernel | None:
     """The launcher of a compiled kernel; None if only Triton's JIT can launch it.
 
-    args: one call's arguments without constants; tensors: the tensors' places. Later calls have None and tensors in the
-    same places.
+    args: one call's arguments without constants; tensors: their places. Later calls have None and tensors there, too.
     describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
     """
     if compiled is None or not driver.can_launch() or compiled.shared_bytes > _MAX_SHARED_BYTES:
@@ -484,8 +482,7 @@ class _Group:
 
     def end(self, layout: _Layout) -> list[Entry]:
         """The entries to run. A section cannot be interrupted, so only the last mark counts after it. Exchanges that
-        peers would wait for share a section with other work: an error of Python between them could not be reported to
-        the peers."""
+        peers wait for share a section with other work, because no peer would see an error of Python between them."""
         section = [Section(self._launches, layout)] if self._launches else []
         is_owing = self._mark is not None and self._mark.what == MUST_SIGNAL
         marks = [Mark(MUST_ABORT) if is_owing else self._mark]

@@ -216,8 +216,7 @@ def source_of(at, row_index, groups, PLAN: gl.constexpr):
 
 @gluon.jit
 def begin_copy(stage, source, rows, row_scales, row_index, PLAN: gl.constexpr):
-    """Begins to copy a tile, on the wire also the scales of its rows, to a stage of shared memory; zeros past the
-    end."""
+    """Begins to copy a tile, on the wire with its rows' scales, to a stage of shared memory; zeros past the end."""
     first_row, end, feature_tile, index = source
     row = gl.arange(0, TILE, gl.SliceLayout(1, PLAN.copied))
     is_row = row < end - first_row

@@ -298,8 +298,7 @@ def quantize_weight_pairs_kernel(
 
 @triton.jit
 def store_largest(amax_bits, x):
-    """Raises the number at a pointer to bits to the largest finite |x| of a tile [lines, elements], if it was
-    smaller."""
+    """Raises the number at a pointer to bits to at least the largest finite |x| of a tile [lines, elements]."""
     bits = magnitude_bits(x)
     bits = tl.where(bits < INFINITY_BITS, bits, 0)
     tl.atomic_max(amax_bits, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")

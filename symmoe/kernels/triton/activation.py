@@ -232,7 +232,7 @@ def load_hidden(
 
 @triton.jit
 def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES: tl.constexpr):
-    """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
+    """Stores the features in the places of load_hidden; not gated: only `gate`."""
     COLUMNS: tl.constexpr = gate.shape[1]
     pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
     if is_scattered(SIZES.activation, h.dtype.element_ty):

@@ -111,7 +111,7 @@ def grouped_bias_grad_kernel(
 
 @triton.jit
 def sum_slots(first, num_slots, in_width, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """Sum of 2 ** STEPS slots, neighbours first; zeros for those past num_slots. first: pointers to the first one."""
+    """Sum of 2 ** STEPS slots, neighbours first; slots past num_slots are 0. first: pointers to the first slot."""
     if STEPS == 0:
         total = tl.load(first, mask=in_width & (num_slots > 0), other=0.0)
     else:

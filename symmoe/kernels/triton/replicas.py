@@ -1,5 +1,4 @@
-"""Replicas of experts: their places, their slots, and their weights and gradients (Triton). Letters:
-twin/replicas.py."""
+"""Replicas of experts: places, slots, weights and gradients (Triton). Letters: twin/replicas.py."""
 
 import functools
 import math
@@ -234,9 +233,9 @@ class Kind:
 def _constants(
     matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int
 ) -> Constants:
-    """Constants. matrices: the number of elements of each of the pair, and the dtype; places: ranks of the group, and
-    places of each; at: the column of `received`, and bytes after it; ranks: the node's, its first in the group, and
-    this rank's experts."""
+    """matrices: elements of each of the pair, and the dtype; places: ranks of the group, and
+    places of each; at: the column of `received`, and bytes after it; ranks: the node's, its first one, this rank's
+    experts."""
     first, second = (
         Kind(numel, TRITON_DTYPES[dtype], start)
         for (numel, dtype), start in zip(matrices, at[1], strict=True)

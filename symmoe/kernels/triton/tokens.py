@@ -587,7 +587,7 @@ def pull_rows_kernel(
                 )
                 values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
             for step in tl.static_range(SIZES.unroll):
-                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                # Adding 0.0 for missing rows has no effect: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
         tl.store(
@@ -680,14 +680,14 @@ def sum_home_kernel(
                         other=0.0,
                     ),
                 )
-            if first == 0:  # while those rows load
+            if first == 0:  # while peers' rows load
                 slots = (slot_to_rank, slot_to_row)
                 own_tokens = is_token & (not failed)
                 own = sum_own_rows(
                     slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES
                 )
             for step in tl.static_range(SIZES.peers_unroll):
-                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                # Adding 0.0 for missing rows has no effect: a sum that starts at 0.0 is never -0.0.
                 total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
         total = tl.where(failed, float("nan"), total)
         tl.store(

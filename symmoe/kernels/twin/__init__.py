@@ -1,4 +1,4 @@
-"""All kernels in PyTorch, for any device: simple loops, which are the definition of what a kernel computes.
+"""All kernels in PyTorch, for any device: simple loops, which define the result of a kernel.
 
 `Kernels` is the type that `kernels.for_device` returns. For each of its methods, the modules `twin` and `gpu` (Triton
 and Gluon) have a function with the same name, arguments and meaning.

@@ -77,9 +77,8 @@ def numbers_of_e2m1(data: torch.Tensor) -> torch.Tensor:
 def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     """y = H D x for every 16 elements of the last dimension: the transform of tokens before quantisation.
 
-    D changes signs. H is Sylvester's Hadamard matrix of size 16 over 4. H D is orthonormal, so contracting two matrices
-    that are both transformed along the contraction gives the same result up to rounding; an outlier is spread over its
-    block.
+    D changes signs. H is Sylvester's Hadamard matrix of size 16 over 4. H D is orthonormal, so a contraction of two
+    matrices, both transformed along it, keeps its result up to rounding; an outlier is spread over its block.
 
     Args:
         x: floating point [..., K], K a multiple of 16.

@@ -184,8 +184,7 @@ class GemmKernels:
     ) -> None:
         """dbias[g] = sum over the rows r of group g of dout[r] * scale[r]; no rows give zeros.
 
-        dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the sum is that of
-        kernels/bias_sums.py.
+        dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. Order of the sum: kernels/bias_sums.py.
         """
         for g, span in groups(row_range):
             addends = take_rows(dout, span).float()

@@ -293,8 +293,7 @@ def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
-    """The columns of one group as lines [C, tokens], zeros up to a multiple of TILE tokens; transformed if signs are
-    given."""
+    """The columns of one group as lines [C, tokens], zeros up to a multiple of TILE tokens; transformed with signs."""
     lines = torch.nn.functional.pad(rows.float(), (0, 0, 0, -rows.shape[0] % formats.TILE)).T
     if signs is None:
         return lines

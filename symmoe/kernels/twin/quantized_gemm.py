@@ -61,10 +61,9 @@ class QuantizedGemmKernels:
         multiplied by its scales and added to the earlier blocks.
 
         Scales in tiles: rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: of whole
-        groups, every group from a new tile on (swizzle_scales). group_range: the whole groups' row_range, if row_range
-        has only some of their rows; else None. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: the
-        matrices' tiles one after the other, or a table of matrices [tiles down, tiles across * 512]. The rows' global
-        scale multiplies first.
+        groups, every group from a new tile on (swizzle_scales). group_range: the whole groups' range, if row_range has
+        only some rows; else None. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: the matrices' tiles one
+        after the other, or a table of matrices [tiles down, tiles across * 512]. The rows' global scale is first.
         """
         block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
         num_groups, out_width, _ = weight.data.shape

@@ -201,7 +201,7 @@ _SCORES = {"softmax": _softmax, "sigmoid": _sigmoid}
 def _chosen_scores(
     topk_idx: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, K] scores of the chosen experts, 0 for ids out of range; and the ids as int64 indices, 0 if out of range."""
+    """[T, K] scores of the chosen experts, 0 for ids out of range; and int64 indices, 0 for such ids."""
     is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
     places = topk_idx.long().masked_fill(~is_expert, 0)
     return scores.gather(1, places).masked_fill(~is_expert, 0.0), places

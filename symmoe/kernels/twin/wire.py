@@ -75,8 +75,7 @@ class WireKernels:
         *,
         row_index: torch.Tensor | None = None,
     ) -> None:
-        """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), without storing the
-        rows.
+        """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), which is not stored.
 
         out as in quantize_columns; block_format: format of rows and columns, E4M3 in blocks. Rows of no
         group are not read.

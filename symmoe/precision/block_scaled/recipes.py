@@ -28,7 +28,7 @@ class MXFP8(Recipe):
 class NVFP4(Recipe):
     """E2M1 with an E4M3 scale for 16 contracted elements and an fp32 scale for a group (NVIDIA 2025, arXiv:2509.25149).
 
-    Weights have 16 x 16 blocks. Data holds two elements in a byte, the first in the low half.
+    Weights have 16 x 16 blocks. A byte of data has two elements, the first in the low half.
 
     Attributes:
         hadamard_signs: signs of the Hadamard transform of both operands of wgrad, 16 bits (:func:`hadamard`); None: no

@@ -39,7 +39,7 @@ from symmoe.kernels.triton.tiles import (
     wgrad_place,
 )
 
-E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
+E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, fp32's is 127
 
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
 # span of TMA's widest swizzle.
