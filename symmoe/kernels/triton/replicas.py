@@ -233,9 +233,8 @@ class Kind:
 def _constants(
     matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int
 ) -> Constants:
-    """matrices: elements of each of the pair, and the dtype; places: ranks of the group, and
-    places of each; at: the column of `received`, and bytes after it; ranks: the node's, its first one, this rank's
-    experts."""
+    """matrices: elements of each of the pair, and the dtype; places: ranks of the group, and places of each;
+    at: the column of `received`, and bytes after it; ranks: the node's, its first, this one's experts."""
     first, second = (
         Kind(numel, TRITON_DTYPES[dtype], start)
         for (numel, dtype), start in zip(matrices, at[1], strict=True)

@@ -120,8 +120,8 @@ class PlanKernels:
                 that are launched before the host reads it must not move rows.
             plan: gets the places of rows, the report and, without replica places, expert_load.
             capacity: rows that this rank can receive; -1: its host waits for the report before it launches more.
-            overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to all ranks' capacities instead of reporting an
-                overflow. OVERFLOW_REPEAT: reports an overflow as PLAN_OVER_BUDGET and does not record it.
+            overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to `capacity`, equal on all ranks, instead of
+                reporting an overflow. OVERFLOW_REPEAT: reports an overflow as PLAN_OVER_BUDGET and does not record it.
             ranks: consecutive ranks: this node's, or the whole group's.
         """
         num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()

@@ -165,8 +165,7 @@ class RouterKernels:
         *,
         normalises: bool,
     ) -> None:
-        """d_logits and d_scores, fp32 [T, E], of router_losses, from the gradient d_loss, fp32 []. None: not
-        computed."""
+        """d_logits and d_scores, fp32 [T, E], of router_losses, from the gradient d_loss, fp32 []. None: skipped."""
         is_counted = _counted(token_mask, logits)
         if d_logits is not None:
             lse = logits.logsumexp(1, keepdim=True)
