@@ -1,7 +1,7 @@
-"""Device code and its PyTorch twins, both of the type `twin.Kernels`.
+"""Device code and its PyTorch twins. Both have the type `twin.Kernels`.
 
-May use errors, program and autograd only. Begin with `twin`, which defines what every kernel computes, then `select`
-(which device has which kernels, and who stands in between) and `hopper_choice` (where those for Hopper replace others).
+This package may import errors, program and autograd only. Begin with `twin`, which defines what every kernel computes,
+then `select` (kernels by device, hooks) and `hopper_choice` (where kernels for Hopper replace Triton's).
 """
 
 from symmoe.kernels.select import (

@@ -1,11 +1,11 @@
-"""The activations between the two GEMMs of an expert, as data that kernels and modules share.
+"""The activations between the two GEMMs of an expert, as data for kernels and modules.
 
-W is the width of the hidden rows h that an activation reads, I (ffn) the width of what it returns.
+An activation reads hidden rows h of width W and returns rows of width I (ffn).
 
-The gradient of a row's scale, dscale = sum over I of da * act(h), is summed in one order by every kernel: products are
-rounded to fp32; in blocks of SUM_COLUMNS columns (zeros past the last one) neighbours are added, then neighbouring
-sums, and so on; the blocks' sums are added from left to right. So tiles that hold whole blocks give the same bits
-whatever their width, and so do layouts and schedules that take different kernels.
+Every kernel sums the gradient of a row's scale, dscale = sum over I of da * act(h), in the same order. Products are
+rounded to fp32. In a block of SUM_COLUMNS columns (zeros past the last one), neighbours are added, then neighbouring
+sums, and so on. The blocks' sums are added from left to right. So all tiles of whole blocks give the same bits, and so
+do layouts and schedules that choose different kernels.
 """
 
 import math
@@ -30,11 +30,11 @@ class Activation:
             tanh (both Hendrycks and Gimpel 2016); "relu2": relu(x)^2 (So et al. 2021).
         is_gated: h holds gate features g and up features u (Shazeer 2020): W = 2I, else W = I. With "silu": SwiGLU,
             with "gelu": GEGLU.
-        alpha: of "silu"; 1.702 approximates GELU ("quick GELU").
-        limit, offset: of gated activations: g = min(gate, limit), u = clamp(up, -limit, limit). gpt-oss has 7 and 1,
-            and alpha 1.702.
-        interleave: the gate and the up features of h alternate in blocks of this many columns; None: the first half
-            of h is the gate, the second half up.
+        alpha: the factor in "silu"; 1.702 approximates GELU ("quick GELU").
+        limit, offset: for gated activations: g = min(gate, limit), u = clamp(up, -limit, limit). gpt-oss uses 7, 1 and
+            alpha 1.702.
+        interleave: gate and up features of h alternate in blocks of this many columns; None: the first half of h is the
+            gate, the second half is up.
     """
 
     function: str = SILU
@@ -65,7 +65,7 @@ class Activation:
             )
 
     def hidden_width(self, ffn: int) -> int:
-        """W, columns of h for `ffn` columns of the result."""
+        """W: the columns of h for `ffn` columns of the result."""
         return 2 * ffn if self.is_gated else ffn
 
 
@@ -73,5 +73,5 @@ SWIGLU = Activation()
 
 
 def num_scale_sums(ffn: int) -> int:
-    """Blocks of columns whose sums make up a row's dscale."""
+    """Number of column blocks that are summed to a row's dscale."""
     return -(-ffn // SUM_COLUMNS)

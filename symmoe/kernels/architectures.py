@@ -1,4 +1,4 @@
-"""Kinds of NVIDIA GPUs and versions of Triton that are known: what chooses kernels, doctor and tests read it here."""
+"""The supported kinds of NVIDIA GPUs and versions of Triton. The choice of kernels, doctor and tests read them."""
 
 import functools
 from dataclasses import dataclass
@@ -12,11 +12,9 @@ from symmoe.errors import ArgumentError
 class Architecture:
     """GPUs of one compute capability."""
 
-    gpus: str  # the generation, and some of them
+    gpus: str  # the generation, and examples
     shared_kib: int  # shared memory that a program can have
-    is_measured: bool = (
-        False  # whether the kernels have run there; for the others they are compiled only
-    )
+    is_measured: bool = False  # whether the kernels have run there; False: only compiled
 
 
 Capability = tuple[int, int]
@@ -33,16 +31,16 @@ TRITON_VERSIONS = (
     (3, 7),
     (3, 8),
     (3, 9),
-)  # whose insides and Gluon are known; they change in every one
+)  # supported internals and Gluon, which change in every version
 LEAST: Capability = (8, 0)  # multiplies bf16
 LEAST_E4M3: Capability = (
     8,
     9,
-)  # converts to E4M3, which is in every recipe: its numbers, or its scales
+)  # converts to E4M3; every recipe needs it, for numbers or scales
 
 
 def status(capability: Capability) -> str:
-    """What users of such GPUs have to know, in words."""
+    """The support status of such GPUs, as text for users."""
     if capability < LEAST:
         return "refused: no bf16 products"
     kind = ARCHITECTURES.get(capability)
@@ -62,7 +60,7 @@ def multiplies_shared(device: torch.device) -> bool:
 
 
 def e4m3_problem(precision: object, device: torch.device) -> ArgumentError | None:
-    """What keeps a device from computing with a precision, or None; None is the working dtype's."""
+    """Why a device cannot compute with a precision (None: the working dtype), or None if it can."""
     if precision is None or torch.compiler.is_compiling() or capability(device) >= LEAST_E4M3:
         return None
     needed, found = (".".join(map(str, each)) for each in (LEAST_E4M3, capability(device)))

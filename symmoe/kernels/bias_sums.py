@@ -1,18 +1,18 @@
-"""The order in which gradients of biases are summed over the rows of a group, and room for parts of such a sum.
+"""The order in which bias gradients are summed over the rows of a group, and the memory for partial sums.
 
-A group's rows are taken in tiles of TILE, from its first row on, with zeros past its last one. Values (times the row's
-scale, if there is one: rounded to fp32) are added in fp32: in a tile neighbours, then neighbouring sums, and so on; the
-tiles' sums from first to last. So a kernel that has a tile for another reason, or 16 rows of one, gives the bits of one
-that only sums, and they do not depend on where the group lies, on the tail, on formats or on the grid.
+A group's rows are cut into tiles of TILE rows, from its first row on, with zeros past its last one. Sums are fp32.
+Values (times the row's scale, if given, rounded to fp32) are added in a tile: neighbours, then neighbouring sums, and
+so on. The tiles' sums are added from first to last. So a fused kernel with a whole tile, or 16 rows of one, gives the
+bits of a kernel that only sums. Bits do not depend on the group's place, the tail, formats or the grid.
 
-Only grouped_gemm_dact has another order: that of its product's tiles and instructions.
+Only grouped_gemm_dact has another order: the order of its product's tiles and instructions.
 """
 
 import torch
 
 from symmoe.kernels.formats import TILE
 
-SLOT_ROWS = 16  # rows of a slot of quantize_rows, which has tiles of so many
+SLOT_ROWS = 16  # rows of a slot of quantize_rows, whose tiles have 16 rows
 
 
 def bias_slots(num_rows: int, num_groups: int, tile_rows: int = TILE) -> int:
@@ -21,7 +21,7 @@ def bias_slots(num_rows: int, num_groups: int, tile_rows: int = TILE) -> int:
 
 
 def empty_row_sums(num_rows: int, dbias: torch.Tensor) -> torch.Tensor:
-    """Memory for the sums that quantize_rows leaves for dbias [G, C]: fp32 [slots, C]."""
+    """Memory for the partial sums of dbias [G, C] from quantize_rows: fp32 [slots, C]."""
     num_groups, width = dbias.shape
     return dbias.new_empty(
         (bias_slots(num_rows, num_groups, SLOT_ROWS), width), dtype=torch.float32

@@ -1,8 +1,8 @@
-"""What products multiply, for those who count FLOPs: torch.utils.flop_counter, and the tools that use it.
+"""The sizes of products, for FLOP counters: torch.utils.flop_counter and the tools that use it.
 
-A kernel is no operator of torch, so a dispatch mode does not see it; and a twin's own products, which it would see, are
-larger than the kernel's. So while a mode looks on, every product says what it multiplies in an operator that does
-nothing, and then runs unseen.
+A dispatch mode does not see a kernel, because a kernel is not an operator of torch. It would see a twin's own products,
+but these are larger than the kernel's. So while a mode is active, every product reports its size through an operator
+that does nothing, and then runs hidden from the mode.
 """
 
 import inspect
@@ -20,11 +20,11 @@ from symmoe.torch_internals import without_dispatch_modes
 _ROUTER = {
     "router_gemm": ("logits",),
     "router_gemm_grads": ("dx", "d_weight"),
-}  # a product for each result
+}  # one product per result
 
 
 class Product(NamedTuple):
-    """What a kernel multiplies: a row meets `features` numbers."""
+    """The size of a kernel's product: each row takes `features` multiplications and additions."""
 
     row_range: Any  # int32 [2, G], which rows; None: all
     most_rows: int
@@ -32,7 +32,7 @@ class Product(NamedTuple):
 
     @property
     def most_flops(self) -> int:
-        """Of all rows."""
+        """FLOPs if every row is multiplied."""
         return 2 * self.most_rows * self.features
 
 
@@ -42,7 +42,7 @@ def arguments_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def product_of(name: str, arguments: Mapping[str, Any]) -> Product | None:
-    """What a kernel multiplies, if it is a product. arguments: tensors, or what has their shapes and dtypes."""
+    """The kernel's product; None if it multiplies nothing. arguments: tensors, or objects with shape and dtype."""
     if name in _ROUTER:
         num_products = sum(arguments[result] is not None for result in _ROUTER[name])
         features = num_products * math.prod(arguments["weight"].shape)
@@ -57,7 +57,7 @@ def product_of(name: str, arguments: Mapping[str, Any]) -> Product | None:
     if not isinstance(rows, Operand):
         return Product(arguments["row_range"], num_rows(rows), numbers)
     per_byte = 2 if rows.data.dtype == torch.uint8 else 1
-    if is_wgrad:  # of columns, which are padded
+    if is_wgrad:  # columns are padded
         return Product(arguments["row_range"], rows.data.shape[1] * per_byte, numbers)
     return Product(arguments["row_range"], rows.data.shape[0], numbers * per_byte)
 
@@ -83,7 +83,7 @@ def _(row_range: torch.Tensor | None, most_rows: int, features: int) -> None: ..
 
 @register_flop_formula(torch.ops.symmoe.product, get_raw=True)
 def _(row_range: torch.Tensor | None, most_rows: int, features: int, *, out_val: None) -> int:
-    """Waits for the device, to see how many rows there are."""
+    """FLOPs. Waits for the device to read the number of rows."""
     if row_range is not None:
         most_rows = int((row_range[1] - row_range[0]).clamp(min=0).sum())
     return Product(None, most_rows, features).most_flops

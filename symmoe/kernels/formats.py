@@ -1,7 +1,7 @@
-"""Low-precision formats, and where their groups lie, as data that kernels and recipes share.
+"""Low-precision formats and the places of their groups, as data for kernels and recipes.
 
-A line is contracted in a GEMM: a row of rows, a feature's column of a group's rows, or a row of a weight. A block
-shares one scale: `block` elements of each of `block_lines` lines. x is about data * scale, in NVFP4 about data *
+A GEMM contracts lines: a row of rows, a feature's column of a group's rows, or a row of a weight. The elements of a
+block share one scale: `block` elements of each of `block_lines` lines. x is approximately data * scale, in NVFP4 data *
 scale * global scale.
 
     amax       the largest |x| of a block; NaN or Inf anywhere in it makes the block not finite
@@ -11,9 +11,9 @@ scale * global scale.
                global scale = max(the largest finite |x| of the group / (6 * 448), 2^-110)
     data       x * (1 / scale) to the nearest number of the format, ties to even, saturating; -0 stays -0
 
-Every operation is one rounding to the nearest fp32 number. A block that is not finite has the scale NaN (E8M0: 255);
-its data is NaN in E4M3, and 0 in E2M1, which has no NaN: the whole block is NaN again when it is dequantised, and no
-other block is touched. A block of zeros has the smallest scale.
+Every operation rounds once, to the nearest fp32 number. A block that is not finite has the scale NaN (E8M0: 255). Its
+data is NaN in E4M3 and 0 in E2M1, which has no NaN. When dequantised, the whole block is NaN again; other blocks are
+unaffected. A block of zeros has the smallest scale.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ TILE = 128  # padded groups (tokens for wgrad, rows of swizzled scales) begin at
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 GLOBAL_MAX = E2M1_MAX * E4M3_MAX  # the largest number of a group in units of its global scale
 E4M3_NAN, E8M0_NAN = 0x7F, 0xFF
-MIN_SCALE = 2.0**-126  # its reciprocal is a normal number, same as those of all scales
+MIN_SCALE = 2.0**-126  # reciprocals of this and of all larger scales are normal numbers
 MIN_BLOCK_SCALE = 2.0**-9  # the smallest E4M3 number above 0
 MIN_GLOBAL_SCALE = 2.0**-110
 HADAMARD_SIZE = 16
@@ -50,9 +50,9 @@ class BlockFormat:
 
     Attributes:
         element: "e4m3", or "e2m1": two in a byte, the first in the low half.
-        scale: "fp32"; "power_of_two" in fp32; "e8m0", a power of two in a byte; "e4m3", with a global scale.
+        scale: "fp32"; "power_of_two", in fp32; "e8m0", a power of two in a byte; "e4m3", with a global scale.
         block: elements of a line that share a scale.
-        block_lines: lines that share a scale; more than 1 in weights only.
+        block_lines: lines that share a scale; 1 except in weights.
     """
 
     element: Element
@@ -76,12 +76,12 @@ class BlockFormat:
 
     @property
     def elements_per_byte(self) -> int:
-        """2 for E2M1."""
+        """2 for E2M1, otherwise 1."""
         return 1 if self.element == "e4m3" else 2
 
     @property
     def has_global_scale(self) -> bool:
-        """Whether the scale of a block is relative to one of its group."""
+        """Whether a block's scale is relative to a global scale of its group."""
         return self.scale == "e4m3"
 
     def data_width(self, width: int) -> int:
@@ -89,12 +89,12 @@ class BlockFormat:
         return width // self.elements_per_byte
 
     def num_blocks(self, width: int) -> int:
-        """Scales for `width` elements of a line; the last block may be shorter."""
+        """Number of scales for `width` elements of a line; the last block may be shorter."""
         return -(-width // self.block)
 
 
 def max_tiles(num_rows: int, num_groups: int) -> int:
-    """Most tiles of TILE rows that num_rows rows in num_groups groups need if every group begins at a new tile.
+    """The most tiles of TILE rows that num_rows rows in num_groups groups need, if every group begins at a new tile.
 
     The first tile of a group is the one after the last tile of the group before; tiles past the last one stay unused.
     """
@@ -102,5 +102,5 @@ def max_tiles(num_rows: int, num_groups: int) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that can be indexed, and stored by kernels, whatever the format: uint8 where a number has one byte."""
+    """A view that indexing and kernels support for every format: uint8 where a number has one byte."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

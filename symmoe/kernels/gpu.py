@@ -22,7 +22,7 @@ globals().update(_KERNELS)
 
 
 def __getattr__(name: str) -> Any:
-    """Kernels that only MXFP8 and NVFP4 need, imported on first use."""
+    """Kernels that only MXFP8 and NVFP4 need; imported on first use."""
     if name in ("swizzle_scales", "unswizzle_scales"):
         module = "symmoe.kernels.low_precision.block_scaled.scale_tiles"
         return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""Where kernels for Hopper, in Gluon, replace those in Triton, with the same bits."""
+"""The choice of kernels for Hopper, in Gluon, in place of Triton's kernels, with the same bits."""
 
 import functools
 from types import ModuleType
@@ -17,12 +17,12 @@ def launched(
     *arguments: object,
     **options: object,
 ) -> bool:
-    """Launches a kernel for Hopper, if there is one of this name for such a call; False: Triton's has to be.
+    """Launches a kernel for Hopper, if one of this name takes such a call; False: the caller launches Triton's.
 
     Args:
         output: device, dtype and columns of the output.
-        operands: what the kernel's own condition looks at, see hopper_launchers.py.
-        arguments, options: of its launcher.
+        operands: the inputs of the kernel's own condition, see hopper_launchers.py.
+        arguments, options: for its launcher.
     """
     launchers = hopper_kernels(*output)
     if launchers is None:
@@ -36,14 +36,14 @@ def launched(
 
 @functools.cache
 def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleType | None:
-    """The launchers of the kernels for Hopper where they can run and pay; None elsewhere.
+    """The launchers of the kernels for Hopper where these run and are faster; None elsewhere.
 
-    Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. In the kernels for
+    Triton's pipeliner keeps all warps in step, so the tensor cores are idle during an epilogue. In the kernels for
     Hopper the epilogue runs during the next tile's products (docs/decisions/0003-kernels-on-hopper.md). Triton's
-    kernels remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
-    features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
-    gathered rows). Those of E4M3 numbers (low_precision) take tables and biases; weight gradients may be fp32 and
-    accumulated. dtype, columns: of the output.
+    kernels remain for other devices, for operands that the kernels for Hopper do not support (fp32, tables of weights,
+    bias, interleaved features, narrow outputs, accumulation, weight gradients of gathered rows), and for FC1 of
+    gathered rows, where Hopper's are slower. Hopper's kernels for E4M3 numbers (low_precision) also take tables and
+    biases, and fp32 and accumulated weight gradients. dtype, columns: of the output.
     """
     if (
         device.type != "cuda"

@@ -1,4 +1,4 @@
-"""The kernels for Hopper by name: what launches each, and whether it can take the operands of a call."""
+"""The kernels for Hopper by name: the launcher of each, and its condition on the operands of a call."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""What a call launches, as a table: every kernel of the programs that it runs, by the name of its twin, what that
-reads and writes, and whom it waits for. The same on CPUs and GPUs."""
+"""The launches of a call, as a table: every kernel of its programs, by the name of its twin, the tensors that it reads
+and writes, and the ranks that it waits for. CPUs and GPUs have the same table."""
 
 import inspect
 import itertools
@@ -24,10 +24,10 @@ _NOTHING = "no program has run: the first calls of a size have none (docs/design
 
 
 class Argument(NamedTuple):
-    """A tensor that a launch reads or writes, or memory of peers, whose size nobody knows here."""
+    """A tensor that a launch reads or writes, or memory of peers, whose size is unknown here."""
 
-    name: str  # of the parameter
-    place: str  # input n, memory n (which the program makes), a lease, peers' leases, or the heap
+    name: str  # the parameter's name
+    place: str  # input n, memory n (allocated by the program), a lease, peers' leases, or the heap
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None  # None: of peers
 
@@ -38,10 +38,10 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. kernel: that of a twin, or an operator of torch, or what meets other nodes. Bytes are of its tensors
-    on this rank, FLOPs those of its products; both at most, for the room that the call has. waits_for: ranks, and
-    streams; "": nothing but what is before it on its stream. stream: "", that of the call, or "branch", which on CPUs
-    is the same."""
+    """One launch. kernel: the name of a twin, an operator of torch, or an exchange with other nodes. Bytes count its
+    tensors on this rank, FLOPs its products; both are upper bounds, for the call's full capacity. waits_for: ranks and
+    streams; "": only earlier work of its stream. stream: "", the call's stream, or "branch", on CPUs the same
+    stream."""
 
     kernel: str
     reads: tuple[Argument, ...]
@@ -63,7 +63,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class ProgramLaunches:
-    """What one program launches, in order, and how often it has run."""
+    """The launches of one program, in order, and the number of its runs."""
 
     name: str
     num_runs: int
@@ -78,7 +78,7 @@ class ProgramLaunches:
 
 
 class Launches:
-    """What :func:`record_launches` yields. print() shows a table; `programs` has it as data."""
+    """The result of :func:`record_launches`. print() shows a table; `programs` has it as data."""
 
     def __init__(self, recorded: Sequence[Recorded]) -> None:
         self._recorded = recorded
@@ -101,9 +101,9 @@ class Launches:
 
 @contextmanager
 def record_launches() -> Iterator[Launches]:
-    """A context that records which programs this process runs, those of all heaps, of grouped layers and of routers,
-    but for those in another such context inside. Calls without a program are not in it, e.g. the first ones of a size.
-    It costs next to nothing; the table is made when it is asked for."""
+    """A context that records the programs that this process runs: of all heaps, of grouped layers and of routers,
+    except inside a nested context. It omits calls without a program, e.g. the first calls of a size. The cost is
+    negligible; the table is made on access."""
     before = Programs.recorded
     recorded = Programs.recorded = list[Recorded]()
     try:
@@ -113,7 +113,7 @@ def record_launches() -> Iterator[Launches]:
 
 
 class _Places:
-    """Where the tensors of a program are. Memory has numbers in the order of its first use."""
+    """The places of a program's tensors. Memory is numbered in the order of its first use."""
 
     def __init__(self, program: Program, num_inputs: int) -> None:
         self._of_slot = {slot: f"input {slot}" for slot in range(num_inputs)}
@@ -121,11 +121,11 @@ class _Places:
             its = {part.slot: f"lease '{part.name}'" for part in (*leases.spans, *leases.parts)}
             self._of_slot.update(its)
         self._numbers = itertools.count()
-        # By the slot of what a barrier returned, and column, leases of peers.
+        # Leases of peers, by the slot of a barrier's result and the column.
         self._published: dict[int | None, dict[int, str]] = {}
 
     def launch(self, operation: Operation) -> Launch:
-        """What one operation launches."""
+        """The launch of one operation."""
         from symmoe.kernels.flops import arguments_of, product_of  # which imports torch's counter
 
         function, args, kwargs, result, is_on_branch, is_after_other = operation
@@ -151,7 +151,7 @@ class _Places:
         return Launch(kernel, tuple(reads), tuple(writes), flops, " and ".join(waits), stream)
 
     def _ranks(self, kernel: str, arguments: dict[str, Any]) -> list[str]:
-        """Ranks for which a kernel waits."""
+        """The ranks that a kernel waits for."""
         if kernel == "wait_for_signal":
             return [f"the signal of rank {arguments['rank']}"]
         if kernel != "barrier":
@@ -162,7 +162,7 @@ class _Places:
         return [f"all ranks, '{control.PHASES[control.unpack_call(arguments['call'])['phase']]}'"]
 
     def _peers(self, kernel: str, arguments: dict[str, Any]) -> Iterator[Argument]:
-        """What a kernel reads or writes of peers. Of what waits there is nothing to say."""
+        """The memory of peers that a kernel reads or writes; nothing for kernels that only wait."""
         columns = [value for name, value in arguments.items() if name.endswith("column")]
         if kernel == "send_signal":
             yield Argument("peers", f"signals of rank {arguments['rank']}")
@@ -196,7 +196,7 @@ class _Places:
 def _text(found: Sequence[Argument]) -> str:
     places: dict[str, dict[str, None]] = {}
     for each in found:
-        if each.name != "status":  # which only failures write
+        if each.name != "status":  # only failures write it
             places.setdefault(each.name, {})[each.place] = None
     texts = [f"{name}: {', '.join(its)}" for name, its in places.items()]
     return "; ".join(texts).replace("peers: peers'", "peers'")

@@ -1,7 +1,7 @@
-"""Operands of kernels that are more than one tensor, which of them a kernel writes, and checks of operands.
+"""Operands of kernels: combined operands, the declaration of written operands, and checks.
 
-The words are those of twin/__init__.py. Operands are tuples, in which a program finds tensors. Tables of matrices
-anywhere in memory do not keep these alive.
+Terms: twin/__init__.py. Operands are tuples, because programs search tuples for tensors. A table holds only addresses:
+it does not keep its matrices alive.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,9 +15,9 @@ from symmoe.errors import ArgumentError
 class TensorTable(NamedTuple):
     """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor."""
 
-    pointers: torch.Tensor  # addresses of the matrices, int64 [G] on their device (16-byte aligned)
+    pointers: torch.Tensor  # addresses of the matrices, int64 [G] on their device, multiples of 16
     shape: tuple[int, int, int]  # (G, rows, columns)
-    dtype: torch.dtype  # of the matrices
+    dtype: torch.dtype  # dtype of the matrices
 
     @property
     def device(self) -> torch.device:
@@ -30,20 +30,20 @@ class ScaleTable(NamedTuple):
 
     sources: torch.Tensor  # addresses of the matrices, int64 [G] on their device
     destinations: torch.Tensor  # addresses of their first tiles, int64 [G], multiples of 16
-    shapes: torch.Tensor  # which of `extents` a matrix has, int32 [G]
+    shapes: torch.Tensor  # each matrix's index into `extents`, int32 [G]
     # int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes
     extents: torch.Tensor
-    most_tiles: tuple[int, int]  # the most (rows of tiles, tiles of a row) that a matrix has
+    most_tiles: tuple[int, int]  # the largest (rows of tiles, tiles of a row) of any matrix
 
 
 MaybeTensor = torch.Tensor | None
 Matrices = torch.Tensor | TensorTable  # a packed tensor, or matrices anywhere
 Rows = (
     torch.Tensor | tuple[torch.Tensor, MaybeTensor]
-)  # rows; or a tensor of rows, and which of them stands for row r
+)  # rows; or a tensor of rows, and the index that row r has in it
 Bias = (
     torch.Tensor | tuple[MaybeTensor, MaybeTensor] | None
-)  # [G, O]; or that, and what multiplies it for row r, fp32[N]
+)  # [G, O]; or [G, O] and each row's factor, fp32[N]
 Buffers = tuple[torch.Tensor, torch.Tensor]  # data and scale, which a quantising kernel fills
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,11 +57,11 @@ class Operand(NamedTuple):
 
 
 class ScatteredWeight(NamedTuple):
-    """Quantised weights of G experts, each with memory of its own, e.g. from :func:`pack_weight_ptrs`. Nothing here
-    keeps that memory alive."""
+    """Quantised weights of G experts in separate allocations, e.g. from :func:`pack_weight_ptrs`. The caller keeps the
+    memory alive."""
 
     data: TensorTable  # the matrices of Operand.data
-    scale: TensorTable  # of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512]
+    scale: TensorTable  # compact fp32 scales; or uint8 scales in tiles, [tiles down, tiles across * 512]
     global_scale: torch.Tensor | None = None  # as in Operand
 
 
@@ -74,7 +74,7 @@ def check_operand(
     *,
     any_strides: bool = False,
 ) -> None:
-    """ArgumentError unless the tensor is contiguous, of this shape, of one of these dtypes, on the device if given."""
+    """ArgumentError unless the tensor is contiguous, with this shape, one of these dtypes, this device if given."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
@@ -85,13 +85,13 @@ def check_operand(
         raise ArgumentError(f"{name} must be on {device}, got {tensor.device}")
     if (
         not any_strides and isinstance(tensor, torch.Tensor) and not tensor.is_contiguous()
-    ):  # matrices of a table are
+    ):  # a table's matrices are contiguous
         raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
 def check_column_scale(name: str, scale: torch.Tensor) -> None:
-    """ArgumentError unless scales of columns [C features, blocks] lie as kernels read them: bytes contiguous; fp32
-    block-major, with strides (1, C), so that neighbouring features of the same tokens are neighbours."""
+    """ArgumentError unless scales of columns [C features, blocks] have the kernels' layout: contiguous bytes, or
+    block-major fp32, strides (1, C): neighbouring features of the same tokens are adjacent."""
     num_features, num_blocks = scale.shape
     wanted = (1, num_features) if scale.dtype == torch.float32 else (num_blocks, 1)
     strides = zip(scale.shape, scale.stride(), wanted, strict=True)
@@ -115,14 +115,14 @@ def check_multiple(what: str, number: int, unit: int) -> None:
 
 
 def present_tensors(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Those that are not None."""
+    """Drops None."""
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def packed_and_table(
     matrices: torch.Tensor | TensorTable,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The packed tensor and the addresses in the table, of which one is None: arguments of a kernel."""
+    """The packed tensor and the table's addresses, for a kernel; one of them is None."""
     return (matrices, None) if isinstance(matrices, torch.Tensor) else (None, matrices.pointers)
 
 
@@ -135,18 +135,18 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def writes(*names: str) -> Callable[[F], F]:
-    """Decorator of a kernel: which arguments it writes. It may read these, too; all others it only reads. name.n: part
-    n of a tuple; otherwise all of its parts are written. "peers": memory of other ranks that they have for it."""
+    """Decorator of a kernel: names the arguments that it writes and may read; it only reads the others. name.n: part n
+    of a tuple; a name alone: all parts. "peers": other ranks' memory for this kernel."""
 
     def decorate(kernel: F) -> F:
-        kernel.writes = names  # type: ignore[attr-defined]  # for who asks the twins
+        kernel.writes = names  # type: ignore[attr-defined]  # callers read it from the twins
         return kernel
 
     return decorate
 
 
 def in_parts(arguments: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Arguments by the names of their parameters; those of which the names have parts, as name.n."""
+    """Arguments by the names of their parameters; if names has parts of an argument, its parts as name.n."""
     for name, value in arguments.items():
         if f"{name}.0" in names:
             yield from ((f"{name}.{n}", part) for n, part in enumerate(value or ()))
@@ -155,19 +155,19 @@ def in_parts(arguments: Mapping[str, Any], names: Collection[str]) -> Iterator[t
 
 
 def as_pair(operand: Any) -> tuple[Any, Any]:
-    """Rows and their index, or a bias and its scale; None for a second one that is not given."""
+    """Rows and their index, or a bias and its scale; a missing second part is None."""
     return operand if isinstance(operand, tuple) else (operand, None)
 
 
 def num_rows(rows: Rows) -> int:
-    """N."""
+    """N, the number of rows."""
     tensor, row_index = as_pair(rows)
     return int((tensor if row_index is None else row_index).shape[0])
 
 
 def range_of(bounds: torch.Tensor) -> torch.Tensor:
-    """The row_range of groups that lie one after the other: int32[2, G] from int32[G + 1], the row where each begins
-    and the row where the last one ends."""
+    """The row_range of adjacent groups: int32[2, G] from int32[G + 1], the row where each group begins and the row
+    where the last group ends."""
     return torch.stack((bounds[:-1], bounds[1:]))
 
 
@@ -184,7 +184,7 @@ def equal_groups(num_groups: int, num_rows: int, device: torch.device) -> torch.
 
 def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The row_range int32[2, G] of groups of `rows`, from their bounds int32[G + 1] or their row_range itself;
-    ArgumentError if it is neither. Values are not looked at."""
+    ArgumentError if it is neither. Values are not read."""
     is_range = row_start.dim() == 2
     shape = (2, max(1, row_start.shape[1])) if is_range else (max(2, row_start.numel()),)
     check_operand("row_start", row_start, shape, (torch.int32,), rows.device)

@@ -1,4 +1,4 @@
-"""Programs of what needs no heap: grouped layers and routers by themselves."""
+"""Programs of functions without a heap: grouped layers and standalone routers."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ from symmoe.torch_internals import fills_memory
 
 
 class _DevicePrograms(Programs):
-    """Those of one device. fills: as in Programs."""
+    """The programs of one device. fills: as in Programs."""
 
     def __init__(self, device: torch.device, *, fills: bool) -> None:
         kernels, compiled = kernel_getter(device), program_compiler(device)
@@ -27,8 +27,8 @@ _programs_of = functools.cache(_DevicePrograms)
 def run_program(
     key: tuple[Hashable, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
 ) -> Sequence[Any]:
-    """What function() does and returns, see Programs.run, on the device of the inputs; by itself where another thread
-    runs one. torch decides whether memory is filled (torch.utils.deterministic)."""
+    """Runs function() as a program, see Programs.run, on the device of the inputs; without a program while another
+    thread runs one. torch.utils.deterministic decides whether memory is filled."""
     fills = torch.are_deterministic_algorithms_enabled()
     fills = fills and fills_memory()
     programs = _programs_of(inputs[0].device, fills=fills)

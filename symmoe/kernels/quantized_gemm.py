@@ -1,11 +1,11 @@
-"""Rules of the grouped GEMMs of quantised numbers on all devices: formats, sizes of scales, and checks of operands.
+"""Rules of the grouped GEMMs of quantised numbers, for all devices: formats, sizes of scales, checks of operands.
 
     Float8Block  data E4M3, a scale fp32 for BLOCK numbers along the contraction (of weights, for BLOCK x BLOCK)
     MXFP8        data E4M3 (torch.float8_e4m3fn), a scale E8M0 for 32 of them
     NVFP4        data E2M1 (torch.uint8, two in a byte), a scale E4M3 for 16 of them, a global scale fp32 for a group
 
-Scales in fp32 are compact. Where they are bytes, the dtype of the data is the format, and they lie in 128x4 tiles:
-uint8 [tiles, ceil(scales of a line / 4), 512] (twin/quantize.py), maybe more tiles than are needed.
+Scales in fp32 are compact. Scales in bytes are in 128x4 tiles: uint8 [tiles, ceil(scales of a line / 4), 512]
+(twin/quantize.py), possibly with unused tiles; then the dtype of the data determines the format.
 """
 
 import torch
@@ -44,7 +44,7 @@ def tiles_across(block_format: BlockFormat, width: int) -> int:
 
 
 def tiles_down(num_lines: int) -> int:
-    """Number of tiles that the lines of one matrix need."""
+    """Number of tiles for the lines of one matrix."""
     return -(-num_lines // TILE)
 
 
@@ -56,7 +56,7 @@ def check_gemm(
     bias: Bias,
     group_range: MaybeTensor,
 ) -> BlockFormat:
-    """The format of operands of grouped_gemm_quantized; ArgumentError if these do not fit."""
+    """The format of operands of grouped_gemm_quantized; ArgumentError if they do not match."""
     block_format = _format_of("rows", rows)
     (num_rows, line_bytes), (num_groups, out_width, _) = rows.data.shape, weight.data.shape
     in_width, dtypes = line_bytes * block_format.elements_per_byte, (rows.data.dtype,)
@@ -80,7 +80,7 @@ def check_gemm(
         )
     else:
         across, down = tiles_across(block_format, in_width), tiles_down(out_width)
-        # The most that rows of any bounds need: the host does not know them.
+        # The most tiles for any bounds of groups: the host does not have the bounds.
         _check_tiles(row_name, rows.scale, max_tiles(num_rows, num_groups), across)
         if isinstance(weight.scale, TensorTable):
             check_operand(
@@ -98,7 +98,7 @@ def check_gemm(
 
 
 def check_wgrad(dout: Operand, rows: Operand, out: Matrices) -> BlockFormat:
-    """The format of operands of grouped_gemm_wgrad_quantized; ArgumentError if these do not fit."""
+    """The format of operands of grouped_gemm_wgrad_quantized; ArgumentError if they do not match."""
     block_format, (out_rows, token_bytes) = _format_of("dout", dout), dout.data.shape
     num_tokens, columns = token_bytes * block_format.elements_per_byte, rows.data.shape[0]
     for name, (data, scale, global_scale) in (("dout", dout), ("rows", rows)):
@@ -125,7 +125,7 @@ def check_wgrad(dout: Operand, rows: Operand, out: Matrices) -> BlockFormat:
 
 
 def _format_of(name: str, operand: Operand) -> BlockFormat:
-    """Compact scales are a matrix, tiles of them have three dimensions."""
+    """The format: compact scales are a matrix, scales in tiles have three dimensions."""
     formats, dtype = (
         {torch.float8_e4m3fn: FLOAT8_BLOCK} if operand.scale.ndim == 2 else FORMATS,
         operand.data.dtype,
@@ -136,7 +136,7 @@ def _format_of(name: str, operand: Operand) -> BlockFormat:
 
 
 def _packed(name: str, block_format: BlockFormat) -> str:
-    """The name of an operand for texts, with what NVFP4's shapes follow from."""
+    """The operand's name for messages; for NVFP4 with the packing that explains its shapes."""
     return (
         name
         if block_format.elements_per_byte == 1

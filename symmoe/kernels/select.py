@@ -1,11 +1,11 @@
-"""Which kernels run where, and the seam between them and who calls them.
+"""The choice of kernels for a device, and hooks between kernels and their callers.
 
-Tensors on a GPU have kernels in Triton, others the PyTorch twins. On Hopper, kernels in Gluon replace those in
-Triton for the most common cases (hopper_choice.py). Modules of kernels are imported on first use, so that `import
-symmoe` needs no Triton.
+Tensors on a GPU use kernels in Triton, other tensors the PyTorch twins. On Hopper, kernels in Gluon replace Triton's in
+the most common cases (hopper_choice.py). Modules of kernels are imported on first use, so that `import symmoe` needs no
+Triton.
 
-Who wants to see calls of kernels, or to take their place (dry runs, recordings, counters of FLOPs, timelines, tests),
-has a hook: hook(name, kernel, *args, **kwargs) is called in place of kernel(*args, **kwargs).
+Tools that observe or replace calls of kernels (dry runs, recordings, counters of FLOPs, timelines, tests) add a hook:
+hook(name, kernel, *args, **kwargs) is called instead of kernel(*args, **kwargs).
 """
 
 import functools
@@ -38,16 +38,15 @@ class _Hooked:
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The kernels for tensors on `device`: Triton on CUDA, empty ones on "meta", the PyTorch twins elsewhere.
+    """The kernels for tensors on `device`: Triton on CUDA, empty kernels on "meta", the PyTorch twins elsewhere.
 
-    While a dispatch mode looks on, it sees their products (kernels/flops.py). Look them up where they are called: hooks
-    may have come or gone."""
+    An active dispatch mode sees their products (kernels/flops.py). Look kernels up at each call: hooks change."""
     found = _current.get(device.type) or _look_up(device.type)
     if not num_dispatch_modes():
         return found
-    if (current := builder()) is not None:  # which is a mode, too
+    if (current := builder()) is not None:  # a builder is a mode, too
         return cast(Kernels, _Hooked(found, current.kernel))
-    from symmoe.kernels.flops import counted  # torch's counter, which it needs, imports Triton
+    from symmoe.kernels.flops import counted  # flops imports torch's counter, which imports Triton
 
     return cast(Kernels, _Hooked(found, counted))
 
@@ -56,7 +55,7 @@ def for_device(device: torch.device) -> Kernels:
 def hooked(device: torch.device, hook: Hook) -> Iterator[None]:
     """In this context, calls of the kernels for this type of device go through a hook, in all threads of the process.
 
-    On GPUs no call runs a program meanwhile; on CPUs programs look kernels up as others do.
+    Meanwhile, no call on GPUs runs a program; on CPUs programs look kernels up at each call.
     """
     hooks = _hooks.setdefault(device.type, [])
     hooks.append(hook)
@@ -74,7 +73,7 @@ def has_hook(device: torch.device, hook: Hook) -> bool:
 
 
 def kernel_getter(device: torch.device) -> Callable[[], Kernels]:
-    """A function that returns for_device(device), in less time, but with no mode of this thread in between."""
+    """A faster function for for_device(device) that ignores this thread's modes."""
     _look_up(device.type)
     return functools.partial(_current.__getitem__, device.type)
 
@@ -95,13 +94,13 @@ def _look_up(device_type: str) -> Kernels:
 def _without_memory(
     name: str, kernel: Callable[..., Any], /, *args: object, **options: object
 ) -> int | None:
-    """Takes the place of kernels of tensors that have shapes and no memory. One with a result returns a number."""
+    """Replaces kernels for tensors without memory. A kernel with a result returns a number."""
     return None if name == "read_addresses" else 0
 
 
 def compiled_counter(device: torch.device) -> Callable[[], int]:
-    """A function that says how many variants of the kernels for `device` this process has compiled so far, or found in
-    a cache."""
+    """A function that returns how many variants of the kernels for `device` this process has compiled, or loaded from a
+    cache."""
     if device.type == "cuda":
         from symmoe.kernels.launch.launch import num_compiled
 
@@ -110,8 +109,8 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
 
 
 def may_run_programs(device: torch.device) -> Callable[[], bool]:
-    """A function that says whether programs may run on `device` now: the driver can launch them, nobody has to see
-    every launch, no graph is being captured, and it is the current device."""
+    """A function that returns whether programs may run on `device` now: the driver can launch them, no hook must see
+    every launch, no graph is being captured, and `device` is the current device."""
     if device.type != "cuda":
         return lambda: device.type == "cpu"
     from symmoe.kernels.launch import driver
@@ -127,7 +126,7 @@ def may_run_programs(device: torch.device) -> Callable[[], bool]:
 
 
 def program_compiler(device: torch.device) -> Callable[[Program], Program]:
-    """A function that makes what is run of a program of kernels for `device`."""
+    """A function that compiles a program of kernels for `device`."""
     if device.type == "cuda":
         from symmoe.kernels.launch.player import in_sections
 

@@ -1,6 +1,6 @@
 """Low-precision formats for the GEMMs of the experts: recipes, quantised tensors, scale layouts (docs/precision.md).
 
-What only MXFP8 and NVFP4 need is imported on first use.
+Code that only MXFP8 and NVFP4 need is imported on first use.
 """
 
 from importlib import import_module

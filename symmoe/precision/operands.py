@@ -1,11 +1,10 @@
-"""Operands of grouped GEMMs in a recipe's numbers: gradients with their seeds, and weights that several calls share.
+"""Operands of grouped GEMMs in a recipe's numbers: gradients with their seeds, and cached weights.
 
     forward  rows, along features      x  weight               grouped_gemm_quantized        y
     dgrad    d_y, along features       x  transposed weight    grouped_gemm_quantized        d_x
     wgrad    d_y, along tokens         x  rows, along tokens   grouped_gemm_wgrad_quantized  d_weight
 
-The weight is quantised in forward, for both directions; backward takes what forward has made. No function synchronises
-the host.
+Forward quantises the weight for both directions; backward reuses the result. No function synchronises the host.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from symmoe.torch_internals import version_of
 def gradient_seeds(
     recipe: Recipe, rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """int64[G]: seeds of the stochastic rounding of every group's gradients [N, C]; None if rounding is not stochastic.
+    """int64[G]: seeds of the stochastic rounding of every group's gradients [N, C]; None if rounding is to nearest.
 
-    A seed is the sum of the bits of a group's rows. So different steps are rounded differently; equal gradients are
-    rounded equally, on any number of ranks and however often; and there is no state to save or to replay.
+    A seed is the sum of the bits of a group's rows. So different steps round differently, but equal gradients round
+    equally, on any number of ranks and in every repetition. There is no state to save or to replay.
     """
     if not recipe.stochastic_gradients:
         return None
@@ -38,7 +37,7 @@ def gradient_seeds(
     words = words if row_index is None else words.index_select(0, row_index)
     up_to = torch.nn.functional.pad(
         words.cumsum(0), (1, 0)
-    )  # includes rows of the tail, but these cancel
+    )  # includes the tail's rows, but they cancel
     return up_to[row_range].diff(dim=0)[0]
 
 
@@ -62,7 +61,7 @@ def gradient_columns(
         d_rows,
         row_range,
         row_index=row_index,
-        seeds=None if seeds is None else seeds + 1,  # other random words than those of the rows
+        seeds=None if seeds is None else seeds + 1,  # not the random words of the rows
     ).operand()
 
 
@@ -87,16 +86,15 @@ class _Made(NamedTuple):
 
 
 class CachedWeight:
-    """Operands of one layer's weight while it does not change: made when they are first asked for, until `close`.
+    """Operands of one layer's weight while it does not change: made on first use, cached until `close`.
 
-    A reader on another stream than the one they were made on waits for them there. A copied or pickled layer holds
-    nothing, because nobody would close it.
+    If a reader's stream is not the stream that made them, the reader's stream waits. A copied or pickled layer has an
+    empty cache, because no caller would close it.
 
     Args:
-        parameters: the weight, packed or discrete; DTensors themselves, since their local parts have no version of
-            their own, and what FSDP gathers them into has none that changes. The CUDA graph that the current stream of
-            their device captures, if any, is the only one whose calls get the operands: to another graph, or outside,
-            the memory would mean nothing.
+        parameters: the weight, packed or discrete. DTensors stay DTensors: their local parts have no version of their
+            own, and the version of FSDP's gathered tensors does not change. If the current stream of their device
+            captures a CUDA graph, only calls in this graph get the operands: elsewhere their memory is invalid.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -110,14 +108,14 @@ class CachedWeight:
         return type(None), ()
 
     def close(self) -> None:
-        """Lets go of the operands; calls that come later, e.g. of a backward pass, make their own."""
+        """Releases the operands; later calls, e.g. of a backward pass, make their own."""
         self._is_open = False
         self._dtype_to_made.clear()
 
     def problem(self, current: Iterable[torch.Tensor | None] = ()) -> ArgumentError | None:
-        """What keeps a forward pass from taking what is held: the parameters have been written to since it was made, or
-        others are in their place, those of `current` if it is given; or the call is captured and the block is not, or
-        the other way round. Does not synchronise the host."""
+        """Why a forward pass cannot use the cached operands, or None: the parameters were written to later, or replaced
+        (by those in `current`, if given); or only the call is captured, or only the block. Does not synchronise the
+        host."""
         if not self._is_open:
             return None
         if capture_id(self._device) != self._capture:
@@ -132,7 +130,7 @@ class CachedWeight:
                 return ArgumentError(
                     f"a weight {list(parameter.shape)} has been replaced by another inside cache_quantized_weights"
                 )
-        # Versions do not say which of the discrete weights it was: those made in one storage share a counter.
+        # Versions do not show which discrete weight changed: weights in one storage share a counter.
         for parameter, found, first in zip(
             self._parameters, self._versions_now(), self._versions, strict=True
         ):
@@ -146,7 +144,7 @@ class CachedWeight:
     def operands(
         self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool
     ) -> Directions | None:
-        """Same as weight_operands; None if calls on the current stream may not have them."""
+        """As weight_operands; None if calls on the current stream must not use the cached operands."""
         if not (self._is_open and capture_id(self._device) == self._capture):
             return None
         if self._versions is None:

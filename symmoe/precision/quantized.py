@@ -1,4 +1,4 @@
-"""A quantised tensor: its data, its scales, and what both mean."""
+"""A quantised tensor: data, scales, and their description."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Quantized:
     """Quantised rows [N, C] in G groups, or quantised weights [G, O, C].
 
     P is the number of tokens with padding: TILE * max_tiles(N, G) (kernels/formats.py). Every group begins at the first
-    multiple of TILE after the group before; what fills its last tile is 0, later tiles are not written.
+    multiple of TILE after the previous group. The padding of its last tile is 0; later tiles are not written.
 
     | layout | contracted, last in data | data | scale |
     |---|---|---|---|
@@ -29,18 +29,18 @@ class Quantized:
     | weight | C | [G, O, C] | [G, O / block_lines, C / block] |
     | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block] |
 
-    Quotients are rounded up. Nothing is written for rows that belong to no group.
+    Quotients are rounded up. Rows that belong to no group are not written.
 
     Attributes:
         data: float8_e4m3fn numbers; or uint8 with two E2M1 numbers in a byte, half as wide.
-        scale: scales, dtype and blocks as `block_format` says; compact and row-major. Only fp32 scales of columns are
-            block-major, of strides (1, C): a GEMM reads those of neighbouring features and the same tokens at a time.
+        scale: scales, with the dtype and blocks of `block_format`; compact and row-major. Only fp32 scales of columns
+            are block-major, strides (1, C): a GEMM reads scales of neighbouring features and the same tokens together.
         block_format: the format of elements, scales and blocks.
         layout: the row of the table above.
         num_rows: N for rows and columns; O or C for weights.
         amax: fp32[G], the largest finite |x| of every group, where there is a global scale; else None.
         row_range: int32[2, G], where the rows of each group begin and end; None for weights.
-        signs: signs of the Hadamard transform that tokens have gone through; None: no transform.
+        signs: signs of the tokens' Hadamard transform; None: no transform.
     """
 
     data: torch.Tensor
@@ -67,16 +67,16 @@ class Quantized:
 
     @property
     def buffers(self) -> Buffers:
-        """Data and scale, as kernels fill them."""
+        """Data and scale, in the form that kernels fill."""
         return self.data, self.scale
 
     def operand(self) -> Operand:
-        """The operand of grouped GEMMs: scales as they are if they are fp32, in tiles otherwise."""
+        """The operand of grouped GEMMs: fp32 scales unchanged, other scales in tiles."""
         scale = self.scale if self.scale.dtype == torch.float32 else self.swizzled_scale()
         return Operand(self.data, scale, self.global_scale)
 
     def swizzled_scale(self) -> torch.Tensor:
-        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled/tiles.py).
+        """The scales in 128x4 tiles, for Blackwell's matrix units (precision/block_scaled/tiles.py).
 
         Rows: every group begins at a new tile. Columns: one matrix, in which groups begin at tiles anyway.
         Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.
@@ -107,7 +107,7 @@ class Quantized:
     def dequantize(self) -> torch.Tensor:
         """The numbers in fp32, up to rounding: rows [N, C] or weights [G, O, C]; rows of no group are 0.
 
-        For numerics and tests: it has temporaries of several times the result. Does not synchronise the host.
+        For numerics and tests: temporaries are several times as large as the result. Does not synchronise the host.
         """
         if self.layout == "columns":
             return self._columns()
@@ -129,7 +129,7 @@ class Quantized:
         place = (first - begin)[groups] + torch.arange(self.num_rows, device=self.data.device)
         width = self.data.shape[1] * self.block_format.elements_per_byte
         token = torch.arange(width, device=self.data.device)
-        # By the group of each padded token; tiles of no group may get any.
+        # By the group of each padded token; for tiles of no group, any group.
         values = self._values((torch.searchsorted(first, token, right=True) - 1).clamp(min=0))
         if self.signs is not None:
             from symmoe.kernels.twin.block_scaled import inverse_hadamard

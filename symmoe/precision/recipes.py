@@ -1,4 +1,4 @@
-"""Which numbers the GEMMs of the experts multiply: recipes as small frozen records (docs/precision.md)."""
+"""Recipes: small frozen records of the number formats of the experts' GEMMs (docs/precision.md)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from symmoe.precision.quantized import Layout, Quantized
 
 
 class Recipe(ABC):
-    """What all recipes do: the operands of the three products of a layer. No method is collective or synchronises the
-    host; all can be captured in a CUDA graph.
+    """Base class of recipes, which make the operands of a layer's three products. No method is collective or
+    synchronises the host; a CUDA graph can capture all of them.
 
         forward  rows            x weight              contracted: features in
         dgrad    gradient rows   x weight_transposed   contracted: features out
         wgrad    gradient columns x columns            contracted: a group's tokens
 
-    Every method takes `out=(data, scale)`, buffers that it fills instead of new tensors: contiguous, but for fp32
-    scales of columns, which are block-major (:class:`Quantized`). Results have no gradient.
+    Every method accepts `out=(data, scale)`, buffers to fill instead of new tensors: contiguous, except fp32 scales of
+    columns, which are block-major (:class:`Quantized`). Results have no gradient.
 
     Attributes:
-        feature_multiple: what the number of features must be a multiple of: a line of data then has whole 16 bytes.
+        feature_multiple: the number of features must be a multiple of it, so that a line of data has whole 16 bytes.
         token_multiple: columns of a group begin at multiples of this many tokens; rows of groups need no alignment.
-        stochastic_gradients: whether gradients are rounded stochastically; quantising them then takes `seeds`.
-        word: in commands and messages, of a recipe without options.
+        stochastic_gradients: whether gradients are rounded stochastically; if so, quantising them takes `seeds`.
+        word: the name, in commands and messages, of a recipe without options.
     """
 
     feature_multiple: ClassVar[int] = 16
@@ -72,7 +72,7 @@ class Recipe(ABC):
     def row_bytes(self, features: int) -> int:
         """Bytes of one row of `features` features on the wire: data and compact scales.
 
-        The 4 bytes of a group's global scale, where there is one, are not counted.
+        The 4 bytes of a group's global scale, if any, are not counted.
         """
         row_format = self.row_format
         return (
@@ -88,8 +88,8 @@ class Recipe(ABC):
         row_range: torch.Tensor,
         out: Buffers | None = None,
     ) -> Quantized:
-        """An uninitialised result of quantize or quantize_columns, for kernels that fill it, but for what a global
-        scale needs."""
+        """An uninitialised result of quantize or quantize_columns, for kernels to fill, without the data of a global
+        scale."""
         return _empty(
             self.row_format,
             layout,
@@ -114,16 +114,16 @@ class Recipe(ABC):
         dbias: torch.Tensor | None = None,
         bias_scale: torch.Tensor | None = None,
     ) -> Quantized:
-        """Rows with scales along their features. One launch, or three where there is a global scale; dbias: one more.
+        """Rows with scales along their features. One launch, or three with a global scale; dbias: one more.
 
         Args:
             rows: [N, C], bf16, fp16 or fp32, contiguous; C a multiple of feature_multiple.
             row_start: int32[G + 1] on their device, the groups' bounds; or int32[2, G], their begins and ends; None:
                 one group of all rows. Rows past the last group's are neither read nor written.
             row_index: int32[N], row r of the groups is rows[row_index[r]]; None: rows[r].
-            seeds: int64[G]; random words of the group's seed and the place in the group round numbers up or down,
-                so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
-            out: buffers for data and scale, of the shapes and dtypes that :class:`Quantized` names.
+            seeds: int64[G]; random words from the group's seed and the place in the group round numbers up or down, so
+                that the mean is preserved. Equal seeds and rows give equal bits at any place of the group.
+            out: buffers for data and scale, with the shapes and dtypes of :class:`Quantized`.
             dbias: [G, C], bf16, fp16 or fp32: gets the sum of every group's rows, each times bias_scale, fp32[N], if
                 given: the gradient of a bias, from the pass that quantises. Its bits do not depend on the recipe.
 
@@ -205,14 +205,14 @@ class Recipe(ABC):
     ) -> Quantized:
         """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
 
-        Where weights have square blocks, the numbers are those of quantize_weight: both products see the same weight.
+        With square blocks, the numbers are the same as from quantize_weight: both products use the same weight.
         """
         return _quantize_weights(self, weight, {"weight_transposed": out})[0]
 
     def quantize_weight_pair(
         self, weight: torch.Tensor | TensorTable
     ) -> tuple[Quantized, Quantized]:
-        """Results of quantize_weight and quantize_weight_transposed, of one read. Arguments as in quantize_weight."""
+        """Results of quantize_weight and quantize_weight_transposed, in one read. Arguments as in quantize_weight."""
         forward, transposed = _quantize_weights(
             self, weight, {"weight": None, "weight_transposed": None}
         )
@@ -223,7 +223,7 @@ class Recipe(ABC):
 class Float8Block(Recipe):
     """E4M3 with an fp32 scale for 128 features (or tokens) of a row, and for 128 x 128 of a weight (DeepSeek-V3, 2024).
 
-    power_of_two: scales are rounded up to powers of two, so that scaling is exact.
+    power_of_two: whether scales are rounded up to powers of two, so that scaling is exact.
     """
 
     word: ClassVar[str] = "float8-block"
@@ -241,22 +241,22 @@ class Float8Block(Recipe):
 
 
 def precision_word(recipe: Recipe | None) -> int:
-    """31 bits that are equal for equal recipes: the index in control.PRECISIONS, and a checksum of the recipe's fields
-    if it has options or is of a class that is not symmoe's. -1 for None."""
+    """31 bits, equal for equal recipes: the index in control.PRECISIONS, and a checksum of the recipe's fields if it
+    has options or a class from outside of symmoe. -1 for None."""
     if recipe is None:
         return -1
     word = vars(type(recipe)).get("word", Recipe.word)  # a subclass is another recipe
     index = control.PRECISIONS.index(word)
     if word != Recipe.word and recipe == type(recipe)():
         return index
-    # The text of a class that is not symmoe's may hold an address.
+    # The repr of a class from outside of symmoe may contain an address.
     text = repr(recipe) if dataclasses.is_dataclass(recipe) else type(recipe).__qualname__
     checksum = max(1, zlib.crc32(text.encode()) >> (control.PRECISION_BITS + 1))
     return checksum << control.PRECISION_BITS | index
 
 
 def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
-    """What keeps a layer with these numbers of features from computing with a precision, or None."""
+    """Why a layer with these numbers of features cannot compute with a precision, or None if it can."""
     if precision is None:
         return None
     if not isinstance(precision, Recipe):
@@ -319,8 +319,7 @@ def _row_range(
     seeds: torch.Tensor | None,
     row_index: torch.Tensor | None,
 ) -> tuple[torch.Tensor, int]:
-    """Where the rows of every group begin and end, and how many rows there are; ArgumentError if an argument is not
-    what it must be."""
+    """Begin and end of every group's rows, and the number of rows; ArgumentError if an argument is not as described."""
     check_floats(recipe, "rows", rows, ("N", "C"))
     if row_index is not None:
         check_operand("row_index", row_index, (row_index.numel(),), (torch.int32,), rows.device)
@@ -340,8 +339,8 @@ def _row_range(
 def check_floats(
     recipe: Recipe, name: str, tensor: torch.Tensor | TensorTable, shape: tuple[str | int, ...]
 ) -> None:
-    """ArgumentError unless a recipe takes these numbers: contiguous, of this shape, sizes behind letters but the first
-    multiples of feature_multiple, on a device that has the recipe's numbers."""
+    """ArgumentError unless a recipe can quantise the tensor: contiguous, of this shape (sizes for letters after the
+    first are multiples of feature_multiple), on a device that supports the recipe."""
     is_contiguous = isinstance(tensor, TensorTable) or tensor.is_contiguous()
     fits = len(tensor.shape) == len(shape) and all(
         isinstance(word, str) or word == size
@@ -385,7 +384,7 @@ def _empty(
     out: Buffers | None,
     **fields: Any,
 ) -> Quantized:
-    """Numbers [..., lines, length] in the caller's buffers, checked, or in new ones. fields: others of the result."""
+    """Numbers [..., lines, length] in the caller's buffers, checked, or in new ones. fields: other result fields."""
     *groups, lines, length = shape
     data_shape = *groups, lines, block_format.data_width(length)
     scale_shape = *groups, -(-lines // block_format.block_lines), block_format.num_blocks(length)

@@ -1,8 +1,8 @@
-"""Rows in fewer bytes on the wire: the quantised data and the scales of each row, as one row of bytes.
+"""Quantised rows on the wire: the data and the scales of each row, as one row of bytes.
 
-The sender quantises a token once, however many ranks it goes to; kernels that move rows do not look into them. The
-receiver separates data and scales for its GEMM. The numbers are those that it would have quantised from the row itself,
-so this is only for recipes whose blocks lie within a row.
+The sender quantises a token once for all destination ranks; kernels that move rows do not interpret the bytes. The
+receiver separates data and scales for its GEMM. It gets the same numbers as if it had quantised the row itself, so the
+wire supports only recipes whose blocks lie within a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from symmoe.kernels import control
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe, check_floats
 
-# Dtype of travelling rows: 16-bit words, which hopper/rows.py takes too. No arithmetic is done with them.
+# Dtype of travelling rows: 16-bit words, which hopper/rows.py supports, too. No kernel computes with these words.
 WORD = torch.bfloat16
 
 
@@ -66,7 +66,7 @@ class WireFormat:
         rows: Quantized,
         row_index: torch.Tensor | None = None,
     ) -> None:
-        """Fills the result of Recipe.empty as `quantized` does, the rows of row_range."""
+        """Fills the rows of row_range in a result of Recipe.empty, as `quantized` does."""
         kernels.for_device(received.device).unpack_rows(
             received.view(torch.uint8),
             row_range,
@@ -95,7 +95,7 @@ class WireFormat:
         return columns
 
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [P, H] that have been sent, up to rounding. Bytes that were never received give any numbers."""
+        """The rows [P, H] that were sent, up to rounding. Rows that were never received have arbitrary numbers."""
         out = torch.empty((received.shape[0], self.hidden), dtype=dtype, device=received.device)
         kernels.for_device(received.device).decode_rows(
             received.view(torch.uint8), out, self.recipe.row_format
@@ -104,7 +104,7 @@ class WireFormat:
 
 
 def wire_problem(recipe: Recipe | None) -> ArgumentError | None:
-    """What keeps rows of a recipe from travelling quantised, or None."""
+    """Why rows of a recipe cannot travel quantised, or None if they can."""
     if recipe is None or recipe.row_format.element != "e4m3":
         return ArgumentError(
             f"precision ({recipe}) must be a recipe of E4M3 numbers where rows travel quantised"

@@ -1,4 +1,4 @@
-"""Kernels in Gluon for Hopper only, with the bits of those in `triton`: warp-specialised, persistent.
+"""Persistent, warp-specialised kernels in Gluon, for Hopper only, with the bits of the kernels in `triton`.
 
-May use `launch` and `triton`. Begin with `pipeline`. What they launch: hopper_launchers.py.
+This package may import `launch` and `triton`. Begin with `pipeline`. The launchers: hopper_launchers.py.
 """

@@ -1,7 +1,7 @@
-"""grouped_gemm_act of contiguous rows and the GEMM of grouped_gemm_dact for Hopper. Bits of h, a and dh are Triton's.
+"""grouped_gemm_act of contiguous rows, and the GEMM of grouped_gemm_dact, for Hopper. h, a and dh have Triton's bits.
 
-The formulas are those of triton/activation.py, on the same rounded numbers. Two features of 16 bits share a register
-(int32) from memory to arithmetic; otherwise, the compiler keeps one in each.
+Formulas and rounded numbers are the same as in triton/activation.py. Two features of 16 bits share a register (int32)
+from memory to arithmetic; otherwise the compiler keeps one feature in each register.
 """
 
 import functools
@@ -45,7 +45,7 @@ from symmoe.kernels.triton.activation import (
     add_neighbours,
 )
 
-# The epilogue runs in another warpgroup, in two warps of another, or during the other tile's products.
+# The epilogue runs in another warpgroup, in two warps of another warpgroup, or during the other tile's products.
 SEPARATE = {
     "instruction_n": 128,
     "finish_warps": 4,
@@ -67,10 +67,8 @@ ALTERNATE = {
     "instruction_n": 128,
     "stages": 5,
 }
-LONG_PRODUCT = (
-    4096  # contracted features, from which on two warps finish dact before the next tile's products
-)
-WIDE_OUTPUT = 8192  # features, from which on wider tiles of FC1 save more than alternating ones
+LONG_PRODUCT = 4096  # from so many contracted features on, two warps finish dact before the next tile's products
+WIDE_OUTPUT = 8192  # from so many features on, wider tiles of FC1 save more than alternating ones
 
 PAIRS = gl.constexpr(32)  # pairs of features in a chunk's row
 ROWS_PER_WARP = gl.constexpr(8)  # rows of a piece of a chunk
@@ -188,8 +186,8 @@ def dact_piece(
 def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.constexpr):
     """dh, a and sums of dscale of a tile of 128 rows, from chunks first_chunk.. of rounded da.
 
-    In pieces of a few rows of a chunk, from left to right. Two pieces of h are on their way while one is worked
-    on; they take turns in two sets of registers, as a copy from one to the other would wait for the load.
+    A piece is a few rows of a chunk; pieces go from left to right. Two pieces of h load while one is computed. They
+    alternate between two sets of registers, because a copy between registers would wait for the load.
     """
     h, row_scale, dh, a, scale_sums, num_rows = args
     chunks, dumped, taken = dump
@@ -247,7 +245,7 @@ def dact_epilogue(
 def act_piece(
     both, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr
 ):
-    """a of a piece, from its gates and ups in shared memory."""
+    """The result a of a piece, from its gates and ups in shared memory."""
     gates, ups = both
     ACTIVATION: gl.constexpr = PIPE.activation
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -323,9 +321,7 @@ def hopper_act_kernel(
     a,  # [N, I]
     PIPE: gl.constexpr,
 ):
-    gl.static_assert(
-        PIPE.columns % PIPE.tile_columns == 0
-    )  # otherwise gates would be stored among ups
+    gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would overwrite ups
     args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_tile if PIPE.finish_warps > 0 else act_epilogue
     run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
@@ -357,9 +353,9 @@ def hopper_dact_kernel(
 def launch_dact(
     dout, weight, row_range, hidden, results, activation, *, num_sms=None, variant=None
 ):
-    """Computes dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N].
+    """Computes dh and a of grouped_gemm_dact, and the block sums of dscale [num_scale_sums(I), N].
 
-    results: dh, a and these sums. variant: options of the Pipeline, for comparisons.
+    results: dh, a and the block sums. variant: options of the Pipeline, for comparisons.
     """
     dout, row_index = as_pair(dout)
     num_rows, ffn = results[1].shape
@@ -396,7 +392,7 @@ def _dact_plan(
 
 
 def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
-    """Whether launch_act does it, rows being contiguous: gates and ups in halves that whole tiles fill."""
+    """Whether launch_act takes contiguous rows of this size: gates and ups in halves that whole tiles fill."""
     fills = ffn % ALTERNATE["tile_columns"] == 0 and num_rows <= MAX_ROWS
     return activation.is_gated and activation.interleave is None and fills
 

@@ -35,7 +35,7 @@ GLUON_DTYPES = {
 def store_tile(
     acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
-    """Epilogue: rounds a tile and stores it by TMA, which reads while the next tile is multiplied."""
+    """Epilogue: rounds a tile and stores it by TMA, which reads shared memory during the next tile's products."""
     out_desc = args
     chunks, _, _ = dump
     tma.store_wait(0)
@@ -49,7 +49,7 @@ def store_tile(
 
 @gluon.jit
 def zero_tail_rows(out, row_range, num_rows, PIPE: gl.constexpr):
-    """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn."""
+    """Writes zeros to the tail rows of out [num_rows, columns]; the programs share the work."""
     first = gl.load(row_range + (2 * PIPE.num_groups - 1)).to(gl.int64) * PIPE.columns
     end = num_rows.to(gl.int64) * PIPE.columns
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
@@ -107,7 +107,7 @@ def _gemm_plan(
 
 
 def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-    """One program per SM, but no more than there can be tiles."""
+    """The grid: one program per SM, at most one per possible tile."""
     return launch_grid(
         max_row_tiles(num_rows, pipe.num_groups, BLOCK_M.value) * pipe.num_n_tiles, num_sms, device
     )
@@ -120,12 +120,12 @@ def describe(block: list[int], dtype: torch.dtype) -> Describe:
 
 
 def describe_rows(dtype: torch.dtype) -> Describe:
-    """Same as describe, for a tile's rows."""
+    """As describe, for a tile's rows."""
     return describe([BLOCK_M.value, BLOCK_K.value], dtype)
 
 
 def describe_weight(pipe: Pipeline, dtype: torch.dtype) -> Describe:
-    """Same as describe, for a tile's weights."""
+    """As describe, for a tile's weights."""
     block = [BLOCK_K.value, pipe.block_n] if pipe.weight_k_first else [pipe.block_n, BLOCK_K.value]
     return describe([1, *block], dtype)
 

@@ -1,8 +1,8 @@
-"""Names of Gluon that kernels use, also those that differ between the versions of Triton that are known.
+"""Names of Gluon that kernels use, also names that differ between the supported versions of Triton.
 
-tma_add adds a block of shared memory to global memory, as tma_store stores it. Each sum is rounded once, to the dtype
-there; tma.store_wait waits for it. fp32 terms and sums below 2^-126 in magnitude count as zeros of their sign (PTX ISA,
-cp.reduce.async.bulk).
+tma_add adds a block of shared memory to global memory, in the same way as tma_store stores it. Each sum is rounded
+once, to the dtype of global memory; tma.store_wait waits for the addition. fp32 terms and sums below 2^-126 in
+magnitude count as zeros of their sign (PTX ISA, cp.reduce.async.bulk).
 """
 
 from typing import Any

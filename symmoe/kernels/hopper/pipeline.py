@@ -1,6 +1,6 @@
 """Common parts of the grouped GEMMs for Hopper: tiles, roles, barriers (Gluon, warp-specialised, persistent).
 
-One program per SM walks the tiles as triton/gemm.py does: BLOCK_M rows of a group, block_n features. Its warps' roles:
+One program per SM visits the tiles as in triton/gemm.py: BLOCK_M rows of a group, block_n features. Its warps' roles:
 
     load      1 warp with TMA, for gathered rows 4 warps with cp.async: fills a ring of stages, each BLOCK_K features of
               both operands
@@ -9,9 +9,9 @@ One program per SM walks the tiles as triton/gemm.py does: BLOCK_M rows of a gro
     finish    1 more warpgroup, or none. With it, the multiplying ones leave their rounded products in shared memory
               and go on with the next tile; without it, they do the epilogue.
 
-They wait for each other on mbarriers, whose phases alternate; use u of a barrier is waited for with parity u & 1.
+Roles wait for each other on mbarriers, whose phases alternate; the wait for use u of a barrier has parity u & 1.
 
-    barrier    arrivals                            says                           who waits
+    barrier    arrivals                            signals                        waiting role
     full[s]    1 + bytes; gathered: one more       stage s holds operands         the multiplying warpgroups of the tile
     empty[s]   1 per warpgroup that reads          stage s has been multiplied    load
     turn[w]    1                                   the other's products are done  multiply w, if they alternate
@@ -53,7 +53,7 @@ MAX_ROWS = RAGGED.value  # of an output that is stored by TMA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The number of groups of rows of a kernel."""
+    """The number of row groups of a kernel."""
 
     num_groups: int
 
@@ -67,10 +67,10 @@ class Groups:
 class Pipeline(Groups):
     """The constants of one kernel.
 
-    columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features,
-    more than tile_columns if it has gates and ups. in_width: contracted features. weight_k_first: weights are
-    [G, in_width, columns]. gathered: rows come from a tensor of packed rows.
-    group_m: tiles of M that share a column of tiles while it is in L2. alternate, finish_warps: see above.
+    columns: features of a row of the result; a tile has tile_columns of them. A tile multiplies block_n features, more
+    than tile_columns if it has gates and ups. in_width: contracted features. weight_k_first: weights are [G, in_width,
+    columns]. gathered: rows are read from a tensor of packed rows. group_m: tiles of M that share a column of tiles
+    while it is in L2. alternate, finish_warps: see above.
     instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes the rest.
     """
 
@@ -116,7 +116,7 @@ def add(a, b):
 
 @gluon.jit
 def row_tile_prefix(row_range, PIPE: gl.constexpr):
-    """Inclusive prefix sum of the groups' row tiles, a copy in every warp, and their total."""
+    """Inclusive prefix sum of the groups' row tiles, replicated in every warp, and the total."""
     layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
     group = gl.arange(0, PIPE.group_lanes, layout=layout)
     start = gl.load(row_range + group, mask=group < PIPE.num_groups, other=0)
@@ -175,7 +175,7 @@ def skip_tile(stage, phase, PIPE: gl.constexpr):
 def load_weight(
     b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr
 ):
-    """Begins to load a stage's weights, and announces NUM_BYTES, which come to the stage by TMA."""
+    """Begins to load a stage's weights by TMA, and announces NUM_BYTES to the stage's barrier."""
     mbarrier.expect(full.index(stage), NUM_BYTES)
     column = n_tile * PIPE.tile_columns
     if PIPE.weight_k_first:
@@ -217,9 +217,9 @@ def load_contiguous(source, b_desc, row_range, ring, PIPE: gl.constexpr):
 def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     """The role load for rows of [P, in_width] that row_index int32[N] names: cp.async, whose bytes no barrier counts.
 
-    LAG stages later they have landed, and one arrival says so.
+    LAG stages later the bytes have landed, and one arrival signals it.
     """
-    gl.static_assert(LAG <= PIPE.stages - 2)  # a stage is freed after the next one was waited for
+    gl.static_assert(LAG <= PIPE.stages - 2)  # a stage is freed after the wait for the next one
     rows, row_index = source
     a, b, full, empty = ring
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -232,7 +232,7 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     landed = 0  # stages, in the ring's order
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
+        # Entries past the group's end are arbitrary; row 0 exists wherever a group has rows.
         row = gl.load(row_index + first_row + lane, mask=first_row + lane < end, other=0)
         pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
         for k in range(PIPE.num_k):
@@ -256,7 +256,7 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
 
 @gluon.jit
 def announce(full, stage, is_due, PIPE: gl.constexpr):
-    """Makes what this warpgroup has copied visible to WGMMA and arrives at full[stage] if it is due; the next stage."""
+    """Makes this warpgroup's copies visible to WGMMA, arrives at full[stage] if it is due, returns the next stage."""
     fence_async_shared()
     thread_barrier()  # every thread's fence comes before the arrival
     mbarrier.arrive(full.index(stage), pred=is_due)
@@ -271,7 +271,7 @@ def announce(full, stage, is_due, PIPE: gl.constexpr):
 def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """Sum of products of a tile, or of its 64 rows, in fp32, and the ring's next stage and parity.
 
-    One WGMMA stays in flight; the stage before it is free then.
+    One WGMMA stays in flight; the stage before it is then free.
     """
     a_ring, b_ring, full, empty = ring
     ROWS: gl.constexpr = BLOCK_M if PIPE.alternate else CHUNK
@@ -292,8 +292,8 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
         )
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        # NOTE: not a carried `previous = stage`: Triton 3.6 takes a name that the loop's body sets to the value it had
-        # before the loop for one that does not change, and would freeze it there.
+        # NOTE: not a carried `previous = stage`: if the loop's body sets a name to the value that it had before the
+        # loop, Triton 3.6 assumes that the name does not change, and freezes it.
         mbarrier.arrive(empty.index(stage_before(stage, PIPE)), pred=k > 0)
         stage, phase = next_stage(stage, phase, PIPE)
     if (
@@ -321,7 +321,7 @@ def multiply(
     WARPGROUP: gl.constexpr,
     PIPE: gl.constexpr,
 ):
-    """The role. EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE) does the rest of a tile.
+    """The role multiply. EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE) finishes a tile.
 
     dump: see make_dump. turn: parity of the number of tiles before this one.
     """
@@ -386,7 +386,7 @@ def write_dump(acc, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
 
 @gluon.jit
 def store_chunk(desc, chunk, row, end, column):
-    """TMA store of a chunk to a ragged descriptor; hardware leaves out the rows at and past `end`."""
+    """TMA store of a chunk to a ragged descriptor; hardware skips the rows at and past `end`."""
     place = [RAGGED, end, RAGGED - end + row, column]
     tma_store(desc, place, chunk.reshape([1, 1, CHUNK, CHUNK]))
 
@@ -395,7 +395,7 @@ def store_chunk(desc, chunk, row, end, column):
 def leave_to_finish(
     acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
-    """Epilogue: the role finish does the rest."""
+    """Epilogue: leaves a tile to the role finish."""
     chunks, dumped, taken = dump
     mbarrier.wait(taken.index(WARPGROUP), turn ^ 1)
     write_dump(acc, chunks, WARPGROUP, PIPE)

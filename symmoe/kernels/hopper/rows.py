@@ -1,12 +1,12 @@
 """Kernels that move rows by TMA (Gluon, Hopper) while GEMMs run: few SMs, many bytes in flight on each.
 
-A program fills an SM, so a grid of n programs takes n SMs and leaves the others to a GEMM. Bytes in flight, a few
-hundred rows, lie in shared memory and not in registers. Bits are those of triton/tokens.py.
+A program fills an SM, so a grid of n programs takes n SMs and leaves the others to a GEMM. The bytes in flight, a few
+hundred rows, are in shared memory, not in registers. Results have the bits of triton/tokens.py.
 
-A row is [segments, SEGMENT] 32-bit words, and a piece of it, one TMA box, is some segments of it. An arena is a
-sequence of units of UNIT_BYTES, and a row may begin at each: offsets that barriers return are multiples of it, same as
-those of leases. Reads past the last row give zeros and writes there vanish, without any traffic: a row that does not
-travel is read from and written to such a place.
+A row is [segments, SEGMENT] 32-bit words. A piece of a row, one TMA box, is some of its segments. An arena is a
+sequence of units of UNIT_BYTES, and a row may begin at any unit: offsets of leases, which barriers return, are
+multiples of it. Reads past the last row give zeros and writes there have no effect, without any traffic: a row that
+does not travel is read from and written to such a place.
 """
 
 import functools
@@ -37,26 +37,26 @@ UNIT_BYTES = gl.constexpr(256)
 NOWHERE = gl.constexpr(0x7FFFFFF0)  # a unit past every arena
 NEGATIVE_ZERO = gl.constexpr(-(2**31))  # the bits of -0.0 in fp32
 MAX_SEGMENT = 256  # words: the longest side of a TMA box
-MAX_PIECE_BYTES = 16 << 10  # of a pushed piece
+MAX_PIECE_BYTES = 16 << 10  # bytes of a pushed piece
 STAGE_BYTES = 16 << 10
-SUM_RING_BYTES = 72 << 10  # of each of the three rings of a program that sums rows
-SUM_PIECE_BYTES = 8 << 10  # at most; 64 bytes to a thread
+SUM_RING_BYTES = 72 << 10  # of each of the three rings in a program that sums rows
+SUM_PIECE_BYTES = 8 << 10  # at most; 64 bytes per thread
 MAX_SUM_STAGES = 32
 MOVERS = 4  # warps that move rows, each with its own ring
 MOVE_STAGES = 3
 PIECE_LAYOUT = gl.constexpr(
     gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-)  # 16 bytes to a thread
+)  # 16 bytes per thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How rows are cut, and the rings of a program: a mover's, or that of a pair of roles that sums rows.
+    """How rows are cut, and the rings of a program: one per mover, or one per pair of roles that sums rows.
 
-    row_bytes: bytes of a row, which has `num_segments` of `segment` words.
-    piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
+    row_bytes: bytes of a row, which has `num_segments` segments of `segment` words. piece: segments of a piece, a power
+    of 2; the last piece may reach past the end, where the hardware cuts it off.
     batch: pieces of a stage.
-    top_k: K, where rows of a token are read. own_rank: this rank, at home. dtype: of Gluon, of rows that are summed.
+    top_k: K, where rows of a token are read. own_rank: this rank, in sum_home. dtype: Gluon dtype of summed rows.
     """
 
     row_bytes: int
@@ -85,7 +85,7 @@ class Pieces:
 
 @gluon.jit
 def prefetch(pointer):
-    """Prefetches a line of 128 bytes, which will be read soon."""
+    """Prefetches a line of 128 bytes."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
         "=r,l",
@@ -119,7 +119,7 @@ def next_stage(stage, phase, RING: gl.constexpr, CUT: gl.constexpr):
 def ask(
     x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_due, CUT: gl.constexpr
 ):
-    """Begins to load a batch of pieces: those of tokens that go to the rank, zeros for other tokens."""
+    """Begins to load a batch of pieces: for tokens that go to the rank their pieces, for other tokens zeros."""
     BATCH: gl.constexpr = CUT.batch
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
     for i in gl.static_range(BATCH):
@@ -135,7 +135,7 @@ def ask(
 
 @gluon.jit
 def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
-    """The role: moves its share of the batches of pieces, from the tokens to the rank's buffer."""
+    """The role of a mover: moves its share of the batches of pieces, from the tokens to the rank's buffer."""
     x_desc, arena_desc, token_to_row, received, rank, num_tokens = tensors
     slots, full = ring
     BATCH: gl.constexpr = CUT.batch
@@ -174,7 +174,7 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
             goes = (row >= 0) & (offset >= 0)
             place = [gl.where(goes, unit, NOWHERE), segment, 0]
             tma_store(arena_desc, place, slots.index(stage * BATCH + i))
-        tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
+        tma.store_wait(BATCH)  # the earlier batch has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         later = batch + (CUT.stages - 1) * step
         ask(
@@ -195,7 +195,7 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def wait_until_written(stage):
-    """Before a kernel ends, pieces must be written, not only read from shared memory."""
+    """Waits until pieces are written, not only read from shared memory, as a kernel must before it ends."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;",
         "=r,r",
@@ -208,7 +208,7 @@ def wait_until_written(stage):
 
 @gluon.jit
 def make_rings(desc, CUT: gl.constexpr):
-    """The rings' stages, one after the other, and the barriers that say that a stage is full."""
+    """The rings' stages, one after the other, and the barriers that signal full stages."""
     NUM_SLOTS: gl.constexpr = CUT.rings * CUT.stages * CUT.batch
     slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)
     return slots, make_barriers(CUT.rings * CUT.stages, 1)
@@ -222,7 +222,7 @@ def role(ROLE: gl.constexpr, tensors, ring, RING: gl.constexpr, CUT: gl.constexp
 
 @gluon.jit
 def run_movers(ROLE: gl.constexpr, tensors, desc, CUT: gl.constexpr):
-    """Runs a role of one warp four times."""
+    """Runs a role of one warp in MOVERS warps."""
     ring = make_rings(desc, CUT)
     fence_async_shared()
     gl.warp_specialize(
@@ -252,7 +252,7 @@ def hopper_push_kernel(
 
 
 def launch_push(x, token_to_row, peers, received, *, column, rank, num_ctas):
-    """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; the row is one that `takes_rows` takes."""
+    """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; `takes_rows` holds for x."""
     constants = _of_movers(
         x.shape[1] * x.element_size(), UNIT_BYTES.value, num_ranks=peers.num_ranks, column=column
     )
@@ -267,7 +267,7 @@ def takes_rows(rows: torch.Tensor) -> bool:
 
 @functools.cache
 def _of_movers(row_bytes: int, unit_bytes: int = 0, **sizes: int) -> Constants:
-    """unit_bytes: of the arena, if the second argument is one."""
+    """Constants of the movers. unit_bytes: the arena's, if the second argument is an arena."""
     cut = cut_rows(row_bytes, MAX_PIECE_BYTES, **sizes)
     arena = {1: describe_rows(cut, unit_bytes)} if unit_bytes else {}
     return Constants({"CUT": cut, "num_warps": 4}, {0: describe_rows(cut), **arena})
@@ -326,7 +326,7 @@ def primary_row(rows, CUT: gl.constexpr):
 
 @gluon.jit
 def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
-    """Begins to load a batch of pieces: those of primary rows of tokens with several rows, zeros for others."""
+    """Begins to load a batch of pieces: for tokens with several rows, of their primary rows; for others, zeros."""
     rows_desc, packed_to_row, begin, number = tokens
     is_due = batch < (number * CUT.num_pieces + (CUT.batch - 1)) // CUT.batch
     mbarrier.expect(full.index(stage), CUT.batch * CUT.piece_bytes, pred=is_due)
@@ -344,7 +344,7 @@ def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
 
 @gluon.jit
 def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
-    """The role: copies its share of the batches of pieces, from primary rows to secondary ones."""
+    """The role of a mover: copies its share of the batches of pieces, from primary rows to secondary rows."""
     rows_desc, packed_to_row, source_to_packed_start, source = tensors
     slots, full = ring
     TOP_K: gl.constexpr = CUT.top_k
@@ -362,7 +362,7 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     phase = 0
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
-        tma.store_wait(0)  # the batch before has left its stage, which is filled next
+        tma.store_wait(0)  # the earlier batch has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
         for i in range(CUT.batch):
@@ -405,14 +405,13 @@ def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_c
 # ------------------------------------------------------------------------------------------------------ sums
 
 
-# Rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them. A stage of a
-# pair's ring has a piece of one row. Both roles know by themselves which rows a token has, and in which order they are
-# added.
+# Pairs of roles sum rows, three pairs per program: one warp requests pieces, a warpgroup adds them. A stage of a pair's
+# ring has a piece of one row. Each role computes by itself which rows a token has, and their order in the sum.
 
 
 @gluon.jit
 def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
-    """Begins to load a piece of a row, if there is the row, into the stage; the next free stage."""
+    """Begins to load a piece of a row, if the row exists, into the stage; returns the next free stage."""
     slots, full, empty = ring
     if row >= 0:
         mbarrier.wait(empty.index(stage), phase)
@@ -424,7 +423,7 @@ def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, CUT: g
 
 @gluon.jit
 def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
-    """Sums of pairs of features, and the next row's pairs if there is such a row; the stage after it.
+    """Adds the next row's pairs of features to the sums, if the row exists; returns the sums and the next stage.
 
     A missing row must not turn -0.0 into 0.0.
     """
@@ -442,7 +441,7 @@ def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.co
 
 @gluon.jit
 def constant_piece(bits, CUT: gl.constexpr):
-    """First values of sums: fp32 of these bits (Triton turns the number -0.0 into 0.0)."""
+    """Initial values of sums: fp32 of these bits (Triton turns the number -0.0 into 0.0)."""
     layout: gl.constexpr = PIECE_LAYOUT
     return gl.full([1, CUT.piece, CUT.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
 
@@ -463,7 +462,7 @@ def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
 
 @gluon.jit
 def rows_of_home(source_to_packed_start, received, home, CUT: gl.constexpr):
-    """First and number of the packed rows of a rank's tokens; none if the call has failed."""
+    """The first packed row of a rank's tokens, and their number; 0 rows if the call has failed."""
     begin = gl.load(source_to_packed_start + home)
     number = gl.load(source_to_packed_start + home + 1) - begin
     return begin, gl.where(gl.load(received + home * NUM_PUBLISHED + CUT.column) < 0, 0, number)
@@ -471,7 +470,7 @@ def rows_of_home(source_to_packed_start, received, home, CUT: gl.constexpr):
 
 @gluon.jit
 def ask_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
-    """The role: loads pieces of the rows of each token of the rank `home`."""
+    """The requesting role: loads pieces of the rows of each token of the rank `home`."""
     rows_desc, _arena, packed_to_row, source_to_packed_start, received, _rank, home = tensors
     TOP_K: gl.constexpr = CUT.top_k
     begin, number = rows_of_home(source_to_packed_start, received, home, CUT)
@@ -489,7 +488,7 @@ def ask_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def add_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
-    """The role: sums the pieces, and stores the sums in the arena of `home`."""
+    """The adding role: sums the pieces, and stores the sums in the arena of `home`."""
     _rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home = tensors
     TOP_K: gl.constexpr = CUT.top_k
     begin, number = rows_of_home(source_to_packed_start, received, home, CUT)
@@ -505,9 +504,7 @@ def add_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
         index, segment = place_of(item, CUT)
         rows = load_slots(packed_to_row, begin + index, True, CUT)
         highest = rows[0]
-        low = constant_piece(
-            NEGATIVE_ZERO, CUT
-        )  # adding any number to it changes no bits of the number
+        low = constant_piece(NEGATIVE_ZERO, CUT)  # -0.0 plus a number is exactly that number
         high = constant_piece(NEGATIVE_ZERO, CUT)
         for k in gl.static_range(TOP_K):
             highest = gl.maximum(highest, rows[k])
@@ -571,20 +568,20 @@ def _of_sums(width: int, dtype: torch.dtype, num_descriptors: int, **sizes: int)
 
 
 def cut_sums(row_bytes: int, **sizes: Any) -> Pieces:
-    """Rows to be summed, and as many stages as a ring takes."""
+    """Rows to be summed, with as many stages as fit into a ring."""
     cut = cut_rows(row_bytes, SUM_PIECE_BYTES, batch=1, rings=3, **sizes)
     return replace(cut, stages=min(SUM_RING_BYTES // cut.piece_bytes, MAX_SUM_STAGES))
 
 
 @gluon.jit
 def is_failed(ready, arrived):
-    """Whether the trip's barriers say that nothing has moved."""
+    """Whether the trip's barriers report a failure: nothing has moved."""
     return gl.minimum(gl.load(ready), gl.load(arrived)) < 0
 
 
 @gluon.jit
 def first_rows(packed_start, num_tokens, CUT: gl.constexpr):
-    """What has to be added to a token's packed row on each rank to get the row of `returned`."""
+    """Addends that turn a token's packed row on each rank into its row of `returned`."""
     NUM_RANKS: gl.constexpr = CUT.num_ranks
     rows = ()
     for rank in gl.static_range(NUM_RANKS):
@@ -594,7 +591,7 @@ def first_rows(packed_start, num_tokens, CUT: gl.constexpr):
 
 @gluon.jit
 def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
-    """The role: loads pieces of every token's rows, in the order of ranks: one from each peer, all from this rank."""
+    """The requesting role: loads pieces of every token's rows, in rank order: one row per peer, all of this rank's."""
     rows_desc, returned_desc, _words, tables, ready, arrived, num_tokens = tensors
     token_to_packed_row, packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = CUT.num_ranks
@@ -626,7 +623,7 @@ def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
-    """The role: sums the pieces. This rank's rows are summed and rounded first, as peers do with their rows."""
+    """The adding role: sums the pieces. This rank's rows are summed and rounded first, as peers do with their rows."""
     _rows_desc, _returned_desc, words, tables, ready, arrived, num_tokens = tensors
     token_to_packed_row, _packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = CUT.num_ranks
@@ -643,7 +640,7 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
         high = constant_piece(0, CUT)
         for rank in gl.static_range(NUM_RANKS):
             if rank == CUT.own_rank:
-                # This may be 0.0 where peers' sums are -0.0: added to 0.0, both give the same.
+                # This sum may be 0.0 where a peer's sum would be -0.0: added to 0.0, both give the same.
                 own_low = constant_piece(0, CUT)
                 own_high = constant_piece(0, CUT)
                 for k in gl.static_range(TOP_K):
@@ -685,7 +682,7 @@ def hopper_sum_home_kernel(
 
 
 def launch_sum_home(rows, index, trip, out, *, rank, num_ctas):
-    """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there are peers."""
+    """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there is at least one peer."""
     _, packed_start, _, slot_to_row = index
     sizes = {"top_k": slot_to_row.shape[1], "num_ranks": packed_start.numel(), "own_rank": rank}
     constants, words = _of_sums(out.shape[1], out.dtype, 2, **sizes), out.view(torch.int32)

@@ -1,9 +1,9 @@
-"""Matrices anywhere in memory through one TMA descriptor, which the host makes without knowing where they lie.
+"""Matrices anywhere in memory through one TMA descriptor, which the host makes without their addresses.
 
-A descriptor has one address, that of a tensor (the anchor). Two more dimensions lead from there to any address that is
-a multiple of 16: one in steps of 16 bytes, one in steps of 2^34. So the two coordinates are the digits of the matrix's
-distance from the anchor, and the device computes them from a table of addresses; addresses wrap around at 2^64. The
-other two dimensions are the matrix's, so that what lies outside of it is still not read or written.
+A descriptor has one address: the address of a tensor (the anchor). From the anchor, two more dimensions reach any
+address that is a multiple of 16: one in steps of 16 bytes, one in steps of 2^34. So the two coordinates are the digits
+of the matrix's distance from the anchor. The device computes them from a table of addresses; addresses wrap around at
+2^64. The other two dimensions are the matrix's, so TMA still masks accesses outside of the matrix.
 """
 
 import torch
@@ -14,14 +14,14 @@ from symmoe.kernels.launch.launch import Describe
 
 STEP_BITS = gl.constexpr(4)  # strides of descriptors are multiples of 16 bytes,
 FAR_STEP_BITS = gl.constexpr(34)  # of less than 2^40
-DIGITS = gl.constexpr(2**30 - 1)  # of 64 bits, 30 are left for either digit
-# Not 2^30: Triton's sum of a descriptor's bytes overflows, and takes matrices of more than 64 KiB for small ones.
+DIGITS = gl.constexpr(2**30 - 1)  # 64 bits leave 30 for either digit
+# Not 2^30: Triton's sum of a descriptor's bytes would overflow, and treat matrices of more than 64 KiB as small.
 _LENGTH = 2**30 + 2**26
 
 
 def describe_table(block: list[int], dtype: torch.dtype, num_rows: int, width: int) -> Describe:
-    """Function from an anchor to the descriptor of contiguous matrices [num_rows, width] of its dtype; of blocks [1, 1,
-    *block]."""
+    """Function from an anchor to the descriptor of contiguous matrices [num_rows, width] of its dtype, with blocks [1,
+    1, *block]."""
     block = [1, 1, *block]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
     step, far_step = (2**bits.value // dtype.itemsize for bits in (STEP_BITS, FAR_STEP_BITS))
@@ -42,7 +42,7 @@ def matrix_place(table, anchor, group):
 
 @gluon.jit
 def distant_place(distance):
-    """The first two coordinates of what lies so many bytes behind the anchor, a multiple of 16."""
+    """The first two coordinates of an address at this distance in bytes from the anchor, a multiple of 16."""
     return ((distance >> FAR_STEP_BITS) & DIGITS).to(gl.int32), (
         (distance >> STEP_BITS) & DIGITS
     ).to(gl.int32)

@@ -1,9 +1,9 @@
 """grouped_gemm_wgrad of contiguous rows for Hopper, with the bits of triton/gemm.py; roles as in pipeline.py.
 
-A tile is 128 rows of out[g] (features of dout), 256 columns (features of rows). It contracts over the group's rows, so
-both operands lie in shared memory as they do in memory: a stage is BLOCK_K rows of either. Each of the two multiplying
-warpgroups has one [BLOCK_K, CHUNK] of dout, which WGMMA reads transposed. Only the device knows a group's number of
-stages. It may be 0: then no role touches the ring, and the tile is zeros.
+A tile is 128 rows of out[g] (features of dout) by 256 columns (features of rows). It contracts over the group's rows,
+so both operands have the same layout in shared and in global memory: a stage is BLOCK_K rows of either. Each of the two
+multiplying warpgroups has one [BLOCK_K, CHUNK] of dout, which WGMMA reads transposed. Only the device has a group's
+number of stages. If it is 0, no role uses the ring, and the tile is zeros.
 """
 
 import functools
@@ -82,13 +82,13 @@ def locate_tile(tile, row_range, PIPE: gl.constexpr):
 
 @gluon.jit
 def num_steps(start, end, BLOCK: gl.constexpr):
-    """Stages of the ring, of BLOCK rows, that a group's tile takes."""
+    """Number of ring stages, of BLOCK rows each, for a group's tile."""
     return (end - start + (BLOCK - 1)) // BLOCK
 
 
 @gluon.jit
 def load(dout_desc, rows_desc, row_range, ring, PIPE: gl.constexpr):
-    """The role load. Rows at and past a group's end, and columns past the last feature, come as zeros."""
+    """The role load. Rows at and past a group's end, and columns past the last feature, are loaded as zeros."""
     a, b, full, empty = ring
     num_bytes: gl.constexpr = 2 * dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
     stage = 0
@@ -111,7 +111,7 @@ def load(dout_desc, rows_desc, row_range, ring, PIPE: gl.constexpr):
 def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """Sum of products of a warpgroup's CHUNK rows of a tile in fp32, and the ring's next stage and parity.
 
-    One WGMMA stays in flight; the stage before it is free then. See the NOTE in pipeline.product.
+    One WGMMA stays in flight; the stage before it is then free. See the NOTE in pipeline.product.
     """
     a_ring, b_ring, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -157,7 +157,7 @@ def hopper_wgrad_kernel(
     row_range,
     PIPE: gl.constexpr,
 ):
-    # The halves of a stage of dout lie in separate places, as a ring of twice the length.
+    # The halves of a stage of dout are separate buffers, as a ring of twice the length.
     a = gl.allocate_shared_memory(
         dout_desc.dtype,
         [2 * PIPE.stages] + dout_desc.block_shape,
@@ -187,7 +187,7 @@ def hopper_wgrad_kernel(
 def launch_wgrad(dout, rows, row_range, out, *, num_sms=None, group_m=4):
     """grouped_gemm_wgrad of dout [N, O] and rows [N, C] into out [G, O, C] of their dtype, without indices.
 
-    O and C are multiples of 8, N is from 1 to MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
+    O and C are multiples of 8, 1 <= N <= MAX_ROWS; no accumulation. num_sms: as in grouped_gemm.
     """
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
     grid = tiles.launch_grid(pipe.num_tiles, num_sms, out.device)

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that cost the host little, by means of internals of Triton and CUDA.
+"""Launches of Triton kernels at low cost for the host, through internals of Triton and CUDA.
 
-May use errors only. Begin with `launch`; README.md says what breaks with a new Triton.
+This package may import errors only. Begin with `launch`; README.md lists what a new Triton may break.
 """

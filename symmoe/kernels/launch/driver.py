@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes, for what torch and Triton do not do for a thread that launches kernels."""
+"""The CUDA driver through ctypes: functions for launches that torch and Triton lack."""
 
 import ctypes
 import functools
@@ -47,10 +47,10 @@ _thread = _Thread()
 
 
 def ensure_context() -> None:
-    """Makes sure, once per thread, that a CUDA context is current; legal while a graph is captured.
+    """Ensures, once per thread, that a CUDA context is current; allowed while a graph is captured.
 
-    A new thread has none until the runtime binds one. Triton's launchers make one current, but without one
-    the encoding of a tensor map fails. Autograd's thread of device 0 has none: torch does not set a device that is
+    A new thread has no context until the runtime binds one. Triton's launchers make one current, but the encoding of a
+    tensor map fails without one. Autograd's thread of device 0 has no context: torch does not set a device that is
     current already. If the current device changes later, cudaSetDevice binds that device's context.
     """
     if not _thread.has_context:
@@ -79,13 +79,13 @@ def primary_context(device: int) -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libcuda, with the types of the functions that are used. A driver that is older than a function lacks it."""
+    """libcuda, with the types of the functions that symmoe calls. An old driver may lack some of them."""
     return _with_types(ctypes.CDLL("libcuda.so.1"))
 
 
 @functools.cache
 def library_with_gil() -> ctypes.PyDLL:
-    """The same for functions that never wait: another thread of Python cannot take over in between."""
+    """libcuda for functions that never block: the calls keep the GIL, so no other Python thread runs in between."""
     return _with_types(ctypes.PyDLL("libcuda.so.1"))
 
 
@@ -101,7 +101,7 @@ def _with_types(result: _Library) -> _Library:
 
 @functools.cache
 def can_launch() -> bool:
-    """Whether the driver has what kernels are launched by without Triton; CUDA 12.4 and newer have."""
+    """Whether the driver has the functions for launches without Triton; CUDA 12.4 and newer have them."""
     try:
         return all(hasattr(library(), name) for name in _SIGNATURES)
     except OSError:

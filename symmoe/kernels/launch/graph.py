@@ -1,9 +1,9 @@
-"""CUDA graphs of kernels that get other arguments in every launch.
+"""CUDA graphs of kernels whose arguments change in every launch.
 
-To launch a kernel costs the host 4.3 us, to change a node of a graph 0.6 us, and to launch the graph 2 us (H200). So
-launches that follow each other are one graph, made once. Before each launch of it, the nodes whose arguments have
-changed get the new ones; launches that are queued keep theirs. Unlike in a captured graph, nothing that a call brings
-is fixed: addresses, epochs and bounds of waits are arguments.
+A kernel launch costs the host 4.3 us, a change of a graph's node 0.6 us, and the launch of the graph 2 us (H200). So
+consecutive launches form one graph, made once. Before each launch of the graph, the nodes with changed arguments are
+updated; queued launches keep their arguments. Unlike in a captured graph, the values of a call are not fixed:
+addresses, epochs and bounds of waits are arguments.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from symmoe.kernels.launch.triton_internals import MAP_BYTES, build_module
 
 _PRIORITY_ATTRIBUTE = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 _USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-WORD_BYTES = 8  # of an argument
+WORD_BYTES = 8  # bytes of an argument
 
-# What LaunchGraph._launch_by_python does. In Python it takes the host 0.1 to 0.2 ms more in each direction of a step.
+# LaunchGraph._launch_by_python in C. Python costs the host 0.1 to 0.2 ms more in each direction of a step.
 _SOURCE = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -86,16 +86,16 @@ PyMODINIT_FUNC PyInit_symmoe_graph(void) { return PyModule_Create(&module); }
 
 
 class Parameter(NamedTuple):
-    """Where a call finds what a kernel gets: indices into the 64-bit values of the call."""
+    """The source of a kernel's parameter: indices into the 64-bit values of the call."""
 
     value: int  # of the argument
     addend: int  # is added to the argument
-    tensor_map: int = -1  # of the address of a tensor map, of memory that begins at the argument
+    tensor_map: int = -1  # of the address of a tensor map, for memory from the argument on
 
 
 @dataclass(frozen=True, slots=True)
 class KernelNode:
-    """A launch. priority: that of the stream on which it would be without a graph."""
+    """A launch. priority: the priority of the stream that the launch would use without a graph."""
 
     function: int
     grid: tuple[int, int, int]
@@ -107,7 +107,7 @@ class KernelNode:
 
 @dataclass(frozen=True, slots=True)
 class EventNode:
-    """What comes after it waits for an event; or an event is recorded after what comes before it."""
+    """Makes later nodes wait for an event, or records an event after the earlier nodes."""
 
     event: torch.cuda.Event
     is_wait: bool
@@ -128,13 +128,13 @@ class _KernelParams(ctypes.Structure):
 
 
 class _Parameter(ctypes.Structure):
-    """Where an argument comes from, and the tensor map that begins at it, or none."""
+    """The source of an argument, and of its tensor map if there is one."""
 
     _fields_ = [("value", ctypes.c_int64), ("addend", ctypes.c_int64), ("map", ctypes.c_void_p)]
 
 
 class _Kernel(ctypes.Structure):
-    """A node, what the driver is given for it, and the number of its parameters."""
+    """A node, its parameters for the driver, and their number."""
 
     _fields_ = [
         ("node", ctypes.c_void_p),
@@ -144,18 +144,18 @@ class _Kernel(ctypes.Structure):
 
 
 def aligned_maps(num_maps: int) -> tuple[Any, int]:
-    """Memory of the host for so many tensor maps: what keeps it, and its address."""
+    """Host memory for num_maps tensor maps: its owner, and its address."""
     memory = (ctypes.c_char * (MAP_BYTES * (num_maps + 1)))()
     address = ctypes.addressof(memory)
     return memory, address + -address % MAP_BYTES
 
 
 class LaunchGraph:
-    """A graph of kernels. One thread at a time launches it.
+    """A graph of kernels. Only one thread at a time may launch it.
 
     Args:
-        nodes: each with the numbers of those before it that it comes after.
-        values: of a call, with the addresses of tensor maps; other values may be any.
+        nodes: each with the numbers of the earlier nodes that it depends on.
+        values: the values of a call. Addresses of tensor maps must be real; other values are arbitrary.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class LaunchGraph:
         parameters = [parameter for kernel in kernels for parameter in kernel.parameters]
         self._is_set = False  # whether the nodes have the arguments in _words
         self._words = (ctypes.c_int64 * len(parameters))()  # the arguments, for the driver
-        self._pointers = (ctypes.c_void_p * len(parameters))()  # to the arguments and maps
+        self._pointers = (ctypes.c_void_p * len(parameters))()  # pointers to the arguments and maps
         self._parameters = (_Parameter * len(parameters))()
         num_maps = sum(parameter.tensor_map >= 0 for parameter in parameters)
         self._map_memory, next_map = aligned_maps(num_maps)
@@ -205,7 +205,7 @@ class LaunchGraph:
         self._is_set = True
 
     def _launch_by_python(self, is_first: bool, stream: int, values: array[int]) -> int:
-        """Gives kernels their arguments and launches. Returns the error of the driver, or 0."""
+        """Sets the kernels' arguments and launches. Returns the driver's error, or 0."""
         library = driver.library_with_gil()
         numbers = iter(range(len(self._parameters)))
         for kernel in self._kernels:
@@ -227,7 +227,7 @@ class LaunchGraph:
         return int(driver.library().cuGraphLaunch(self._exec, stream))
 
     def _describe(self, number: int, kernel: KernelNode, start: int) -> None:
-        """What the driver is given for a kernel, whose first parameter has the number `start`."""
+        """Fills the driver's description of a kernel, whose first parameter has the number `start`."""
         params = self._params[number]
         params.function = kernel.function
         params.x, params.y, params.z = kernel.grid
@@ -271,7 +271,7 @@ class LaunchGraph:
             ctypes.byref(result), self._graph, _USE_NODE_PRIORITY
         )
         driver.check(error, "cuGraphInstantiate")
-        # The driver frees it once no launch of it runs any more.
+        # The driver frees the graph after its last launch has ended.
         weakref.finalize(self, library.cuGraphExecDestroy, result).atexit = False
         return result
 
@@ -286,7 +286,7 @@ def _set_priority(node: ctypes.c_void_p, priority: int) -> None:
 
 @functools.cache
 def _functions_of_driver() -> Any:
-    """Those that the compiled function calls."""
+    """The driver functions that the compiled function calls."""
     names = "cuGraphExecKernelNodeSetParams_v2", "cuTensorMapReplaceAddress", "cuGraphLaunch"
     addresses = [
         ctypes.cast(getattr(driver.library(), name), ctypes.c_void_p).value for name in names
@@ -296,7 +296,7 @@ def _functions_of_driver() -> Any:
 
 @functools.cache
 def _compiled_launch() -> Callable[..., int] | None:
-    """The function in C; None where it cannot be compiled."""
+    """The launch function in C; None where it cannot be compiled."""
     try:
         launch: Callable[..., int] = build_module(_SOURCE, "symmoe_graph").launch
     except (ImportError, OSError, RuntimeError, SymmoeError, subprocess.CalledProcessError):

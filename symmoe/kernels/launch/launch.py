@@ -1,8 +1,8 @@
-"""Launches of Triton kernels that skip the work which the JIT repeats in every call.
+"""Launches of Triton kernels without the work that the JIT repeats in every call.
 
-A launch through the JIT costs an H200's host about 34 us for a grouped GEMM: for finding the compiled variant,
-for asking the driver about every pointer, and for encoding tensor maps that have not changed. The JIT
-compiles, once for each kind of call, and player.py launches, if it knows how.
+A JIT launch of a grouped GEMM costs an H200's host about 34 us: the JIT finds the compiled variant, queries the driver
+about every pointer, and encodes unchanged tensor maps. Here the JIT only compiles, once for each kind of call, and
+player.py launches the kernels that it supports.
 """
 
 import functools
@@ -26,7 +26,7 @@ from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMB
 from symmoe.program.builder import builder
 from symmoe.torch_internals import current_device, current_stream
 
-# Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
+# For every compilation. A product and a sum become one fma, for speed, and because tests and records have those bits.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 NUMBER_TYPES = (int, bool, float)
@@ -42,12 +42,12 @@ CPU = -1  # the result of Tensor.get_device
 
 
 class Constants:
-    """Constants of many calls of one kernel. Compared by identity: make one, keep it, and use it for all calls.
+    """Constants of many calls of one kernel. They compare by identity: make them once, reuse them.
 
     Attributes:
         named: the kernel's constants and the launch's options.
-        descriptors: by position, functions from a tensor to its descriptor: a call has the contiguous tensor there,
-            or None. The result must begin at the tensor's address, and depend only on its dtype and shape besides.
+        descriptors: by position, functions from a tensor to its descriptor: a call passes the contiguous tensor there,
+            or None. A descriptor must begin at the tensor's address and otherwise depend only on its dtype and shape.
     """
 
     __slots__ = ("descriptors", "named")
@@ -59,7 +59,7 @@ class Constants:
         self.descriptors = descriptors or {}
 
     def described(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments for Triton, with tensor descriptors."""
+        """The arguments for Triton, with tensor descriptors."""
         if not self.descriptors:
             return args
         result = [*args]
@@ -70,8 +70,8 @@ class Constants:
 
 
 class Named(tl.constexpr):  # type: ignore[misc]
-    """A constant with its value's attributes, in compiled and interpreted kernels. Kernels hand on what they read of a
-    constant, and read global ones, only as constexpr.
+    """A constant with its value's attributes, in compiled and interpreted kernels. Kernels may pass on a constant's
+    attributes, and read global constants, only as constexpr.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -82,16 +82,16 @@ class Named(tl.constexpr):  # type: ignore[misc]
 
 @functools.cache
 def kept_constants(**named: Hashable) -> Constants:
-    """Those of all calls with equal ones."""
+    """The shared Constants of all calls with equal constants."""
     return Constants(named)
 
 
 @functools.cache
 def kept_sizes(**named: Hashable) -> Constants:
-    """Same as kept_constants, of a kernel with one constant, SIZES, whose attributes these are, Named. A call has those
-    that the kernel reads."""
+    """As kept_constants, for a kernel with one constant, SIZES, a Named whose attributes are the arguments. A call
+    passes the attributes that the kernel reads."""
     options = {name: named.pop(name) for name in LAUNCH_OPTIONS if name in named}
-    if isinstance(tl.cdiv, JITFunction):  # not in the interpreter, whose kernels are Python
+    if isinstance(tl.cdiv, JITFunction):  # the interpreter's kernels are Python
         named = {name: value if value is None else Named(value) for name, value in named.items()}
     return Constants({"SIZES": make_dataclass("Sizes", named, frozen=True)(**named), **options})
 
@@ -103,8 +103,8 @@ def fast_jit(
     jit: Callable[..., Any] = triton.jit,
 ) -> Callable[[Any], Any]:
     """Decorator of an entry kernel for :func:`launch`, in place of `jit`. Its constants must be the last parameters.
-    Its numbers are the parameters with a type and the `optional` ones, which may be None; no value is compiled in.
-    Whether a tensor is 16-byte aligned is, for the names in `aligned`; None: for all."""
+    Its numbers are the parameters with a type and the `optional` parameters, which may be None; their values are not
+    compiled in. 16-byte alignment is compiled in for the tensors named in `aligned`; None: for all."""
 
     def decorate(function: Any) -> Any:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
@@ -128,10 +128,10 @@ def fast_jit(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
-    """kernel[grid](*args, **constants.named) on the device of the first tensor, in the least time. With a 0 in the grid
-    nothing is launched or compiled, nor any argument read: no descriptor can describe an empty tensor.
+    """kernel[grid](*args, **constants.named) on the device of the first tensor, at the lowest cost. With a 0 in the
+    grid it does nothing and reads no argument: no descriptor can describe an empty tensor.
 
-    args: one argument for each parameter that is not a constant.
+    args: one argument for each parameter except constants.
     """
     if 0 in grid:
         return
@@ -142,31 +142,31 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
 
 
 def one_stage_less(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Options for a kernel that needs more shared memory than a program can have there; None if nothing is left.
+    """Options with one stage less, for a kernel that exceeds the device's shared memory; None at the last stage.
 
-    A stage more or less of what is loaded ahead changes no sum. So tiles are chosen for GPUs with much shared memory.
+    The number of prefetched stages changes no sum. So tiles are chosen for GPUs with much shared memory.
     """
     stages = options.get("num_stages", 1)
     return {**options, "num_stages": stages - 1} if stages > 1 else None
 
 
 def num_compiled() -> int:
-    """How many variants of kernels this process has compiled so far, or found in a cache."""
+    """The number of kernel variants that this process has compiled, or loaded from a cache."""
     return FastLaunch.num_compiled
 
 
 class FastLaunch:
-    """A Triton kernel that remembers the compiled variant of every kind of call.
+    """A Triton kernel with a cache of the compiled variants, by kind of call.
 
-    A call's key holds everything that the JIT reads: what `mode` says per parameter, constants and options by identity,
-    the device. A call with an unknown key goes through the JIT, which compiles if necessary. These calls always go
-    through the JIT: those with something that this class does not know (a tuple for an argument, a tensor on another
-    device, a callable grid), calls with hooks or debugging, and all calls with a Triton that is not known. Global
-    constants of a kernel's module must not change.
+    A call's key has everything that the JIT reads: each parameter as its `mode` requires, constants and options by
+    identity, the device. A call with a new key goes through the JIT, which compiles if necessary. Three kinds of calls
+    always go through the JIT: calls with unsupported arguments (a tuple, a tensor on another device, a callable grid),
+    calls with hooks or debugging, and all calls with an unsupported Triton. Global constants of a kernel's module must
+    not change.
 
     Attributes:
-        kernel: the JITFunction; `fn` is the same, as in Triton's wrappers. All other attributes are the kernel's.
-        num_compiled: variants that all kernels of this process remember.
+        kernel: the JITFunction; `fn` is an alias, as in Triton's wrappers. All other attributes are the kernel's.
+        num_compiled: cached variants of all kernels of this process.
     """
 
     num_compiled = 0
@@ -182,7 +182,7 @@ class FastLaunch:
         if CONSTANT in modes[: len(self._modes)]:
             raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
         self._calls: dict[tuple[Any, ...], _Call] = {}
-        self._seen: dict[int, Any] = {}  # what the JIT of an unknown Triton has compiled
+        self._seen: dict[int, Any] = {}  # variants from the JIT of an unsupported Triton
 
     def __getattr__(self, name: str) -> Any:
         if name == "kernel":  # copied without __init__
@@ -204,7 +204,7 @@ class FastLaunch:
             call.aligned is None or _alignment(call.aligned(addresses)),
             call.numbers and tuple([look(args[i]) for i, look in call.numbers]),
         )
-        # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
+        # The JIT's launcher rejects memory of the host and of other devices; an address does not show this.
         if key not in call.variants and all(tensor.get_device() == device for tensor in tensors):
             self._add_variant(key, call, constants, args)
         compiled, kernel = call.variants.get(key, (None, None))
@@ -218,7 +218,7 @@ class FastLaunch:
         return compiled
 
     def _new_call(self, constants: Constants, args: tuple[Any, ...]) -> "_Call | None":
-        """How calls with arguments of these types are read, remembered; None if that is not known."""
+        """Caches how calls with arguments of these types are read; None if they are not supported."""
         if not triton_internals.IS_KNOWN or len(args) != len(self._modes):
             return None
         if not all(map(_is_argument, args, self._modes)):
@@ -246,7 +246,7 @@ class FastLaunch:
     def _add_variant(
         self, key: tuple[Any, ...], call: "_Call", constants: Constants, args: tuple[Any, ...]
     ) -> None:
-        """Compiles the variant for such a call, and remembers it and what launches it."""
+        """Compiles the variant for such a call, and caches it with its launcher."""
         described, named = constants.described(args), constants.named
         compiled, read = self._with_stages(
             lambda options: triton_internals.compiled_for(self.kernel, described, options), named
@@ -259,7 +259,7 @@ class FastLaunch:
     def _launch_by_jit(
         self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]
     ) -> Any:
-        """A launch through the JIT, or, on another device, the whole launch again."""
+        """Launches through the JIT; on another device, repeats the whole launch."""
         home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
         if home not in (current_device(), CPU):
             with torch.cuda.device(home):
@@ -278,15 +278,15 @@ class FastLaunch:
         return compiled
 
     def _launch_on(self, stream: int | None, *call: Any) -> None:
-        """A launch on a stream, None: on the current one."""
+        """Launches on a stream; None: on the current stream."""
         on_it = nullcontext() if stream is None else torch.cuda.stream(ExternalStream(stream))
         with on_it:
             self._launch_by_jit(*call)
 
     @staticmethod
     def _with_stages(compile: Callable[[Mapping[str, Any]], Any], named: Mapping[str, Any]) -> Any:
-        """compile() with these constants and options, with fewer stages where the device's shared memory has no room
-        for all."""
+        """compile() with these constants and options, with fewer stages where all would exceed the device's shared
+        memory."""
         driver.ensure_context()
         try:
             return compile({**OPTIONS, **named})
@@ -300,36 +300,36 @@ class FastLaunch:
 class _Call:
     """How calls with the same constants and the same types of arguments are read."""
 
-    places: list[int]  # of the tensors in the arguments
+    places: list[int]  # the tensors' places in the arguments
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # from the arguments
-    # From the tensors' addresses to those whose alignment is compiled in; None: there are none.
+    # From the tensors' addresses to the addresses whose alignment is compiled in; None: there are none.
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[
         tuple[int, Callable[[int], tuple[Any, ...]]], ...
-    ]  # (place, what may be compiled in of an integer)
-    # Compiled kernels and what launches them (None: the JIT), by the rest of the key.
+    ]  # (place, properties of an integer that may be compiled in)
+    # Compiled kernels and their launchers (None: the JIT), by the rest of the key.
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 
 
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
-    """Which of the addresses are multiples of 16: True if all are."""
+    """Whether each address is a multiple of 16; True if all are."""
     return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple(
         [each % 16 == 0 for each in addresses]
     )
 
 
 def _integer_range(value: int) -> tuple[bool, ...]:
-    """The type (i32, i64 or u64) that the JIT gives an integer."""
+    """The type (i32, i64 or u64) of an integer for the JIT."""
     return -(2**31) <= value < 2**31, value < 2**63
 
 
 def _integer_class(value: int) -> tuple[bool, ...]:
-    """What the JIT may compile in of an integer: its type, whether it is 1, whether it is a multiple of 16."""
+    """The properties of an integer that the JIT may compile in: its type, whether it is 1, whether 16 divides it."""
     return *_integer_range(value), value == 1, value % 16 == 0
 
 
 def _is_argument(value: Any, mode: int) -> bool:
-    """Whether a call's key holds all properties of this argument on which the compiled code depends."""
+    """Whether a call's key has all properties of this argument that the compiled code depends on."""
     kind = type(value)
     return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
 
@@ -343,5 +343,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is not less than n >= 1."""
+    """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()

@@ -1,8 +1,8 @@
-"""Launches of compiled kernels by the driver: a single one, or those of a section of a program as one CUDA graph.
+"""Launches of compiled kernels by the driver: a single launch, or a program's section of launches as one CUDA graph.
 
-Every launch takes its arguments out of one array of 64-bit values, which a call fills: addresses, integers, the bits of
-floats. A parameter says where its value is; the driver reads as many bytes of it as the kernel's parameter has. With an
-old driver, and for kernels that are not understood, Triton's JIT makes every launch.
+Every launch reads its arguments from one array of 64-bit values, which a call fills: addresses, integers, the bits of
+floats. A Parameter has the index of its value; the driver reads as many bytes as the kernel's parameter has. With an
+old driver, and for unsupported kernels, Triton's JIT makes every launch.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ from symmoe.program.program import (
 
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
-_ZERO, _FIRST = STREAM + 1, STREAM + 2  # indices of values: of 0, of the first argument
+_ZERO, _FIRST = STREAM + 1, STREAM + 2  # indices of values: 0, the first argument
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 _SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
 
 MAX_TENSOR_MAPS = (
-    1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
+    1024  # cached for one argument of one compiled kernel: about 600 KiB of host memory
 )
 Describe = Callable[[torch.Tensor], TensorDescriptor]
 Parts = tuple[
     tuple[int, ...], object
-]  # values (the address of a tensor map, or 0; integers), and what keeps them
+]  # values (the address of a tensor map, or 0; integers), and their owner
 
 
 def picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -79,8 +79,7 @@ def picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class Kernel:
-    """A compiled kernel, launched by the driver. Immutable but for the tensor maps that it remembers. name: of the
-    kernel."""
+    """A compiled kernel, launched by the driver. Immutable except for its cache of tensor maps. name: the kernel's."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class Kernel:
         addresses: tuple[int, ...],
         args: tuple[Any, ...],
     ) -> None:
-        """Launches it. tensors, addresses: those among the arguments."""
+        """Launches the kernel. tensors, addresses: the tensors among the arguments, and their addresses."""
         words = [stream, 0, *addresses, *self._pick(args)]
         for n, kind in self._floats:
             words[n] = _bits(words[n], kind)
@@ -144,7 +143,7 @@ class Kernel:
             parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
             words += parts
             kept.append(map_object)  # another thread may drop it
-        values = _values(words)  # of this call only: threads may launch the same kernel at once
+        values = _values(words)  # per call: threads may launch the same kernel at once
         base, _ = values.buffer_info()
         pointers = array("Q", [base + offset for offset in self._offsets])
         driver.ensure_context()
@@ -159,11 +158,11 @@ class Kernel:
             pointers.buffer_info()[0],
             None,
         )
-        del memory, kept  # until here the driver reads them
+        del memory, kept  # the driver has read them
         driver.check(error, f"the launch of {self.name}")
 
     def _copy_maps(self, words: Sequence[int], pointers: array[int]) -> Any:
-        """Tensor maps for a call; pointers of their arguments point to them. Returns what keeps them."""
+        """Copies tensor maps for a call and sets the arguments' pointers to them. Returns the copies' owner."""
         memory, address = aligned_maps(len(self._described))
         for number, parameter in self._described:
             ctypes.memmove(address, words[parameter.tensor_map], MAP_BYTES)
@@ -174,16 +173,16 @@ class Kernel:
         return memory
 
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
-        """By place, the values for arguments that are described by tensor maps."""
+        """The values for arguments with tensor maps, by place."""
         return {place: maps.of(args[place]) for place, maps in self._maps.items()}
 
     def parameters(
         self, values: Mapping[int, tuple[int, int]], parts: Mapping[int, Sequence[int]]
     ) -> tuple[Parameter, ...]:
-        """Where each parameter of the compiled kernel is found.
+        """The source of each parameter of the compiled kernel.
 
-        values: by place, index of an argument's value, and what is added to it. parts: by place, indices of the values
-        of :meth:`maps`.
+        values: by place, the index of an argument's value, and its addend. parts: by place, indices of the values of
+        :meth:`maps`.
         """
         result = []
         for place, kind in enumerate(self.kinds):
@@ -198,7 +197,7 @@ class Kernel:
     def node(
         self, grid: tuple[int, ...], parameters: tuple[Parameter, ...], priority: int
     ) -> KernelNode:
-        """A launch of it in a graph."""
+        """A launch of the kernel in a graph."""
         compiled = self._compiled
         threads = 32 * compiled.num_warps
         return KernelNode(
@@ -223,9 +222,9 @@ def known_kernel(
     tensors: Sequence[int],
     describe: Mapping[int, Describe],
 ) -> Kernel | None:
-    """What launches a compiled kernel; None if only Triton's JIT can.
+    """The launcher of a compiled kernel; None if only Triton's JIT can launch it.
 
-    args: of one call, without constants; tensors: their places. Later calls have None and tensors in the same places.
+    args: one call's arguments without constants; tensors: their places. Later calls have None and tensors there, too.
     describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
     """
     if compiled is None or not driver.can_launch() or compiled.shared_bytes > _MAX_SHARED_BYTES:
@@ -247,25 +246,25 @@ def known_kernel(
 
 
 class _Unknown(Exception):
-    """A kernel that this file cannot launch."""
+    """A kernel that this module cannot launch."""
 
 
 class _TensorMaps(dict[torch.Size, Parts]):
-    """Values for an argument that is described by a tensor map, by the tensor's shape, but for the address."""
+    """Values for an argument with a tensor map, without the address, by the tensor's shape."""
 
     def __init__(self, compiled: Compiled, number: int, describe: Describe) -> None:
         self._compiled, self._number, self._describe = compiled, number, describe
         self.has_map = compiled.has_maps
 
     def of(self, tensor: torch.Tensor) -> Parts:
-        """Those for a tensor."""
+        """The values for a tensor."""
         found = self.get(tensor.shape)
         if found is None:
             driver.ensure_context()
             if len(self) >= MAX_TENSOR_MAPS:
                 self.clear()
             descriptor = self._describe(tensor)
-            descriptor.base = _SOMEWHERE  # every launch puts its own address there
+            descriptor.base = _SOMEWHERE  # every launch writes its own address there
             found = described_parts(self._compiled, self._number, descriptor)
             if found is None:
                 raise _Unknown
@@ -274,7 +273,7 @@ class _TensorMaps(dict[torch.Size, Parts]):
 
 
 class _Somewhere:
-    """In place of the tensor of a descriptor: an address that a driver takes."""
+    """A stand-in for the tensor of a descriptor: an address that a driver accepts."""
 
     def data_ptr(self) -> int:
         return 1 << 40
@@ -296,7 +295,7 @@ def _values(words: Iterable[int]) -> array[int]:
 
 
 def _check_number(function: int, count: int) -> None:
-    """_Unknown if the driver knows another number of parameters of the kernel."""
+    """Raises _Unknown if the driver reports another number of parameters for the kernel."""
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = (
@@ -315,33 +314,33 @@ def _check_number(function: int, count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the sections of a program share."""
+    """The data that the sections of a program share."""
 
-    # The stream, 0, constants, and, for what a call brings, 0.
+    # The stream, 0, constants, and 0 for each value of a call.
     values: array[int] = field(default_factory=functools.partial(array, "q", (0, 0)))
-    # Of values by what a call brings: the slot of memory with this address, or the place of a number.
+    # Indices of values by their source in a call: the slot of memory with this address, or the place of a number.
     indices: dict[Any, int] = field(default_factory=dict)
-    # By slot, the larger memory of which it is a part: its slot, and the offset in bytes.
+    # By slot, the larger memory that contains this memory: its slot, and the offset in bytes.
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # By the slot of an event, the work of streams outside of sections that it comes after.
+    # By the slot of an event, the work of streams outside of sections that the event follows.
     outside: dict[int, tuple[_Outside, ...]] = field(default_factory=dict)
     # Whether entries between sections launch work of their own, on any stream.
     has_outside: bool = False
 
     def constant(self, value: int) -> int:
-        """Index of a new value."""
+        """The index of a new value."""
         self.values.extend(_values([value]))
         return len(self.values) - 1
 
 
 def in_sections(program: Program) -> Program:
-    """The program with its launches in sections, as few as possible, and calls from Python between them.
+    """The program with its launches in as few sections as possible, and calls from Python between sections.
 
-    All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
-    stream uses comes from the current stream's, which gets it back only once it has waited for the branch, and no other
-    thread gets it before our launches have happened. Otherwise a branch could get memory whose last user, on the
-    current stream, it does not wait for. What only launches use, and what is small, is one allocation. Large memory
-    that only the current stream uses ends before such memory is made that comes after its last use.
+    All memory is allocated before the first launch, in the same order; the call frees it at its end. So a branch
+    stream's memory is memory of the current stream, which reuses it only after it has waited for the branch, and no
+    other thread gets it before our launches. Otherwise a branch could get memory without waiting for its last user on
+    the current stream. Memory that only launches use, and small memory, is one allocation. Large memory that only the
+    current stream uses is freed before the program allocates large memory that comes after its last use.
     """
     made, steps = list[Call](), list[Entry]()
     has_outside = any(getattr(entry, "kind", None) == IN_ORDER for entry in program.entries)
@@ -358,7 +357,7 @@ def in_sections(program: Program) -> Program:
 def _with_memory_planned(
     program: Program, made: list[Call], parts: dict[int, tuple[int, int]]
 ) -> list[Entry]:
-    """The entries without those that make memory before the first launch: `made`, and `parts` of it (see _Layout)."""
+    """The entries without the allocations before the first launch (`made`), and the `parts` of memory (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
     for n, entry in enumerate(program.entries):
         for slot in _slots(
@@ -368,7 +367,7 @@ def _with_memory_planned(
     returned = set(_slots(program.outputs))
     entries: list[Entry] = []
     small: list[Call] = []
-    large: dict[int, int] = {}  # bytes by slot, of memory that may end
+    large: dict[int, int] = {}  # bytes by slot, of memory that may be freed early
     for n, entry in enumerate(program.entries):
         if not (isinstance(entry, Call) and entry.kind == NEW and entry.slot is not None):
             entries.append(entry)
@@ -396,7 +395,7 @@ def _with_memory_planned(
 
 
 def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
-    """Makes memory of several entries in one allocation, which lives until the call ends."""
+    """Allocates the memory of several entries at once, until the call ends."""
     sizes = [
         -(-extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         for entry in entries
@@ -418,7 +417,7 @@ def _slots(template: Any) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Begin(Entry):
-    """All memory begins that these calls make."""
+    """Runs these calls, which allocate memory."""
 
     calls: tuple[Any, ...]
 
@@ -430,7 +429,7 @@ class _Begin(Entry):
 
 @dataclass(frozen=True, slots=True)
 class _End(Entry):
-    """Memory ends, of which all users have been launched on the current stream."""
+    """Frees memory after all of its users have been launched, on the current stream."""
 
     slots: tuple[int, ...]
     kind = CALL
@@ -441,20 +440,20 @@ class _End(Entry):
 
 
 class _Group:
-    """Entries that are played with the launches of one section."""
+    """Entries that run with the launches of one section."""
 
     def __init__(self) -> None:
         self._before: list[Entry] = []
         self._notes: list[
             Entry
-        ] = []  # last, because leases may fail: a wait that is noted has to be launched
+        ] = []  # last, because leases may fail: a noted wait must be launched
         self._launches: list[Launch | Event] = []
         self._mark: Mark | None = None  # the last one
         self._after: list[Call | _End] = []
         self._is_full = False
 
     def takes(self, entry: Entry) -> bool:
-        """Whether the entry may have its place in this group, which takes it then."""
+        """Adds the entry to this group if it fits; returns whether it does."""
         has_operator = any(each.kind == OPERATOR for each in self._after)
         # A launch may read what an operator writes.
         if self._is_full or (has_operator and isinstance(entry, (Launch, Event, Mark))):
@@ -474,7 +473,7 @@ class _Group:
             self._is_full = True
         elif entry.fills == (None, None):
             if self._after:
-                return False  # a lease may get memory that was given back meanwhile
+                return False  # a lease may get memory that was released meanwhile
             self._before.append(entry)
         else:
             self._after.append(entry)  # an operator, or the end of a lease
@@ -482,8 +481,8 @@ class _Group:
         return True
 
     def end(self, layout: _Layout) -> list[Entry]:
-        """What is run: nothing can interrupt a section, so only the last mark counts after it. What would be
-        owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
+        """The entries to run. A section cannot be interrupted, so only the last mark counts after it. Exchanges that
+        peers wait for share a section with other work, because no peer would see an error of Python between them."""
         section = [Section(self._launches, layout)] if self._launches else []
         is_owing = self._mark is not None and self._mark.what == MUST_SIGNAL
         marks = [Mark(MUST_ABORT) if is_owing else self._mark]
@@ -500,39 +499,39 @@ _Point = int | _Outside  # the number of a node, or work of an entry between sec
 
 
 class _Order:
-    """The order of a section's launches, as edges of a graph. What is on the current stream before the section comes
-    before all of it, and what is there after it after all of it. Other streams have work of their own only if entries
-    between sections launch some."""
+    """The order of a section's launches, as edges of a graph. Earlier work of the current stream precedes the whole
+    section, later work follows it. Other streams have work outside of sections only if entries between sections launch
+    it."""
 
     def __init__(self, layout: _Layout) -> None:
         self.nodes: list[tuple[Node, tuple[int, ...]]] = []
-        self.entered: dict[int, torch.cuda.Event] = {}  # by stream, recorded there before
-        self.left: dict[int, torch.cuda.Event] = {}  # by stream, waited for there after it
+        self.entered: dict[int, torch.cuda.Event] = {}  # by stream, recorded before the section
+        self.left: dict[int, torch.cuda.Event] = {}  # by stream, waited for after the section
         self._layout = layout
         self._last: dict[
             int | None, tuple[_Point, ...]
-        ] = {}  # by stream, what its next work is after
+        ] = {}  # by stream, the points that its next work follows
         self._events: dict[int, tuple[_Point, ...]] = dict(layout.outside)  # by slot
         self._waits: dict[int, int] = {}  # by stream, the node that waits for it
 
     def add(self, node: Node, stream: int | None) -> None:
-        """A launch on a stream; None is the current one."""
+        """Adds a launch on a stream; None is the current stream."""
         after = self._numbers(self._points_of(stream))
         self.nodes.append((node, after))
         self._last[stream] = (len(self.nodes) - 1,)
 
     def note(self, event: Event) -> None:
-        """An event that is recorded or waited for."""
+        """Adds an event that is recorded or waited for."""
         points = self._points_of(event.stream)
         if event.is_wait:
-            # One of an earlier section has happened.
+            # An event of an earlier section has happened.
             waited = self._events.get(event.slot, ())
             self._last[event.stream] = tuple(dict.fromkeys((*points, *waited)))
         else:
             self._events[event.slot] = points
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Ends the order: nothing follows."""
         self._numbers(self._points_of(None))
         for stream, points in self._last.items():
             after = [point for point in points if point != _Outside(stream or 0)]
@@ -556,7 +555,7 @@ class _Order:
         )
 
     def _wait_of(self, stream: int) -> int:
-        """The node that waits for what entries between sections have launched on a stream."""
+        """The node that waits for a stream's work from entries between sections."""
         if stream not in self._waits:
             self.entered[stream] = event = _new_event()
             self.nodes.append((EventNode(event, is_wait=True), ()))
@@ -566,17 +565,17 @@ class _Order:
 
 def _new_event() -> torch.cuda.Event:
     event = torch.cuda.Event()
-    event.record()  # this makes it
+    event.record()  # this creates the event
     return event
 
 
 class Section(Entry):
-    """Launches and events of a program that follow each other, as a CUDA graph."""
+    """Consecutive launches and events of a program, as a CUDA graph."""
 
     def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
-        self._kept: list[Any] = []  # kernels, and tensor maps that are copied
+        self._kept: list[Any] = []  # kernels, and tensor maps to be copied
         self._layout = layout
-        # With their indices, what no earlier section uses: slots of memory, and places of numbers.
+        # Slots of memory and places of numbers that no earlier section uses, with their indices.
         self._slots: list[tuple[int, int]] = []
         self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []
         order = _Order(layout)
@@ -593,7 +592,7 @@ class Section(Entry):
         """Launches everything."""
         values, things = frame.values, frame.things
         for index, slot in self._slots:
-            values[index] = things[slot].data_ptr()  # of a tensor or a lease
+            values[index] = things[slot].data_ptr()  # a tensor or a lease
         for index, number in self._numbers:
             values[index] = number.get(frame)
         driver.ensure_context()
@@ -628,14 +627,14 @@ class Section(Entry):
         return kernel.node(entry.grid, kernel.parameters(values, parts), _priority(entry.stream))
 
     def _index(self, source: Any, new: list[tuple[int, Any]]) -> int:
-        """Index of what each call has in a slot or a place. new: where it is noted if no section has used it."""
+        """The index of a call's value in a slot or a place. new: gets the entry if no section has used it."""
         if source not in self._layout.indices:
             new.append((self._layout.indices.setdefault(source, self._layout.constant(0)), source))
         return self._layout.indices[source]
 
 
 def _priority(stream: int | None) -> int:
-    """That of a stream other than the current one; the current stream's counts as the usual one."""
+    """The priority of a stream; the current stream (None) counts as the default priority."""
     priority = ctypes.c_int(0)
     if stream is not None:
         get_priority = driver.library().cuStreamGetPriority

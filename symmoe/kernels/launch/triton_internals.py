@@ -1,6 +1,6 @@
-"""What symmoe reads of Triton that is not public, for the versions whose insides are known: README.md has the list.
+"""The internals of Triton that symmoe reads, for the supported versions: README.md lists them.
 
-With any other Triton nothing here is asked: kernels are launched by Triton's JIT, which is always right.
+With any other Triton this module is not used: Triton's JIT launches all kernels, which is always correct.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAP_BYTES = 128  # of a CUtensorMap; in Triton's object it begins at the first m
 
 
 def mode(parameter: Any) -> int:
-    """How the JIT treats arguments of a parameter of a kernel."""
+    """How the JIT treats the arguments of a kernel's parameter."""
     if parameter.is_constexpr:
         return CONSTANT
     name = parameter.annotation_type
@@ -52,7 +52,7 @@ def mode(parameter: Any) -> int:
 
 
 def is_watched(kernel: Any = None) -> bool:
-    """Whether hooks or debugging of Triton have to see every launch; those of one kernel, if it is given.
+    """Whether Triton's hooks or debugging must see every launch; if a kernel is given, also its own hooks.
 
     Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
     """
@@ -74,19 +74,19 @@ def is_watched(kernel: Any = None) -> bool:
 def compiled_for(
     kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[Any, Compiled | None]:
-    """The JIT's compiled kernel for such arguments, which is not launched, and what a launch needs of it; None, None if
-    a hook of Triton has compiled nothing, or has not yet. OutOfResources: it does not fit."""
+    """The JIT's compiled kernel for such arguments, not launched, and its data for launches; None, None if a hook of
+    Triton has not compiled it, or not yet. Raises OutOfResources if it does not fit."""
     compiled = kernel.warmup(*args, grid=(1,), **options)
     if not isinstance(compiled, CompiledKernel):
         return None, None
     if isinstance(compiled.run, functools.partial):
-        compiled.run()  # Triton keeps the error of a kernel that has not fitted before, and raises it here
+        compiled.run()  # raises Triton's stored error if the kernel did not fit before
     return compiled, read_compiled(compiled)
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a launch needs of a compiled kernel."""
+    """The data of a compiled kernel for launches."""
 
     function: int  # the kernel, for the driver
     num_warps: int
@@ -94,7 +94,7 @@ class Compiled:
     kinds: tuple[
         str, ...
     ]  # of all parameters, constants too, as Triton writes them; "tensordesc" for descriptors
-    kernel: Any  # Triton's object, which unloads the function when it ends
+    kernel: Any  # Triton's object; its destructor unloads the function
 
     @property
     def has_maps(self) -> bool:
@@ -103,7 +103,7 @@ class Compiled:
 
 
 def read_compiled(kernel: Any) -> Compiled | None:
-    """None if the kernel is not built as is known, or if a launch has to do more than to pass arguments."""
+    """The kernel's data; None if its build is not supported, or if a launch must do more than pass arguments."""
     try:
         launcher, metadata = kernel.run, kernel.packed_metadata
         if not IS_KNOWN or type(launcher) is not CudaLauncher:
@@ -125,8 +125,8 @@ def read_compiled(kernel: Any) -> Compiled | None:
 def described_parts(
     compiled: Compiled, number: int, descriptor: Any
 ) -> tuple[tuple[int, ...], object] | None:
-    """The values that the kernel gets of its descriptor of this number: the address of its tensor map (0 if it gets
-    that of the tensor), then integers; and what keeps the map. None if it is built in another way."""
+    """The kernel's values for its descriptor of this number: the address of the tensor map (0 if the kernel gets the
+    tensor's address), then integers; and the map's owner. None if the build is not supported."""
     metadata = compiled.kernel.metadata.tensordesc_meta[number] if compiled.has_maps else None
     first, *rest = make_tensordesc_arg(descriptor, metadata, *([()] if VERSION >= (3, 8) else []))
     if metadata is None:
@@ -137,8 +137,8 @@ def described_parts(
 
 
 def build_module(source: str, name: str) -> ModuleType:
-    """A module in C, built as Triton builds its launchers. BackendUnavailable: this Triton builds them in another
-    way."""
+    """A module in C, built in the same way as Triton's launchers. Raises BackendUnavailable if Triton's way is
+    unknown."""
     try:
         from triton.runtime.build import compile_module_from_src
     except ImportError:

@@ -1,4 +1,4 @@
-"""Kernels for low-precision numbers: quantisers, products, rows on the wire. Those for Hopper are named hopper_*.
+"""Kernels for low-precision numbers: quantisers, products, rows on the wire. Kernels for Hopper are named hopper_*.
 
-May use `launch`, `triton` and `hopper`. Begin with `codes`, then `quantize` and `fp8`.
+This package may import `launch`, `triton` and `hopper`. Begin with `codes`, then `quantize` and `fp8`.
 """

@@ -1,12 +1,12 @@
 """The activation of an expert and its gradient with quantised results (Triton). Letters: twin/quantize.py.
 
-Rows of the activation do not depend on groups: a program has a few of them by FEATURES of the result. A gradient's
-program has TILE tokens of a group, and goes through them twice: in strips of features, which have
-whole blocks of columns, and in strips of rows, which have whole blocks of rows. The second time h is in L2. (In one
-tile for both, numbers that wait to be quantised would fill the registers.) On Hopper a kernel computes each number once
-and passes it through shared memory: low_precision/hopper_dact_quantize.py.
+Rows of the activation do not depend on groups: a program has a few rows by FEATURES of the result. A gradient's program
+has TILE tokens of a group and reads them twice: in strips of features, which have whole blocks of columns, and in
+strips of rows, which have whole blocks of rows. The second time h is in L2. (One tile for both would fill the registers
+with numbers that wait for quantisation.) On Hopper a kernel computes each number once and passes it through shared
+memory: low_precision/hopper_dact_quantize.py.
 
-The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers.
+The arithmetic is the same as in activation.py and quantize.py: the same functions on the same rounded numbers.
 """
 
 from typing import Any
@@ -43,9 +43,9 @@ from symmoe.kernels.triton.tiles import locate_rows, max_row_tiles, row_programs
 # A strip of columns costs about 500 instructions for its maxima and its transposition, at any width.
 STRIP = 32  # features of a strip of columns
 ROWS = 32  # rows of a strip, and of a program that makes only rows
-ROW_WARPS = 4  # warps of such a program: few, so that many programs have loads in flight
+ROW_WARPS = 4  # warps of a program that makes only rows: few warps, many programs with loads
 NUM_WARPS = 8
-REGISTERS = 128  # per thread of those: two programs to an SM
+REGISTERS = 128  # per thread: two programs per SM
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def store_columns(
     x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SIZES: tl.constexpr
 ):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
-    data. out: data, scales, how many tiles of tokens they have. sums [WIDTH]: of the columns, or None."""
+    data. out: data, scales, their number of token tiles. sums [WIDTH]: the columns' sums, or None."""
     data, scale, num_tiles = out
     if sums is not None:
         feature = first + tl.arange(0, x.shape[1])
@@ -116,7 +116,7 @@ def act_quantize_rows_kernel(
     scale,
     SIZES: tl.constexpr,
 ):
-    """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
+    """Grid (tiles of features, programs that loop over tiles of rows): neighbouring programs read the same rows."""
     first = tl.program_id(0) * SIZES.features
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.rows)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):

@@ -18,14 +18,14 @@ MANTISSA_BITS = tl.constexpr(0x7FFFFF)
 E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = (
     tl.constexpr(8),
     tl.constexpr(0x600000),
-)  # those of 448 in fp32
+)  # 448 as the bits of fp32
 HADAMARD_SIZE = tl.constexpr(formats.HADAMARD_SIZE)
 RANDOM_UNIT = tl.constexpr(2.0**-24)  # unit of the 24 bits of a word that are used
 
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as an integer, which orders numbers, Inf and NaN, in this order."""
+    """|x| as an integer; numbers come first in its order, then Inf, then NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -67,8 +67,9 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
         multiplier = tl.div_rn(1.0, scale)
         stored = tl.where(is_finite, scale, float("nan"))
     else:
-        # Without a division: 448 is 1.75 * 2^8, so amax = m * 2^a needs 2^(a - 8), or one more if m > 1.75; then the
-        # quotient is above the power of two by more than half of the last place, so rounding it does not hide that.
+        # Without a division: 448 is 1.75 * 2^8, so amax = m * 2^a needs 2^(a - 8), or the next power if m > 1.75. In
+        # that case the quotient exceeds the power of two by more than half of the last place, so rounding keeps it
+        # above.
         exponent = tl.maximum(
             ((finite_bits + (MANTISSA_BITS - E4M3_MAX_MANTISSA)) >> 23) - E4M3_MAX_EXPONENT, 1
         )
@@ -87,7 +88,7 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
 def block_scales_or_nan(bits, SCALE: tl.constexpr):
     """block_scales without a global scale; the multiplier of a block that is not finite is NaN.
 
-    That makes all of its E4M3 codes NaN without a test of every number.
+    So all of the block's E4M3 codes are NaN without a test of every number.
     """
     stored, multiplier = block_scales(bits, 1.0, SCALE)
     return stored, tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
@@ -95,7 +96,7 @@ def block_scales_or_nan(bits, SCALE: tl.constexpr):
 
 @triton.jit
 def e2m1_code(x, words):
-    """Same as to_e2m1 of the twins: x [LINES, WIDTH] to codes uint8; words: random, of the same shape, or None."""
+    """As to_e2m1 of the twins: x [LINES, WIDTH] to codes uint8; words: random words of the same shape, or None."""
     size = tl.minimum(tl.abs(x), E2M1_MAX)
     per_unit = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
     base = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
@@ -113,8 +114,7 @@ def e2m1_code(x, words):
 
 @triton.jit
 def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """The random words of lines [LINES] and elements first + [WIDTH], WIDTH and first multiples of 4; None if there
-    are no seeds."""
+    """The random words of lines [LINES] and elements first + [WIDTH]; 4 divides WIDTH and first. None without seeds."""
     if seeds is None:
         words = None
     else:
@@ -130,7 +130,7 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
-    """A byte for every number x; the other tensors are of its shape, words may be None."""
+    """One byte for every number of x; the other tensors have x's shape, words may be None."""
     scaled = tl.where(is_finite, x, 0.0) * multiplier
     return (
         tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
@@ -141,7 +141,7 @@ def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
 
 @triton.jit
 def pack(codes, ELEMENT: tl.constexpr):
-    """Codes as they are stored: of their shape, or of half the width."""
+    """Codes in their stored form: of the same shape, or of half the width."""
     packed = codes
     if ELEMENT == "e2m1":
         half: tl.constexpr = codes.shape[1] // 2
@@ -168,9 +168,9 @@ def hadamard(x, signs):
     width: tl.constexpr = x.shape[1]
     blocks: tl.constexpr = width // HADAMARD_SIZE
     bit = (signs >> (tl.arange(0, width) % HADAMARD_SIZE)) & 1
-    # A product, because -x would be 0 - x, which turns 0 into 0 and not -0.
+    # A product, because Triton's -x is 0 - x, which turns 0 into 0, not -0.
     y = (x * tl.where(bit == 1, -1.0, 1.0)[None, :]).reshape(lines, blocks, HADAMARD_SIZE)
-    # Sums and differences of neighbours go to the two halves: four times, and all elements are back in their places.
+    # Sums and differences of neighbours go to the two halves. After four times all elements are back in their places.
     for _ in tl.static_range(4):
         left, right = tl.split(y.reshape(lines, blocks, HADAMARD_SIZE // 2, 2))
         y = (
@@ -182,5 +182,5 @@ def hadamard(x, signs):
 
 
 def column_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of columns in the order in which they lie, as kernels store them."""
+    """Scales of columns in memory order, in which kernels store them."""
     return scale.t() if scale.dtype == torch.float32 else scale.view(torch.uint8)

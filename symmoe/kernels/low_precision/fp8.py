@@ -1,9 +1,9 @@
 """Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Tiles as in triton/gemm.py.
 
-Letters: twin/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
-in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
-warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
-of forward products, and for narrow results.
+Letters: twin/quantized_gemm.py. The tensor core sums a block's products; this sum is scaled and added in fp32 before
+the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one warpgroup adds while the
+other multiplies. The kernels here are for every other GPU that multiplies E4M3 numbers, for fp32 results of forward
+products, and for narrow results.
 """
 
 import functools
@@ -106,7 +106,7 @@ def grouped_gemm_wgrad_fp8_kernel(
         for b in tl.range(first_block, end_block):
             left = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
             right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
-            # 32 bits are enough: no memory holds so many numbers that their scales need more.
+            # 32 bits are enough for the scales of all numbers that fit into memory.
             by_row = tl.load(
                 dout_scale + b * WGRAD.out_rows + row, mask=row < WGRAD.out_rows, other=0.0
             )
@@ -124,7 +124,7 @@ def grouped_gemm_wgrad_fp8_kernel(
 def plan_gemm(
     num_groups: int, out_width: int, in_width: int, **tile: Any
 ) -> tuple[Gemm, Constants]:
-    """How grouped_gemm_fp8_kernel is launched. tile: fields of TileConfig."""
+    """The launch of grouped_gemm_fp8_kernel. tile: fields of TileConfig."""
     config = _config(tile)
     gemm = Gemm(config=config, num_groups=num_groups, columns=out_width, in_width=in_width)
     descriptors = {
@@ -138,7 +138,7 @@ def plan_gemm(
 def plan_wgrad(
     dtype: torch.dtype, accumulate: bool, shape: tuple[int, int, int], **tile: Any
 ) -> tuple[Wgrad, Constants]:
-    """How grouped_gemm_wgrad_fp8_kernel is launched."""
+    """The launch of grouped_gemm_wgrad_fp8_kernel."""
     config = _config(tile)
     descriptors = {
         0: describe([config.block_m, BLOCK.value]),

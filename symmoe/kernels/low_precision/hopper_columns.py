@@ -1,19 +1,19 @@
 """Quantising along tokens in blocks of TILE for Hopper (Gluon): rows, and rows that have travelled quantised.
 
-Programs are persistent. A tile is TILE tokens by TILE features. It comes to shared memory by cp.async, 16 bytes of a
-row at a time, and from there to registers; then a later tile begins to load there, during this one's arithmetic.
-Indices of gathered rows are read one tile ahead of the rows.
+Programs are persistent. A tile is TILE tokens by TILE features. cp.async loads it to shared memory, 16 bytes of a row
+at a time, then the program reads it to registers. During the tile's arithmetic, a later tile loads into its shared
+memory. Indices of gathered rows are read one tile ahead of the rows.
 
-Instructions cost the most, so numbers stay in words of two features as long as possible:
+Instructions are the bottleneck, so numbers stay in words of two features as long as possible:
 
     amax        of both numbers of a word at once
     transposing a thread has 32 tokens of two features, 16 of them neighbours: codes do not go through shared memory
     scales      four threads share a feature: two shuffles of words; each thread divides
-    not finite  the multiplier of such a block is NaN, which makes all of its codes NaN
+    not finite  the multiplier of a block that is not finite is NaN, so all of its codes are NaN
 
-The layout of shared memory permutes pieces of eight words by the 16 tokens to which they belong. Only the ldmatrix by
-which the compiler reads words of the wire has bank conflicts: it takes the cycles of single words. The formulas
-are those of low_precision/quantize.py on the same numbers, so the bits are those of its kernels.
+The layout of shared memory permutes pieces of eight words by their 16 tokens. Only the ldmatrix with which the compiler
+reads words of the wire has bank conflicts: it takes the cycles of single words. Formulas and numbers are the same as in
+low_precision/quantize.py, so the bits are equal.
 """
 
 import functools
@@ -34,14 +34,14 @@ from symmoe.kernels.triton.tiles import launch_grid
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row
-PANEL = 4  # tiles of features; of 16384 rows that groups share, they are 17 MB, which stay in L2
+PANEL = 4  # tiles of features; for 16384 rows in all, a panel is 17 MB, which stay in L2
 NUM_WARPS = 8
 WITHOUT_SIGNS = gl.constexpr(0x7FFF7FFF)
 STAGES = gl.constexpr(2)  # tiles of a program in shared memory
-PROGRAMS_PER_SM = 3  # those of bf16 have up to 192 kB of an SM's on their way
+PROGRAMS_PER_SM = 3  # bf16 programs have up to 192 kB per SM in flight
 REGISTERS = 80  # of a thread
 
-# As words of two features are read and multiplied, and their codes are written.
+# The layout in which words of two features are read and multiplied, and their codes are written.
 HELD = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]],
@@ -59,7 +59,7 @@ SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 class ColumnPlan(Groups):
     """The constants of one kernel: rows [N, width] in num_groups groups, of dtype (of Gluon) before they are quantised.
 
-    row_words: words of two numbers from a row to the next one. word_bytes: 4, or 2 on the wire. scale: of BlockFormat.
+    row_words: words of two numbers from a row to the next row. word_bytes: 4, or 2 on the wire. scale: BlockFormat's.
     """
 
     width: int
@@ -75,23 +75,23 @@ class ColumnPlan(Groups):
 
     @property
     def panel(self) -> int:
-        """Tiles of features that follow each other in the order of tiles; then come the next tokens."""
+        """Consecutive tiles of features in the order of tiles; the next tokens follow."""
         return PANEL if self.num_feature_tiles % PANEL == 0 else self.num_feature_tiles
 
     @property
     def copied_pairs(self) -> int:
-        """Words of a row that are read: whole copies. On the wire, scales follow a row's codes."""
+        """Words of a row that are read, in whole copies. On the wire, scales follow a row's codes."""
         words = control.ACCESS_BYTES // self.word_bytes
         return -(-self.width // (2 * words)) * words
 
     @property
     def groups(self) -> Any:
-        """Layout of groups: a copy in every warp."""
+        """Layout of groups, replicated in every warp."""
         return gl.BlockedLayout([self.group_lanes // 32], [32], [NUM_WARPS], [0])
 
     @property
     def copied(self) -> Any:
-        """Layout of words as they are copied to shared memory."""
+        """Layout of words for copies to shared memory."""
         return copied_layout(self.word_bytes)
 
     def grid(self, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
@@ -100,7 +100,7 @@ class ColumnPlan(Groups):
 
 
 def copied_layout(word_bytes: int) -> Any:
-    """Layout of words [TILE, PAIRS] as they are copied to shared memory: rows of threads with 16 bytes each."""
+    """Layout of words [TILE, PAIRS] for copies to shared memory: rows of threads with 16 bytes each."""
     words = control.ACCESS_BYTES // word_bytes
     across = PAIRS.value // words
     return gl.BlockedLayout([1, words], [32 // across, across], [NUM_WARPS, 1], [1, 0])
@@ -108,7 +108,7 @@ def copied_layout(word_bytes: int) -> Any:
 
 @gluon.jit
 def larger_bf16(a, b):
-    """The larger one of two |x|, NaN if one of them is, for both bf16 numbers of words; signs mean nothing."""
+    """The larger of two |x|, NaN if one of them is NaN, for both bf16 numbers of words; signs are arbitrary."""
     instruction: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(
         instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
@@ -117,7 +117,7 @@ def larger_bf16(a, b):
 
 @gluon.jit
 def larger_fp16(a, b):
-    """Same as larger_bf16, of fp16 numbers."""
+    """As larger_bf16, for fp16 numbers."""
     instruction: gl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(
         instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
@@ -126,7 +126,7 @@ def larger_fp16(a, b):
 
 @gluon.jit
 def largest(words, DTYPE: gl.constexpr):
-    """Words of the largest |x| of words [TILE, PAIRS] along the tokens; NaN if one of them is."""
+    """Words of the largest |x| of words [TILE, PAIRS] along the tokens; NaN if one of them is NaN."""
     result = (
         gl.reduce(words, 0, larger_bf16)
         if DTYPE == gl.bfloat16
@@ -137,7 +137,7 @@ def largest(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def decoded(codes, scale, DTYPE: gl.constexpr):
-    """Words of two numbers code * scale, rounded, of words of two E4M3 codes (int16) and scales fp32."""
+    """Words of two rounded numbers code * scale, from words of two E4M3 codes (int16) and scales fp32."""
     ROUND: gl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32"
     PRODUCTS: gl.constexpr = """{
         .reg .b32 both;
@@ -158,7 +158,7 @@ def decoded(codes, scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def group_tiles(row_range, PLAN: gl.constexpr):
-    """Groups' first rows and ends, the inclusive prefix sum of their tiles of tokens, and how many tiles there are."""
+    """Groups' first rows and ends, the inclusive prefix sum of their tiles of tokens, and the number of tiles."""
     group = gl.arange(0, PLAN.group_lanes, PLAN.groups)
     start = gl.load(row_range + group, mask=group < PLAN.num_groups, other=0)
     end = gl.load(row_range + PLAN.num_groups + group, mask=group < PLAN.num_groups, other=0)
@@ -168,7 +168,7 @@ def group_tiles(row_range, PLAN: gl.constexpr):
 
 @gluon.jit
 def stride(number, num_used, PLAN: gl.constexpr):
-    """A number of tiles in the order of tiles as whole panels, and the rest: a panel's tiles follow each other."""
+    """Splits a number of tiles into whole panels and the rest: a panel's tiles are consecutive."""
     in_panel = gl.maximum(num_used, 1) * PLAN.panel
     return number // in_panel, number % in_panel
 
@@ -201,8 +201,8 @@ def locate(tile, groups):
 
 @gluon.jit
 def source_of(at, row_index, groups, PLAN: gl.constexpr):
-    """The source of a tile: first row, end (0 past the last tile), tile of features, and row_index of its rows (without
-    an index, the first row)."""
+    """The source of a tile: first row, end (0 past the last tile), tile of features, row_index of its rows (without an
+    index, the first row)."""
     tile, feature_tile = tile_at(at, PLAN)
     first_row, end = locate(tile, groups)
     end = gl.where(feature_tile < PLAN.num_feature_tiles, end, 0)
@@ -216,7 +216,7 @@ def source_of(at, row_index, groups, PLAN: gl.constexpr):
 
 @gluon.jit
 def begin_copy(stage, source, rows, row_scales, row_index, PLAN: gl.constexpr):
-    """Begins to copy a tile, and on the wire the scales of its rows, to a stage of shared memory. Zeros for no row."""
+    """Begins to copy a tile, on the wire with its rows' scales, to a stage of shared memory; zeros past the end."""
     first_row, end, feature_tile, index = source
     row = gl.arange(0, TILE, gl.SliceLayout(1, PLAN.copied))
     is_row = row < end - first_row
@@ -265,7 +265,7 @@ def store_feature(codes, stored, tile, feature, data, scale, num_tiles, PLAN: gl
 
 @gluon.jit
 def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
-    """Quantises words [TILE, PAIRS] along the tokens. They are unpacked late: two fp32 need twice the registers."""
+    """Quantises words [TILE, PAIRS] along the tokens. Words are unpacked late: two fp32 need twice the registers."""
     largest_words = largest(words, PLAN.dtype)
     first_stored, first_multiplier = scales_of(first_number(largest_words, PLAN.dtype), PLAN)
     second_stored, second_multiplier = scales_of(second_number(largest_words, PLAN.dtype), PLAN)
@@ -321,7 +321,7 @@ def hopper_quantize_columns_kernel(
 
 
 def takes_columns(block_format: formats.BlockFormat, rows: torch.Tensor, width: int) -> bool:
-    """Whether these kernels make the format of rows, or of rows of the wire: E4M3 in blocks of TILE tokens."""
+    """Whether these kernels support the format, for rows or for rows of the wire: E4M3 in blocks of TILE tokens."""
     in_tiles = block_format.element == "e4m3" and block_format.block == formats.TILE
     return in_tiles and width % 8 == 0 and rows.data_ptr() % control.ACCESS_BYTES == 0
 
@@ -364,7 +364,7 @@ def _launch(
 def _plan(
     width: int, num_groups: int, scale: str, dtype: torch.dtype, wire_bytes: int | None
 ) -> tuple[ColumnPlan, Constants]:
-    """wire_bytes: of a row of the wire; None: rows are not quantised."""
+    """The constants. wire_bytes: bytes of a row of the wire; None: rows are not quantised."""
     row_words, word_bytes = (width // 2, 4) if wire_bytes is None else (wire_bytes // 2, 2)
     plan = ColumnPlan(
         width=width,

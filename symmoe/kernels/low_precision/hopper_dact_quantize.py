@@ -1,21 +1,21 @@
 """dact_quantize for Hopper: E4M3 in blocks of 128, every number computed once (Gluon, persistent, two programs per SM).
 
-A tile is TILE tokens by TILE features. It comes to shared memory by cp.async, and gates, ups and da are replaced there
-by dgate, dup and a. Then dgate and dup are quantised by rows, and all three by columns, one after the other; when its
-columns have been read, the same part of the next tile begins to load there. Two programs share an SM: the loads of one
-run during the arithmetic of the other.
+A tile is TILE tokens by TILE features. cp.async loads it to shared memory, where dgate, dup and a replace gates, ups
+and da. Then dgate and dup are quantised by rows, and all three by columns, one after the other. As soon as the columns
+of a part have been read, the same part of the next tile begins to load there. Two programs share an SM: the loads of
+one run during the arithmetic of the other.
 
-Instructions cost the most, about 70 for each number of a:
+Instructions are the bottleneck, about 70 for each number of a:
 
     amax        four threads have a block of 128 numbers, 32 in each: two shuffles, and two divisions for 32 numbers
     transposing a thread reads pairs of features of 32 tokens, and writes 16 codes of a feature at once
-    not finite  the multiplier of such a block is NaN, which makes all of its codes NaN
-    rounding    is done in pairs because only a store takes the result; the numbers to quantise are read again
+    not finite  the multiplier of a block that is not finite is NaN, so all of its codes are NaN
+    rounding    works on pairs because only a store takes the result; the numbers to quantise are read again
 
-ROWS and PAIRS are such that no access to shared memory has a bank conflict, if LAYOUT permutes pieces of 32 bytes by
-the 16 rows to which they belong.
+With ROWS and PAIRS no access to shared memory has a bank conflict, because LAYOUT permutes pieces of 32 bytes by their
+16 rows.
 
-The formulas are those of triton/activation.py and low_precision/quantize.py, on the same rounded numbers.
+Formulas and rounded numbers are the same as in triton/activation.py and low_precision/quantize.py.
 """
 
 import functools
@@ -77,7 +77,7 @@ COLUMNS = gl.constexpr(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DactQuantize(Groups):
-    """The constants of one kernel. ffn: I. scale: scale of BlockFormat. group_m: as in Pipeline."""
+    """The constants of one kernel. ffn: I. scale: BlockFormat's. group_m: as in Pipeline."""
 
     ffn: int
     activation: Activation
@@ -101,20 +101,20 @@ def copy_part(shared, matrix, first_row, end, column, WIDTH: gl.constexpr):
 
 @gluon.jit
 def larger(a, b):
-    """The larger one, NaN if one of them is."""
+    """The larger number; NaN if one is NaN."""
     return gl.maximum(a, b, propagate_nan=ALL)
 
 
 @gluon.jit
 def scales_of(x, axis: gl.constexpr, PLAN: gl.constexpr):
-    """Stored scales, and multipliers, of the blocks that the lines of x along an axis are."""
+    """Stored scales, and multipliers, of blocks: each line of x along the axis is a block."""
     SCALE: gl.constexpr = PLAN.scale
     return block_scales_or_nan(magnitude_bits(gl.reduce(gl.abs(x), axis, larger)), SCALE)
 
 
 @gluon.jit
 def store_rows(shared, first_row, end, block, data, scale, PLAN: gl.constexpr):
-    """Quantises a tile [tokens, features], a block of each of the rows."""
+    """Quantises a tile [tokens, features] by rows; each row of the tile is a block."""
     WIDTH: gl.constexpr = 2 * PLAN.ffn
     column = block * TILE + gl.arange(0, TILE, gl.SliceLayout(0, ROWS))
     for i in gl.static_range(TILE // STRIP):
@@ -134,9 +134,9 @@ def store_rows(shared, first_row, end, block, data, scale, PLAN: gl.constexpr):
 def store_columns(
     shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, data, scale, sums, PLAN: gl.constexpr
 ):
-    """Quantises a tile [tokens, features], a block of each of the columns, of which a matrix has WIDTH.
+    """Quantises a tile [tokens, features] by columns; each column is a block. WIDTH: columns of the matrix.
 
-    sums [WIDTH]: of the columns, or None.
+    sums [WIDTH]: the columns' sums, or None.
     """
     x = gl.convert_layout(shared.load(PAIRS), COLUMNS).to(gl.float32)
     feature = first + gl.arange(0, TILE, gl.SliceLayout(0, COLUMNS))
@@ -216,7 +216,7 @@ def hopper_dact_quantize_kernel(
                 if bias_sums is None
                 else bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * PLAN.ffn)
             )
-            # Past the last tile, the last one is loaded again.
+            # Past the last tile, the last tile is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
             _group, next_row, next_end, _token_tile, next_n_tile = locate_tile(
                 following, prefix, row_range, PLAN
@@ -266,16 +266,16 @@ def hopper_dact_quantize_kernel(
 def takes_dact_quantize(
     da: torch.Tensor, h: torch.Tensor, activation: Activation, block_format: formats.BlockFormat
 ) -> bool:
-    """Whether launch_dact_quantize has a kernel for these: whole tiles of features, gates and ups in halves."""
+    """Whether launch_dact_quantize supports these operands: whole tiles of features, gates and ups in halves."""
     is_in_halves = activation.is_gated and activation.interleave is None
     in_tiles = block_format.block == TILE.value and da.shape[1] % TILE.value == 0
     return is_in_halves and in_tiles and (da.data_ptr() | h.data_ptr()) % control.ACCESS_BYTES == 0
 
 
 def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, **options):
-    """dact_quantize of at least one row, without the sums of dscale's and dbias's parts, which stay in the workspace.
+    """dact_quantize of at least one row, but the partial sums of dscale and dbias stay in the workspace.
 
-    arguments: those of the kernel. options: fields of DactQuantize.
+    arguments: the kernel's. options: fields of DactQuantize.
     """
     da, _, _, row_range, *_ = arguments
     (num_rows, ffn), num_groups = da.shape, row_range.shape[1]

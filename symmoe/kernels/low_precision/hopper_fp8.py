@@ -1,17 +1,17 @@
 """grouped_gemm_quantized for Hopper: E4M3 products, scaled in fp32 every 128 contracted features.
 
-Tiles, roles and barriers as in pipeline.py: a stage is 128 rows and 256 rows of the weight, 128 bytes of either. WGMMA
-adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) is added by the fp32 units:
+Tiles, roles and barriers are as in pipeline.py: a stage is 128 rows and 256 rows of the weight, 128 bytes of each.
+WGMMA adds E4M3 products with about 14 bits, so the fp32 units add the sum over a stage (a partial sum):
 
     sum of the tile += partial sum * (scale of the row * scale of the weight's block)
 
-A warpgroup has 64 rows of a tile, and a sum for either half of its columns: one scale of the weight is for 128 of them,
-and the sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies again,
-and the tensor core does the other warpgroup's products meanwhile. Both may come to do the same at the same time: making
-them take turns was slower for most products (docs/decisions/0004-low-precision.md).
+A warpgroup has 64 rows of a tile, and one sum for each half of the columns, because a scale of the weight covers 128
+columns. The sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies
+again; meanwhile the tensor core computes the other warpgroup's products. Both may be in the same phase at the same
+time: enforced turns were slower for most products (docs/decisions/0004-low-precision.md).
 
-The warps that need scales read them a stage ahead: those of rows are four bytes each, too narrow for TMA, and lie in L1
-for the next seven stages.
+The warps that need scales read them a stage ahead: a row's scale has four bytes, too narrow for TMA, and its line stays
+in L1 for the next seven stages.
 """
 
 import functools
@@ -77,7 +77,7 @@ class Fp8Pipeline(Pipeline):
 
 @gluon.jit
 def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
-    """The role load. Features past the last one come as zeros."""
+    """The role load. Features past the last one are loaded as zeros."""
     weight_desc, weight_table, anchor = weights
     a, b, full, empty = ring
     num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
@@ -98,7 +98,7 @@ def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
 
 @gluon.jit
 def partial_sum(a, b, IN_FLIGHT: gl.constexpr):
-    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core. IN_FLIGHT: how many products may not have ended."""
+    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core. IN_FLIGHT: products that may still be running."""
     zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
     products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
     return warpgroup_mma_wait(IN_FLIGHT, deps=(products,))
@@ -121,7 +121,7 @@ def product(
     a_ring, b_ring, full, empty = ring
     row_scale, weight_scale, weight_scale_table = scales
     row = first_row + CHUNK * WARPGROUP + gl.arange(0, CHUNK, gl.SliceLayout(1, SUMS))
-    row = gl.minimum(row, end - 1)  # the scales of rows past the group's end do not matter
+    row = gl.minimum(row, end - 1)  # scales of rows past the group's end have no effect
     row_pointers = row_scale + row.to(gl.int64) * PIPE.num_k
     block = n_tile * (BLOCK_N // HALF)
     distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
@@ -158,10 +158,10 @@ def product(
 
 @gluon.jit
 def add_bias(part, addend, group, row, end, column, PIPE: gl.constexpr):
-    """part [CHUNK, CHUNK], which begins at a row and a column, + bias * bias_scale in fp32; without a bias: part."""
+    """part [CHUNK, CHUNK] at this row and column, + bias * bias_scale in fp32; without a bias: part."""
     bias, bias_scale = addend
     if bias is not None:
-        gl.static_assert(PIPE.num_groups * PIPE.columns < 2**31)  # places of 64 bits spill more
+        gl.static_assert(PIPE.num_groups * PIPE.columns < 2**31)  # 64-bit offsets spill more
         column = column + gl.arange(0, CHUNK, gl.SliceLayout(0, PART))
         pointers = bias + (group * PIPE.columns + column)
         features = gl.load(pointers, mask=column < PIPE.columns, other=0.0).to(gl.float32)[None, :]
@@ -186,9 +186,9 @@ def store_tile(
     WARPGROUP: gl.constexpr,
     PIPE: gl.constexpr,
 ):
-    """Adds the bias, rounds the sums and stores them by TMA, which reads while the next tile is multiplied.
+    """Adds the bias, rounds the sums and stores them by TMA, which reads during the next tile's products.
 
-    A part of the columns at a time, for which the registers of the last partial sum are enough.
+    It takes a part of the columns at a time, so that the registers of the last partial sum are enough.
     """
     tma.store_wait(0)
     parts = halves(left, 1) + halves(right, 1)
@@ -275,7 +275,7 @@ def hopper_fp8_gemm_kernel(
 def launch_fp8_gemm(
     rows, weight, row_range, out, *, bias=None, zero_tail=False, num_sms=None, **options
 ):
-    """grouped_gemm_quantized of at least one row with fp32 scales. options: of Fp8Pipeline."""
+    """grouped_gemm_quantized of at least one row with fp32 scales. options: fields of Fp8Pipeline."""
     num_rows, (packed, table) = out.shape[0], packed_and_table(weight.data)
     pipe, constants = _plan(*weight.data.shape, out.dtype, table is not None, **options)
     weights = (rows.data, table, rows.data) if packed is None else (packed, None, None)

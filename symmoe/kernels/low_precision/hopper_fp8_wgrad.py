@@ -1,25 +1,25 @@
 """grouped_gemm_wgrad_quantized for Hopper: E4M3 products, scaled in fp32 every 128 tokens.
 
-Tiles as in hopper/wgrad.py, roles and sums as in hopper_fp8.py. Both operands lie with tokens last, so WGMMA reads them
-as it reads rows and weights, and both have a scale for a feature and 128 tokens:
+Tiles are as in hopper/wgrad.py, roles and sums as in hopper_fp8.py. Tokens are the last dimension of both operands, so
+WGMMA reads them in the same way as rows and weights. Both have one scale for a feature and 128 tokens:
 
     sum of the tile += partial sum * scale of the column * scale of the row
 
-Scales are read from shared memory, which also feeds the tensor core: at full speed its operands take three quarters of
-the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows of a tile and
-one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. It does so a stage
-ahead: during products only a quarter of the cycles is left, and scales would come late. With one partial sum and the
-sums they fill the registers. So the next stage's scales replace this stage's as soon as both partial sums have been
-scaled.
+Scales are read from shared memory, which also feeds the tensor core: at full speed the core's operands take three
+quarters of the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows
+of a tile and one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. It
+reads them a stage ahead: products leave only a quarter of the cycles, and scales would arrive late. Scales, one partial
+sum and the sums fill the registers. So the next stage's scales replace this stage's as soon as both partial sums have
+been scaled.
 
-The scales of 128 tokens are contiguous: TMA brings them with the operands, and counts their bytes at full[s].
+The scales of 128 tokens are contiguous: TMA loads them with the operands, and counts their bytes at full[s].
 
-    barrier    arrivals     says                              who waits
+    barrier    arrivals     signals                           waiting role
     full[s]    1 + bytes    stage s holds all of it           the multiplying warpgroups
     empty[s]   2            stage s has been multiplied       load
 
-A group's tokens begin at the next multiple of 128 after the group before; only the device knows
-how many stages it has, maybe none.
+A group's tokens begin at the next multiple of 128 after the previous group. Only the device has a group's number of
+stages, which may be 0.
 """
 
 import functools
@@ -68,7 +68,7 @@ class Fp8WgradPipeline(WgradPipeline):
 
 @gluon.jit
 def first_block(row_range, group, PIPE: gl.constexpr):
-    """Blocks of BLOCK_K tokens before those of a group."""
+    """Number of blocks of BLOCK_K tokens before a group."""
     layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, PIPE.group_lanes, layout=layout)
     start = gl.load(row_range + lane, mask=lane < group, other=0)
@@ -78,7 +78,7 @@ def first_block(row_range, group, PIPE: gl.constexpr):
 
 @gluon.jit
 def load(operands, row_range, ring, PIPE: gl.constexpr):
-    """The role load, of one warp. Features past the last one come as zeros."""
+    """The role load, one warp. Features past the last one are loaded as zeros."""
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
     a, b, a_scale, b_scale, full, empty = ring
     operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
@@ -122,14 +122,15 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
     for k in range(num_k):
         a = a_ring.index(stage)
         b = b_ring.index(stage).slice(HALF * WARPGROUP, HALF, dim=0)
-        # NOTE: one product may be in flight, so this waits for none. But ptxas would put what follows between products.
+        # NOTE: one product may be in flight, so this waits for none. Without it, ptxas moves the next code between
+        # products.
         partial = partial_sum(a.slice(0, CHUNK, dim=0), b, 1)
         row_scales = a_scale.index(stage).permute([1, 0])
         upper_scale = row_scales.slice(0, CHUNK, dim=0).load(SUMS)
         lower_scale = row_scales.slice(CHUNK, CHUNK, dim=0).load(SUMS)
         partial = warpgroup_mma_wait(0, deps=(partial,))
         upper += (partial * column_scale) * upper_scale
-        # NOTE: no product is in flight. But LLVM would put this sum behind the next products, and both partial sums
+        # NOTE: no product is in flight. Without it, LLVM moves this sum behind the next products, and both partial sums
         # do not fit into the registers.
         upper = warpgroup_mma_wait(0, deps=(upper,))
         partial = partial_sum(a.slice(CHUNK, CHUNK, dim=0), b, 1)
@@ -138,8 +139,8 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
         partial = warpgroup_mma_wait(0, deps=(partial,))
         mbarrier.arrive(empty.index(stage))
         partial *= column_scale
-        # NOTE: as above: the scales of two stages do not fit either. Waiting again keeps them from being read after
-        # the sum. The scales read after a tile's last stage are not used.
+        # NOTE: as above: the scales of two stages do not fit either. Another wait keeps their reads before the sum. The
+        # scales read after a tile's last stage are unused.
         partial = warpgroup_mma_wait(0, deps=(partial,))
         column_scale = load_column_scale(b_scale, following, WARPGROUP)
         partial, column_scale = warpgroup_mma_wait(0, deps=(partial, column_scale))
@@ -168,7 +169,7 @@ def store_batch(
     WARPGROUP: gl.constexpr,
     PIPE: gl.constexpr,
 ):
-    """Rounds parts FIRST.. of a warpgroup's sums, those of the upper rows first, and stores or adds them by TMA.
+    """Rounds parts FIRST.. of a warpgroup's sums, the upper rows' parts first, and stores or adds them by TMA.
 
     matrix: the first coordinates of out_desc.
     """
@@ -241,7 +242,7 @@ def multiply(outs, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.co
         upper, lower, stage, phase = product(
             ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE
         )
-        if not PIPE.accumulate or start < end:  # a group without rows is not even read
+        if not PIPE.accumulate or start < end:  # a group without rows is not read
             store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP, PIPE)
     tma.store_wait(0)
 
@@ -304,7 +305,7 @@ def launch_fp8_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=No
     options: fields of the pipeline, for comparisons."""
     packed, table = packed_and_table(out)
     dout_scale, rows_scale = dout.scale.t(), rows.scale.t()
-    target = dout_scale if packed is None else packed  # an anchor must be of the table's dtype
+    target = dout_scale if packed is None else packed  # an anchor must have the table's dtype
     pipe, constants = _plan(*out.shape, out.dtype, accumulate, table is not None, **options)
     launch(
         hopper_fp8_wgrad_kernel,
@@ -354,13 +355,13 @@ def _plan(
 
 
 def describe_scales(features: int) -> Describe:
-    """Function from block-major scales [num_blocks, C] to their descriptor, for this many features of one block."""
+    """Function from block-major scales [num_blocks, C] to their descriptor, for `features` features of one block."""
     block = [1, features]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
 
     def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
         num_blocks, width = matrix.shape
-        # Its own strides may be others where there is a single block.
+        # With a single block, the tensor's own strides may differ.
         return TensorDescriptor(matrix, [num_blocks, width], [width, 1], block, layout)
 
     return describe_matrix

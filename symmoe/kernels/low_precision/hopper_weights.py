@@ -1,8 +1,8 @@
 """Both operands of weights, quantised in square blocks of TILE, for Hopper (Gluon, persistent).
 
-A tile is a block. It comes to shared memory as a tile of hopper_columns.py does, and is read twice from there: as words
-of 128 lines, for the block's largest number and the transposed codes, and as words of a line, for the other codes. So
-no code is transposed; multiplying and rounding again costs less. Formulas and bits are those of quantize.py.
+A tile is a block. It is loaded to shared memory as in hopper_columns.py, and read twice from there: as words of 128
+lines, for the block's largest number and the transposed codes, and as words of a line, for the other codes. So no code
+is transposed; multiplying and rounding again costs less. Formulas and bits are the same as in quantize.py.
 """
 
 import torch
@@ -42,7 +42,7 @@ def code_pairs(first, second):
 
 @gluon.jit
 def begin_copy(stage, weight, table, tile, num_tiles, SIZES: gl.constexpr):
-    """Begins to copy a tile to shared memory. Past the last tile, zeros come."""
+    """Begins to copy a tile to shared memory; zeros past the last tile."""
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
     WORDS: gl.constexpr = SIZES.width // 2
@@ -103,7 +103,7 @@ def hopper_quantize_weight_pairs_kernel(
     """Neighbouring programs have neighbouring columns of the same lines."""
     stage = gl.allocate_shared_memory(
         gl.int32, [TILE, PAIRS], SHARED
-    )  # a single one was 4 % faster than two
+    )  # one was 4 % faster than two
     begin_copy(stage, weight, table, gl.program_id(0), num_tiles, SIZES)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         line_tile = tile // SIZES.column_tiles
@@ -113,7 +113,7 @@ def hopper_quantize_weight_pairs_kernel(
         async_copy.wait_group(0)
         words = stage.load(HELD)
         largest_words = largest(words, SIZES.dtype)
-        # Numbers without a sign are ordered as their bits are, Inf and NaN above all.
+        # Numbers without a sign have the order of their bits; Inf and NaN come last.
         bits = gl.max(gl.maximum(largest_words & 0xFFFF, largest_words >> 16), axis=0)
         stored, multiplier = scales_of(first_number(bits, SIZES.dtype), SIZES)
         gl.store(scale + tile, stored)
@@ -132,7 +132,7 @@ def hopper_quantize_weight_pairs_kernel(
 def takes_weight_pairs(
     block_format: formats.BlockFormat, weight: torch.Tensor | TensorTable
 ) -> bool:
-    """Whether the kernel makes the format of weights [G, M, K]: E4M3 in square blocks of TILE, all of them whole."""
+    """Whether the kernel supports the format for weights [G, M, K]: E4M3 in whole square blocks of TILE."""
     in_tiles = (
         block_format.element == "e4m3"
         and block_format.block == block_format.block_lines == formats.TILE

@@ -1,7 +1,7 @@
 """Grouped GEMMs of quantised numbers: which kernel multiplies them (twin/quantized_gemm.py).
 
-Numbers with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py; those with scales in tiles
-go to block_scaled/scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.
+Operands with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py. Operands with scales in
+tiles go to block_scaled/scaled.py. `tile`: fields of TileConfig, for comparisons; it excludes the kernels for Hopper.
 """
 
 import torch

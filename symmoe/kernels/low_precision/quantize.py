@@ -1,7 +1,7 @@
 """Quantising rows, their columns per group, and weights (Triton). Letters: twin/quantize.py.
 
-All kernels are bound by memory: one read of the numbers, one write of the data. A program has a tile of lines by
-elements; where lines are columns of the rows, the compiler reads along the features and writes along the tokens.
+Memory bandwidth bounds all kernels: one read of the numbers, one write of the data. A program has a tile of lines by
+elements; if lines are columns of the rows, the compiler reads along the features and writes along the tokens.
 """
 
 from collections.abc import Hashable
@@ -48,7 +48,7 @@ COLUMN_TILE = (
 )  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
 PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
-# Of a program that also sums rows: one warp has all of them, a thread 4, so that no sum goes through shared memory.
+# For a program that also sums rows: one warp has all rows, a thread 4, so that no sum goes through shared memory.
 SUM_COLUMNS, SUM_WARPS = 128, 1
 SUM_STEPS, SPREAD_STEPS = tl.constexpr(SLOT_ROWS.bit_length() - 1), tl.constexpr(2)
 
@@ -62,7 +62,7 @@ def tile_codes(
     width: tl.constexpr = x.shape[1]
     bits = magnitude_bits(x).reshape(lines // BLOCK_LINES, BLOCK_LINES, width // BLOCK, BLOCK)
     bits = tl.max(tl.max(bits, axis=3), axis=1)
-    SCALE: tl.constexpr = FORMAT.scale  # Triton 3.6 takes no string of an attribute for an argument
+    SCALE: tl.constexpr = FORMAT.scale  # Triton 3.6 takes no attribute's string as an argument
     ELEMENT: tl.constexpr = FORMAT.element
     stored, multiplier = block_scales(bits, global_scale, SCALE)
     is_finite = spread(bits, lines, width) < INFINITY_BITS
@@ -79,7 +79,7 @@ def quantize_tile(x, global_scale, words, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_part(out, part, line, in_lines, first, end, width):
-    """Stores columns first.. of lines of a matrix of `width` columns, those before `end`."""
+    """Stores columns first.. before `end` in lines of a matrix of `width` columns."""
     column = first + tl.arange(0, part.shape[1])
     pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(pointers, part, mask=in_lines[:, None] & (column < end)[None, :])
@@ -87,7 +87,7 @@ def store_part(out, part, line, in_lines, first, end, width):
 
 @triton.jit
 def store_tile(out, tile, line, in_lines, tile_column, width):
-    """Stores columns of lines of a matrix of `width` columns; tile_column: which tile of columns."""
+    """Stores a tile of columns, number tile_column, in lines of a matrix of `width` columns."""
     store_part(out, tile, line, in_lines, tile_column * tile.shape[1], width, width)
 
 
@@ -278,7 +278,7 @@ def quantize_weight_pairs_kernel(
     codes, scales = tile_codes(
         x, global_scale, None, SIZES.format, SIZES.format.block, SIZES.format.block_lines
     )
-    # Square blocks have the same numbers either way.
+    # Square blocks have the same numbers in both directions.
     column_codes, column_scales = (
         (codes, scales)
         if SIZES.format.block == SIZES.format.block_lines
@@ -298,7 +298,7 @@ def quantize_weight_pairs_kernel(
 
 @triton.jit
 def store_largest(amax_bits, x):
-    """Makes the number at a pointer to bits the largest finite |x| of a tile [lines, elements], if it was smaller."""
+    """Raises the number at a pointer to bits to at least the largest finite |x| of a tile [lines, elements]."""
     bits = magnitude_bits(x)
     bits = tl.where(bits < INFINITY_BITS, bits, 0)
     tl.atomic_max(amax_bits, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
@@ -309,11 +309,11 @@ def group_amax_kernel(
     rows,
     row_index,  # int32[N] or None
     row_range,
-    amax_bits,  # int32[G], zeros: the numbers of amax, which are ordered as their bits are
+    amax_bits,  # int32[G], zeros: the bits of amax, which have the order of the numbers
     signs: tl.int32,
     SIZES: tl.constexpr,
 ):
-    """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
+    """Grid (tiles of tokens, tiles of features). The atomics are maxima, so their order has no effect."""
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tl.program_id(0) < num_tiles:
         group, first_row, end = locate_rows(
@@ -463,7 +463,7 @@ _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 
 def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable) -> Constants:
-    """Constants of a kernel of the columns of rows in groups."""
+    """Constants of a kernel for columns of rows in groups."""
     return kept_sizes(
         num_groups=num_groups,
         width=width,
@@ -477,7 +477,7 @@ def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable)
 def _of_weights(
     weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **more: Any
 ) -> Constants:
-    """Constants of a kernel of matrices, contiguous without strides."""
+    """Constants of a kernel for matrices; without strides, these are contiguous."""
     _, num_lines, width = weight.shape
     return kept_sizes(
         dtype=TRITON_DTYPES[weight.dtype], num_lines=num_lines, width=width, strides=strides, **more

@@ -1,6 +1,6 @@
 """Encoding and decoding of rows that travel as bytes (Triton). Letters: twin/wire.py.
 
-They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
+Memory bandwidth bounds them: one read, one write. A row of the wire and its scales begin at multiples of 16 bytes.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ _OF_ROWS = {"lines": ROW_TILE[0], "columns": ROW_TILE[1], "num_warps": ROW_WARPS
 
 @triton.jit
 def decoded(wire, scales, source, feature, mask, SIZES: tl.constexpr):
-    """fp32 of features of rows `source` of the wire."""
+    """The features of rows `source` of the wire, in fp32."""
     code = tl.load(wire + source * SIZES.row_bytes + feature, mask=mask, other=0)
     block = SIZES.first_scale + feature // SIZES.format.block
     stored = tl.load(scales + source * SIZES.scale_items + block, mask=mask, other=0)
@@ -249,14 +249,14 @@ def _grid(rows: torch.Tensor) -> tuple[int, int]:
 
 
 def _scales_of(wire: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
-    """The wire as items of scales."""
+    """The wire as a tensor of the scales' dtype."""
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
 def _constants(
     block_format: formats.BlockFormat, row_bytes: int, width: int, **tile: Any
 ) -> Constants:
-    """scale_items: scales that would fill a row of the wire."""
+    """The constants. scale_items: scales that would fill a row of the wire."""
     item_bytes = block_format.scale_dtype.itemsize
     return kept_sizes(
         format=block_format,

@@ -1,4 +1,4 @@
 """Triton kernels for every GPU, in the working dtype: plan, barrier, rows, grouped GEMMs, router.
 
-May use `launch` and `hopper_choice`. Begin with `tiles` and `gemm`; the twins say what kernels compute.
+This package may import `launch` and `hopper_choice`. Begin with `tiles` and `gemm`; the twins define the results.
 """

@@ -1,9 +1,9 @@
 """The activation of an expert times the row's scale, and its gradient (Triton). Letters: twin/activation.py.
 
-Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
-lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
+This module has the only device definition of each activation, of its derivative, and of the places of the two halves of
+h. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
 
-Every kernel takes the activation as a constant: parts that it does not have (limits, an offset, a gate) cost nothing.
+Every kernel takes the activation as a constant: missing parts (limits, an offset, a gate) cost nothing.
 """
 
 import math
@@ -30,18 +30,18 @@ SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
 SUM_STEPS = tl.constexpr(
     definition.SUM_COLUMNS.bit_length() - 1
 )  # steps from a block's columns to its sum
-MAX_INTERLEAVE = 32  # a tile has at least that many columns
+MAX_INTERLEAVE = 32  # a tile has at least this many columns
 ACCESS_BITS = 128  # the widest access of a thread
 
 ROWS, COLUMNS = (
     8,
     256,
-)  # a program's block: 16 bytes for each thread of 8 warps, whole rows to a warp
+)  # a program's block: 16 bytes per thread of 8 warps, whole rows per warp
 NUM_WARPS = 8
 
 
 def addressable(activation: Activation, ffn: int) -> Activation:
-    """The activation; rejects what the kernels cannot address."""
+    """The activation; rejects layouts that the kernels cannot address."""
     block = activation.interleave
     if block is not None:
         if block > MAX_INTERLEAVE or block & (block - 1):
@@ -55,7 +55,7 @@ def addressable(activation: Activation, ffn: int) -> Activation:
 
 @triton.constexpr_function
 def is_scattered(activation, dtype):
-    """Whether blocks of gate features are shorter than one access: then gates and ups are accessed together."""
+    """Whether blocks of gate features are shorter than one access: then one access has gates and ups."""
     return (
         activation.interleave is not None
         and activation.interleave * dtype.primitive_bitwidth < ACCESS_BITS
@@ -72,7 +72,7 @@ def up_distance(activation, ffn):
 def function_and_slope(x, ACTIVATION: tl.constexpr):
     """f(x) and f'(x) of the activation's function, in fp32.
 
-    With explicit fmas: the compiler has no sum of products left that it could fuse in one kernel and not in another.
+    Explicit fmas leave no sum of products that the compiler could fuse in one kernel and not in another.
     """
     if ACTIVATION.function == SILU:
         sigmoid = 1.0 / (1.0 + tl.exp2(x * (-ACTIVATION.alpha * LOG2_E)))
@@ -101,7 +101,7 @@ def function_and_slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def clamped(gate, up, ACTIVATION: tl.constexpr):
-    """g and u + offset of a gated activation, in fp32; comparisons let NaN through."""
+    """g and u + offset of a gated activation, in fp32; comparisons propagate NaN."""
     if ACTIVATION.limit < NO_LIMIT:
         gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
         up = tl.where(up > ACTIVATION.limit, ACTIVATION.limit, up)
@@ -113,7 +113,7 @@ def clamped(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def act_value(gate, up, ACTIVATION: tl.constexpr):
-    """act(h) in fp32 from the gate and the up features in fp32; not gated: only from gate."""
+    """act(h) in fp32 from the gate and the up features in fp32; not gated: from gate only."""
     if ACTIVATION.is_gated:
         g, u = clamped(gate, up, ACTIVATION)
         value, _ = function_and_slope(g, ACTIVATION)
@@ -140,7 +140,7 @@ def act_slopes(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def scale_terms(da, value):
-    """da * act(h), the terms of dscale. An fma adds 0, so that the compiler has no product to fuse with a sum."""
+    """da * act(h), the terms of dscale. An fma adds 0, so the compiler cannot fuse the product with a sum."""
     return tl.fma(da, value, 0.0)
 
 
@@ -157,7 +157,7 @@ def act_gradients(gate, up, da, scale, ACTIVATION: tl.constexpr):
 def add_neighbours(x, STEPS: tl.constexpr):
     """Sums of 2 ** STEPS columns of x [ROWS, COLUMNS]: of neighbours, then of neighbouring sums, and so on.
 
-    The sum of two numbers does not depend on the threads that hold them, so the layout of x does not matter.
+    The sum of two numbers does not depend on their threads, so the layout of x has no effect.
     """
     for _ in tl.static_range(STEPS):
         x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), axis=2)
@@ -191,7 +191,7 @@ def join_blocks(gate, up, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE:
     return tl.join(gates, ups).permute(0, 1, 3, 2).reshape(ROWS, 2 * COLUMNS)
 
 
-# SIZES of the following has `activation`, and `columns`: I. COLUMNS of them are a part of a tile, which has TILE.
+# SIZES has `activation` and `columns`: I. A part of a tile has COLUMNS columns, the tile TILE.
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def load_hidden(
 
 @triton.jit
 def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES: tl.constexpr):
-    """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
+    """Stores the features in the places of load_hidden; not gated: only `gate`."""
     COLUMNS: tl.constexpr = gate.shape[1]
     pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
     if is_scattered(SIZES.activation, h.dtype.element_ty):
@@ -305,7 +305,7 @@ def scaled_activation_grad_kernel(
             dout, h, row_scale, row, num_rows, first_column, SIZES.block, SIZES
         )
         sums = add_neighbours(terms, SUM_STEPS)
-        for block in tl.static_range(BLOCKS):  # the other sums are 0, which changes no sum
+        for block in tl.static_range(BLOCKS):  # the other sums are 0 and change no bits
             total += tl.sum(tl.where(tl.arange(0, BLOCKS)[None, :] == block, sums, 0.0), axis=1)
         store_hidden(dh, dgate, dup, row, num_rows, first_column, SIZES.block, SIZES)
     tl.store(dscale + row, total, mask=row < num_rows)

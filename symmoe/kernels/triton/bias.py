@@ -1,10 +1,10 @@
-"""Gradients of the biases of a grouped GEMM (Triton). See gemm.py, whose forward they belong to.
+"""Gradients of the biases of a grouped GEMM (Triton). Forward: gemm.py.
 
-Both read dout once and are bound by that. Nothing is summed by atomics and nothing is split over programs: the order
-of a sum depends on the row's place in its group (kernels/bias_sums.py) and on the static width, never on N, on where
-the group lies or on the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
+Both kernels read dout once; this read bounds their time. Sums use no atomics and are not split over programs: the order
+of a sum depends on the row's place in its group (kernels/bias_sums.py) and on the static width, never on N, the group's
+place or the grid. cp.async keeps a few rows of dout in flight, because few programs share an SM.
 
-Kernels that have a group's rows for another reason leave sums of their row tiles in slots; sum_row_tiles adds those.
+Fused kernels leave sums of their row tiles in slots; sum_row_tiles adds these sums.
 """
 
 import torch
@@ -25,13 +25,13 @@ from symmoe.kernels.triton.tiles import (
     tile_mask,
 )
 
-# A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
+# A program of the gradient has 128 bytes of every row, a full cache line: the most programs with full lines.
 GRAD_COLUMN_BYTES = 128
 DOT_COLUMN_BYTES = 512
 DOT_ROWS = 16
 NUM_STAGES = tl.constexpr(4)  # tiles in flight and in work
 NUM_WARPS = 8
-GRAD_WARPS = 4  # with 8, sums of a tile go through shared memory, and take twice as long
+GRAD_WARPS = 4  # with 8, a tile's sums go through shared memory and take twice the time
 SUM_COLUMNS = 128  # columns of a program that adds sums of tiles
 SUM_LOADS = tl.constexpr(8)  # steps whose sums are in flight at a time
 GRAD_ROWS = tl.constexpr(TILE)  # one tile is 16 KiB
@@ -43,7 +43,7 @@ SPREAD_STEPS = tl.constexpr(3)  # 8 neighbouring rows are one thread's
 def sum_tile(x, STEPS: tl.constexpr = ROW_STEPS):
     """Sum of the 2 ** STEPS rows of x [., COLUMNS], fp32: [COLUMNS], in the order of kernels/bias_sums.py.
 
-    As in add_neighbours, the layout of x does not matter.
+    As in add_neighbours, the layout of x has no effect.
     """
     for _ in tl.static_range(STEPS):
         x = tl.sum(x.reshape(x.shape[0] // 2, 2, x.shape[1]), axis=1)
@@ -52,10 +52,10 @@ def sum_tile(x, STEPS: tl.constexpr = ROW_STEPS):
 
 @triton.jit
 def spread_rows(STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
-    """The 2 ** STEPS rows of a tile in another order, in which sum_spread_tile has 2 ** SPREAD_STEPS neighbours in the
-    same thread.
+    """The 2 ** STEPS rows of a tile in the order in which sum_spread_tile has 2 ** SPREAD_STEPS neighbours in one
+    thread.
 
-    The compiler gives a thread that has so many rows those that are 2 ** (STEPS - SPREAD_STEPS) apart.
+    The compiler assigns rows at distances of 2 ** (STEPS - SPREAD_STEPS) to a thread with so many rows.
     """
     place = tl.arange(0, 2**STEPS)
     apart: tl.constexpr = 2 ** (STEPS - SPREAD_STEPS)
@@ -64,7 +64,7 @@ def spread_rows(STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
 
 @triton.jit
 def sum_spread_tile(x, STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
-    """Same as sum_tile of rows in the order of spread_rows."""
+    """As sum_tile, for rows in the order of spread_rows."""
     apart: tl.constexpr = 2 ** (STEPS - SPREAD_STEPS)
     sums = sum_tile(x.reshape(2**SPREAD_STEPS, apart * x.shape[1]), SPREAD_STEPS)
     return sum_tile(sums.reshape(apart, x.shape[1]), STEPS - SPREAD_STEPS)
@@ -111,7 +111,7 @@ def grouped_bias_grad_kernel(
 
 @triton.jit
 def sum_slots(first, num_slots, in_width, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """Sum of 2 ** STEPS slots, neighbours first; zeros for those past num_slots. first: pointers to the first one."""
+    """Sum of 2 ** STEPS slots, neighbours first; slots past num_slots are 0. first: pointers to the first slot."""
     if STEPS == 0:
         total = tl.load(first, mask=in_width & (num_slots > 0), other=0.0)
     else:
@@ -128,8 +128,8 @@ def sum_dbias_kernel(
     dbias,  # [G, W]
     SIZES: tl.constexpr,
 ):
-    """dbias from the sums per row tile: those of 2 ** STEPS neighbours as in sum_tile, then these in order; 0 without
-    rows. Grid (column blocks, groups)."""
+    """dbias from the sums per row tile: 2 ** STEPS neighbours are added as in sum_tile, then these sums in order; 0
+    without rows. Grid (column blocks, groups)."""
     group = tl.program_id(1)
     start = tl.load(row_range + group)
     num_tiles = (
@@ -154,7 +154,7 @@ def grouped_bias_dot_kernel(
     dscale,  # fp32[N]
     SIZES: tl.constexpr,
 ):
-    """Dot products of DOT_ROWS rows of one group. One program for every tile of rows that there can be."""
+    """Dot products of DOT_ROWS rows of one group. One program per possible tile of rows."""
     tile = tl.program_id(0)
     prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, SIZES.block_rows)
     if tile < num_tiles:
@@ -216,7 +216,7 @@ def sum_row_tiles(
 ) -> None:
     """dbias [G, W] in any dtype, from the sums of row tiles in the slots of kernels/bias_sums.py; whole groups.
 
-    Sums of so many neighbours are added in a tree, and then what they give in order.
+    Sums of `neighbours` adjacent tiles are added in a tree, then the trees' results in order.
     """
     num_groups, width = dbias.shape
     grid = ceil_div(width, SUM_COLUMNS), num_groups

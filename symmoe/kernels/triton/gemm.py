@@ -1,15 +1,15 @@
 """Grouped GEMMs over expert-sorted rows (Triton, persistent; TMA and WGMMA on Hopper). Letters: twin/gemm.py.
 
-Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an output
-belongs to depends on the static dimensions and on the row's place in its group.
+Every launch has one program per SM; a program visits the output tiles with the stride of the grid. An output's tile
+depends on the static dimensions and on the row's place in its group.
 
-Rows beyond a group's end (the next group's rows, tail rows, NaN) are read but have no effect: rows are
-independent in the first two GEMMs, so masked stores are enough; wgrad sums over rows and reads zeros there.
+Rows beyond a group's end (the next group's rows, tail rows, NaN) are read but have no effect. Rows are independent in
+the first two GEMMs, so masked stores are enough; wgrad sums over rows, so it reads zeros there.
 
 Tiles begin where a group's row_range begins.
 
-A packed weight is read by TMA. A table's matrices have no common base, and the host, which would have to make a
-descriptor for each, does not know their addresses. They are read by pointers, with cp.async, same as gathered rows.
+TMA reads a packed weight. A table's matrices have no common base, and the host cannot make a descriptor for each
+without their addresses. So pointers and cp.async read them, in the same way as gathered rows.
 
 Hopper has other kernels for the common cases (hopper/), with the same bits.
 """
@@ -61,11 +61,11 @@ from symmoe.kernels.triton.tiles import (
     wgrad_place,
 )
 
-# Columns of a tile that are added to out at a time: a whole tile of loads does not fit into the registers.
+# Columns of a tile that are added to out at a time: a whole tile of loads exceeds the registers.
 ACCUMULATE_COLUMNS = tl.constexpr(64)
 
 
-# FP32 has no tensor core path (IEEE products): small tiles, or the unrolled FMAs run out of registers.
+# FP32 (IEEE products) cannot use tensor cores: with larger tiles, the unrolled FMAs exceed the registers.
 FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
 
 # 16-bit tiles by output features: the widest tile that the output fills.
@@ -132,7 +132,7 @@ class Gemm:
         )
 
     def constants(self, descriptors: Mapping[int, Describe] | None = None) -> Constants:
-        """Those of a kernel with these descriptors, or of one that takes operands_of(...) first."""
+        """Constants of a kernel with these descriptors, or of a kernel whose first arguments are operands_of(...)."""
         if descriptors is None:
             descriptors = {
                 0: describe([self.config.block_m, self.config.block_k]),
@@ -197,7 +197,7 @@ def product(operands, place, GEMM: tl.constexpr):
     COLUMNS: tl.constexpr = GEMM.sides * GEMM.config.block_n
     pointers = None
     if row_index is not None:
-        # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
+        # Entries past the group's end are arbitrary; row 0 exists wherever a group has rows.
         row = first_row + tl.arange(0, GEMM.config.block_m)
         source = tl.load(row_index + row, mask=row < end, other=0)
         pointers = (
@@ -205,7 +205,7 @@ def product(operands, place, GEMM: tl.constexpr):
             + source.to(tl.int64)[:, None] * GEMM.in_width
             + tl.arange(0, GEMM.config.block_k)[None, :]
         )
-    # Before the loop, or its loads wait for this one.
+    # Before the loop: otherwise its loads wait for this load.
     weight = (
         None if weight_table is None else matrix_pointer(weight_table, group, rows.dtype.element_ty)
     )
@@ -306,7 +306,7 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def zero_tail_rows(out, row_range, num_rows, GEMM: tl.constexpr):
-    """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn; None: nothing."""
+    """Writes zeros to the tail rows of out [num_rows, columns]; the programs share the work. None: does nothing."""
     if num_rows is not None:
         first = tl.load(row_range + (2 * GEMM.num_groups - 1))  # where the last group ends
         base = out + first.to(tl.int64) * GEMM.columns
@@ -402,7 +402,7 @@ def grouped_gemm_wgrad_kernel(
 
 @fast_jit([])
 def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in BLOCK of the SIZE elements of each matrix of a table. Grid (blocks, groups)."""
+    """Writes zeros to BLOCK of the SIZE elements of each matrix of a table. Grid (blocks, groups)."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pointers = matrix_pointer(table, tl.program_id(1), DTYPE) + offset
     tl.store(pointers, tl.zeros((BLOCK,), DTYPE), mask=offset < SIZE)
@@ -519,7 +519,7 @@ def _wgrad_plan(
 
 
 def zero_matrices(out: torch.Tensor | TensorTable) -> None:
-    """Zeros in every matrix: a gradient without any rows, which no descriptor can describe."""
+    """Writes zeros to every matrix: the gradient without any rows, because no descriptor can describe empty rows."""
     if isinstance(out, torch.Tensor):
         out.zero_()
         return

@@ -1,13 +1,13 @@
 """Grouped GEMMs fused with the activation between them and the rows' scales (Triton). See gemm.py.
 
-Letters and formulas: twin/activation.py. The functions of activation.py work on the rounded h and da in both
-directions and in the kernels that are not fused, so their results have the same bits. (The products are the same sums,
-too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
+Letters and formulas: twin/activation.py. In both directions, fused and separate kernels call the functions of
+activation.py on the rounded h and da, so their results have the same bits. (The products have the same bits, too:
+instructions add steps of 16 features in order, whatever the tile size.)
 
-dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias within a tile,
-then over the tiles in order: by two more kernels, without atomics. Each row has its own sums of dscale, so calls for
-ranges of rows (kernels/gemm_parts.py) share one workspace. The sums of dbias have a slot for a row tile, and tiles
-of two ranges may share one: dbias needs whole groups.
+dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias is summed within
+a tile, then over the tiles in order. Two more kernels do this, without atomics. Each row has its own sums of dscale, so
+calls for ranges of rows (kernels/gemm_parts.py) share one workspace. dbias has one slot per row tile, and tiles of two
+ranges may share a slot: so dbias needs whole groups.
 """
 
 import functools
@@ -86,9 +86,7 @@ DACT_CONFIGS = (
         ),
     ),
 )
-MIN_BLOCK_M = (
-    64  # rows of the smallest tile of dact: the workspace's size must not depend on the dtype
-)
+MIN_BLOCK_M = 64  # rows of dact's smallest tile: the workspace's size must not depend on the dtype
 
 SCALE_ROWS = 256  # rows of a program that sums dscale
 SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
@@ -120,7 +118,7 @@ def dact_workspace_numel(num_rows, num_groups, ffn, activation):
 
 @triton.jit
 def add_hidden_bias(gate, up, bias, group, first_column, COLUMNS: tl.constexpr, GEMM: tl.constexpr):
-    """Adds bias [G, W] to features in fp32, same as add_bias; without a bias: the features."""
+    """Adds bias [G, W] to features in fp32, as add_bias does; without a bias: the features."""
     if bias is not None:
         column = first_column + tl.arange(0, COLUMNS)
         pointers = (
@@ -261,7 +259,7 @@ def grouped_gemm_dact_kernel(
                 column = first_column + (i - LEAD) * PART
                 gate = hidden[i - LEAD][0].to(tl.float32)
                 up = hidden[i - LEAD][1].to(tl.float32)
-                # It is rounded before it moves between threads. To round the whole tile at once costs registers.
+                # da is rounded before it moves between threads. Rounding the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
                 value = act_value(gate, up, GEMM.activation)
                 store_rounded(

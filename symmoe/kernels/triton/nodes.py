@@ -190,7 +190,7 @@ def take_rows_kernel(
 def take_rows(rows, index, out):
     if len(index):
         num_rows, out = len(rows), out.view(torch.int32)
-        rows = rows.view(torch.int32) if num_rows else out  # rows of none may have any strides
+        rows = rows.view(torch.int32) if num_rows else out  # without rows, strides are arbitrary
         num_words = out.shape[1]
         constants = kept_sizes(block=min(1024, next_power_of_2(num_words)), num_warps=4)
         launch(take_rows_kernel, (len(index),), constants, rows, index, out, num_rows, num_words)
@@ -235,7 +235,7 @@ def plan_in_node_kernel(
     NUM_REGIONS: tl.constexpr = SIZES.num_nodes * 3 * SIZES.per_node
     program, lane, word = tl.program_id(0), tl.arange(0, SIZES.lines), tl.arange(0, SIZES.block)
     line = program * SIZES.lines + lane
-    # What this rank's tokens have on each node.
+    # The places of this rank's tokens on each node.
     for node in range(SIZES.num_nodes):
         rail_row = tl.load(
             token_to_rail_row + line * SIZES.num_nodes + node, mask=line < num_tokens, other=-1
@@ -272,7 +272,7 @@ def plan_in_node_kernel(
     WIDTH: tl.constexpr = SIZES.num_nodes if SIZES.num_nodes > SIZES.top_k else SIZES.top_k
     for column in range(WIDTH):
         tl.store(zeros + line * WIDTH + column, line * 0, mask=line < num_tokens)
-    # Sent rows that are not used, and foreign tokens.
+    # Unused sent rows, and foreign tokens.
     to = line // most
     to += (to >= SIZES.here).to(tl.int32)
     num_used = tl.load(numbers + to, mask=line < num_sent, other=0)
@@ -349,7 +349,7 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
         maps.to_local,
         maps.by_node,
         maps.first_with,
-        *[getattr(found, name) for name in found.layout],  # all, in the kernel's order
+        *[getattr(found, name) for name in found.layout],  # all tensors, in the kernel's order
         num_tokens,
         num_sent,
         num_foreign,

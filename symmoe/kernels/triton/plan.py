@@ -1,6 +1,6 @@
 """Plan kernels: maps from every slot of a rank's `topk_idx` to its place. Letters: twin/plan.py.
 
-There are no atomics: sums over blocks read every earlier block's counts.
+Kernels use no atomics: sums over blocks read every earlier block's counts.
 """
 
 import functools
@@ -27,7 +27,7 @@ INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
 AGREED_WORDS = tl.constexpr(
     sum(1 << word for word in control.AGREED_FIELDS)
-)  # bit w: ranks must agree on word w
+)  # bit w: word w must be equal on all ranks
 PART_ROWS = tl.constexpr(gemm_parts.PART_ROWS)
 
 _VARYING_WORDS = (
@@ -55,8 +55,8 @@ LAID_OUT = (
 
 @functools.cache
 def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes: Any) -> Constants:
-    """num_experts: of all ranks. expert_lanes: of a vector over a rank's experts. block_*, other_slots: what is read at
-    a time. header: of send_counts, without the words that may change from step to step."""
+    """Constants. num_experts: of all ranks. expert_lanes: lanes of a vector over a rank's experts. block_*,
+    other_slots: sizes of one read. header: send_counts' header without the words that may change between steps."""
     per_rank = num_experts // num_ranks
     return kept_sizes(
         num_ranks=num_ranks,
@@ -70,7 +70,7 @@ def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes
 
 
 def block_slots(top_k: int) -> int:
-    """How many slots of a block of tokens are read at once."""
+    """Number of slots of a token block that are read at once."""
     return min(BLOCK_SLOTS, next_power_of_2(control.TOKENS_PER_BLOCK * top_k))
 
 
@@ -159,7 +159,7 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
 
 
 def count_constants(top_k: int, num_experts: int, num_ranks: int) -> Constants:
-    """Those of count_block."""
+    """The constants of count_block."""
     return plan_constants(
         8,
         num_ranks=num_ranks,
@@ -267,19 +267,19 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
 
 @triton.jit
 def pick(tile, chosen, axis: tl.constexpr):
-    """The entries of `tile` where `chosen`, of which there is one along `axis`; 0 where there is none."""
+    """The entry of `tile` where `chosen` is true, at most one along `axis`; 0 without any."""
     return tl.sum(tl.where(chosen, tile, 0), axis=axis)
 
 
 @triton.jit
 def smallest(capacity, is_rank):
-    """The smallest capacity of any rank that has one, which is not -1."""
+    """The smallest capacity of the ranks with a capacity (not -1)."""
     return tl.min(tl.where(is_rank & (capacity >= 0), capacity, 2147483647), axis=0)
 
 
 @triton.jit
 def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexpr):
-    """(code, rank, limit, value, where) of the first error: later code here overrides earlier code.
+    """(code, rank, limit, value, where) of the first error: checks are in reverse order, a later check overrides.
 
     headers: [RANK_LANES, CONTROL.HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
     """
@@ -329,7 +329,7 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     is_room = (word == CONTROL.HEAD_CAPACITY) | (word == CONTROL.HEAD_PACKED_CAPACITY)
     repeats = pick(headers, (word == CONTROL.HEAD_OVERFLOW)[None, :], 1) == CONTROL.OVERFLOW_REPEAT
     repeats &= pick(first, word == CONTROL.HEAD_OVERFLOW, 0) == CONTROL.OVERFLOW_REPEAT
-    is_own = repeats[:, None] & is_room[None, :]  # room, which each rank may give itself
+    is_own = repeats[:, None] & is_room[None, :]  # sizes that may differ between ranks
     differs = (
         (headers != first[None, :])
         & agreed[None, :]
@@ -363,7 +363,7 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
 
 @triton.jit
 def later(error, found, other):
-    """The other error where it is found."""
+    """The other error if it is found, else this error."""
     result = ()
     for i in tl.static_range(5):
         result += (tl.where(found, other[i], error[i]),)
@@ -372,7 +372,7 @@ def later(error, found, other):
 
 @triton.jit
 def clip_to_capacity(load, capacity):
-    """Rows kept of each expert, per rank (axis 0): min(load, level), the highest level that fits; the rest of the
+    """Rows kept of each expert, per rank (axis 0): min(load, level), at the highest level that fits; the rest of the
     capacity goes to the first experts above the level, one row each."""
     total = tl.sum(load, axis=1)
     clips = (capacity >= 0) & (total > capacity)
@@ -572,7 +572,7 @@ def lay_out_kernel(
                 error,
                 where,
             )
-    tl.debug_barrier()  # what other threads have stored is read back
+    tl.debug_barrier()  # makes the stores of other threads visible
     split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES)
 
 
@@ -622,8 +622,8 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
 
 @triton.jit
 def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.constexpr):
-    """Slots of a block from its `part` on, their mask, and of each its expert (-1: none) and its place among this
-    rank's slots of it. starts: of the experts in this block."""
+    """Slots of a block from its `part` on, their mask, their experts (-1: none) and each slot's place among this rank's
+    slots of its expert. starts: of the experts in this block."""
     first_slot = block * CONTROL.TOKENS_PER_BLOCK * SIZES.top_k
     num_slots = (
         tl.minimum(CONTROL.TOKENS_PER_BLOCK, num_tokens - block * CONTROL.TOKENS_PER_BLOCK)
@@ -672,7 +672,7 @@ def assign_rows_kernel(
         tl.store(slot_to_row + slot, tl.where(kept, row, -1), mask=is_slot)
         tl.store(slot_to_rank + slot, tl.where(kept, rank, -1), mask=is_slot)
 
-    tl.debug_barrier()  # what other threads have stored is read back
+    tl.debug_barrier()  # makes the stores of other threads visible
     token, rank, entry, is_entry = tokens_and_ranks(block, num_tokens, SIZES)
     primary = tl.full(entry.shape, -1, tl.int32)
     for k in range(SIZES.top_k):
@@ -693,7 +693,7 @@ def assign_rows_kernel(
 
 @triton.jit
 def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
-    """Tokens of a block, lanes over ranks, and where both are in [T, R], with its mask."""
+    """Tokens of a block, lanes over ranks, and their places in [T, R], with the mask."""
     token = block * CONTROL.TOKENS_PER_BLOCK + tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
     rank = tl.arange(0, SIZES.rank_lanes)
     is_entry = (token < num_tokens)[:, None] & (rank < SIZES.num_ranks)[None, :]
@@ -702,7 +702,7 @@ def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
 
 @triton.jit
 def store_packed_rows(places, start, goes, mask):
-    """The packed rows of a block's tokens on each rank, from `start` on, for those that go there."""
+    """Stores the packed rows, from `start` on, of a block's tokens on each rank that they go to."""
     tl.store(
         places, tl.where(goes != 0, start[None, :] + tl.cumsum(goes, axis=0) - goes, -1), mask=mask
     )
@@ -760,7 +760,7 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
         plan.block_tokens,
         num_tokens,
     )
-    if drop:  # how many tokens of earlier blocks are left, only these say
+    if drop:  # only block_tokens counts the kept tokens of earlier blocks
         constants = plan_constants(
             4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
         )

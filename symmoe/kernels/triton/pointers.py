@@ -1,7 +1,7 @@
-"""Copies small host data to the device as arguments of a kernel, and reads addresses of tensors.
+"""Copies of small host data to the device as kernel arguments, and reads of tensors' addresses.
 
-The copy is PTX in this file, launched by the driver: 5 us, against 66 us for a Triton launch with 256 integers. A
-launch carries 4080 bytes, which the driver copies before it returns or, while a graph is captured, into the graph.
+The copy kernel is PTX in this module, launched by the driver: 5 us, against 66 us for a Triton launch with 256
+integers. A launch has 4080 bytes of data, which the driver copies before it returns or, during capture, into the graph.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ from symmoe.kernels.twin.pointers import PointerKernels, host_bytes
 from symmoe.program.builder import BuildError, builder
 from symmoe.torch_internals import address_in_python, current_device, current_stream
 
-PARAM_BYTES = 4096  # every driver lets a kernel take as many
+PARAM_BYTES = 4096  # every driver supports this size
 HEADER_BYTES = 16  # the destination's address, number of bytes
 PAYLOAD_BYTES = PARAM_BYTES - HEADER_BYTES
 NUM_THREADS = 512
 
-# Byte by byte, wherever the destination begins: at most 8 steps.
+# Byte by byte, for any alignment of the destination: at most 8 steps.
 COPY_PTX = f"""
 .version 7.0
 .target sm_70
@@ -67,13 +67,13 @@ def copy_host_to_device(source, destination):
 
 
 def _copy(data: memoryview, address: int, device: int) -> None:
-    """Launches of copy_bytes on the current stream of `device`, which is the current device."""
+    """Launches copy_bytes on the current stream of `device`, which is the current device."""
     if builder() is not None:
         raise BuildError("addresses of the host are copied to the device")
     copy = _in_c().copy_bytes
     launch = _launch_kernel(), _copy_bytes(device), current_stream(device), address, data
     result = copy(*launch)
-    if result == _INVALID_CONTEXT:  # a thread that has not used the device yet
+    if result == _INVALID_CONTEXT:  # this thread has not used the device yet
         driver.set_context(driver.primary_context(device))
         result = copy(*launch)
     if result:
@@ -107,8 +107,8 @@ def _copy_bytes(device: int) -> int:
     return function.value or 0
 
 
-# read_addresses reads through the C interface that torch gives to compiled models (aoti_torch), whose functions report
-# exceptions as codes. A Python tensor is PyObject_HEAD and then the at::Tensor; _readers makes sure of that.
+# read_addresses uses torch's C interface for compiled models (aoti_torch), whose functions report exceptions as codes.
+# A Python tensor is PyObject_HEAD, then the at::Tensor; _readers checks this layout.
 SOURCE = f"""
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -188,7 +188,7 @@ _READERS = ("data_ptr", "device_type", "device_index", "is_contiguous")
 
 @functools.cache
 def _in_c() -> Any:
-    """The compiled module; built as Triton builds its launchers, without which nothing runs on GPUs."""
+    """The compiled module, built in the same way as Triton's launchers, which every GPU kernel needs."""
     return build_module(SOURCE, "symmoe_pointers")
 
 
@@ -206,7 +206,7 @@ def read_addresses(tensors, device, *, alignment, contiguous):
             alignment,
             contiguous,
         )
-    # Subclasses of Tensor are left to Python.
+    # Python reads subclasses of Tensor.
     return payload or PointerKernels.read_addresses(
         tensors, device, alignment=alignment, contiguous=contiguous
     )
@@ -214,7 +214,7 @@ def read_addresses(tensors, device, *, alignment, contiguous):
 
 @functools.cache
 def _readers() -> list[int] | None:
-    """Addresses of torch's functions; None if this torch has others, or if Python's tensors have another layout."""
+    """Addresses of torch's functions; None if this torch lacks them, or if Python's tensors have another layout."""
     try:
         library = ctypes.CDLL(
             os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")

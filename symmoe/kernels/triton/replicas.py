@@ -1,4 +1,4 @@
-"""Replicas of experts: where they are, which slots go there, what travels (Triton). Letters: twin/replicas.py."""
+"""Replicas of experts: places, slots, weights and gradients (Triton). Letters: twin/replicas.py."""
 
 import functools
 import math
@@ -74,7 +74,7 @@ def place_replicas_kernel(
         tl.store(
             replica_rows + rank * SIZES.num_replica_slots + place, tl.zeros_like(rank), mask=is_rank
         )
-    tl.debug_barrier()  # what comes now is written to the same places
+    tl.debug_barrier()  # the next stores are to the same places
 
     rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
     total = tl.sum(rows.to(tl.int64), axis=0)
@@ -98,7 +98,7 @@ def place_replicas_kernel(
             used += (rank == taker).to(tl.int32)
             rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
             left -= tl.where(expert == given, number, 0)
-    tl.debug_barrier()  # what other threads have stored is read back
+    tl.debug_barrier()  # makes the stores of other threads visible
 
     for n in range(SIZES.num_near * SIZES.num_replica_slots):
         given = tl.load(replica_to_expert + first * SIZES.num_replica_slots + n)
@@ -185,7 +185,7 @@ def route_to_replicas_kernel(
             tl.where(is_bad, SIZES.num_ranks * COPIES_PER_RANK, copy),
             mask=is_slot,
         )
-    tl.debug_barrier()  # what other threads have stored is read back
+    tl.debug_barrier()  # makes the stores of other threads visible
     count_block(slot_to_copy, block_counts, block, num_tokens, COPIES)
 
 
@@ -222,7 +222,7 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Numbers of a matrix, and where the first place has it, in bytes."""
+    """The number of elements of a matrix, and its byte offset in the first place."""
 
     width: int
     dtype: tl.dtype
@@ -233,8 +233,8 @@ class Kind:
 def _constants(
     matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int
 ) -> Constants:
-    """matrices: of each of the pair numbers, and the dtype; places: ranks of the group, and places of each; at: the
-    column of `received`, and bytes after that; ranks: of the node, the first in the group, and this one's experts."""
+    """matrices: elements of each of the pair, and the dtype; places: ranks of the group, and places of each;
+    at: the column of `received`, and bytes after it; ranks: the node's, its first, this one's experts."""
     first, second = (
         Kind(numel, TRITON_DTYPES[dtype], start)
         for (numel, dtype), start in zip(matrices, at[1], strict=True)
@@ -253,8 +253,7 @@ def _constants(
 
 
 def _move(kernel, pair, places, peers, received, *, column, starts):
-    """Launches a kernel that moves matrices of experts; places: replica_to_expert, and what else says where they
-    are."""
+    """Launches a kernel that moves matrices of experts; places: replica_to_expert, and other maps of places."""
     num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
     kinds = tuple(
         (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair
@@ -275,7 +274,7 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
 
 @triton.jit
 def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.constexpr):
-    """Pointer to the matrix of a place of a rank, and whether the call has not failed."""
+    """Pointer to the matrix of a place of a rank, and whether the call has succeeded so far."""
     offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
     matrices = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
     return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * KIND.width, offset >= 0
@@ -342,7 +341,7 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
         earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
         if is_own & (
             tl.max(earlier, axis=0) < 0
-        ):  # at the first replica of an expert, all are added
+        ):  # the first replica of an expert adds all of its replicas
             sums = matrix_of(gradient, table, own, KIND.width, KIND.dtype)
             for first in range(
                 tl.program_id(0) * SIZES.block, KIND.width, tl.num_programs(0) * SIZES.block

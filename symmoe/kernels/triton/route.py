@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and with what weight (Triton): from logits to the choice in one launch.
+"""The choice of experts and their weights (Triton), from logits in one launch.
 
-A number and its index make one integer that is larger for the better choice, so K maxima give K choices: no sort, no
-copies of [T, E], and the result of a row depends only on the row. Programs that count for the plan have one of its
-blocks of tokens each, and as many scores per thread as others, so that a row's sums are in the same order.
+A number and its index form one integer, which is larger for the better choice, so K maxima give K choices: no sort, no
+copies of [T, E], and a row's result depends only on the row. A program that counts for the plan has one of the plan's
+token blocks, and as many scores per thread as other programs, so that a row's sums have the same order.
 """
 
 import functools
@@ -29,19 +29,19 @@ NUM_WARPS = 4
 MOST_COUNTED = (
     128,
     64,
-)  # experts, of which a block of tokens takes 16 warps; ranks, which are bits of an integer
+)  # experts (a block of tokens then has 16 warps); ranks (bits of an integer)
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
 SMALLEST_NORMAL = tl.constexpr(SMALLEST)
-LOSS_LINES = 16  # of sums that are loaded together
+LOSS_LINES = 16  # lines of sums that are loaded together
 
 
 @functools.cache
 def _choice(
     num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0
 ) -> tuple[int, Constants]:
-    """Tokens of a program, and the constants. num_ranks: 0, or programs count."""
+    """Tokens of a program, and the constants. num_ranks: 0 if programs do not count."""
     rule, expert_lanes = (
         replace(rule, route_scale=1.0),
         next_power_of_2(num_experts),
@@ -66,9 +66,9 @@ def _choice(
 
 @triton.jit
 def keys_of(value, index, LANES: tl.constexpr):
-    """int64, in the order of the numbers, of equal ones the lower index first. Two keys are never equal."""
+    """int64 keys in the order of the numbers; of equal numbers, the lower index comes first. Keys are distinct."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0: they are equal
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the numbers
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the numbers
     ordered = tl.where(value != value, NAN_KEY, ordered)
     return (ordered.to(tl.int64) << 32) | (LANES - 1 - index)[None, :].to(tl.int64)
 
@@ -187,7 +187,7 @@ def choose_experts_kernel(
             tl.int32
         ) & 1
         tl.store(row + SIZES.num_experts + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
-        bad = tl.arange(0, 2)  # their number, and the first one
+        bad = tl.arange(0, 2)  # the number of bad ids, and the first one
         tl.store(row + SIZES.num_experts + SIZES.num_ranks + bad, tl.where(bad == 0, 0, NO_SLOT))
 
 
@@ -302,14 +302,14 @@ def _loss(num_experts: int, normalises: bool) -> tuple[int, Constants]:
 
 @triton.jit
 def log_of_sum(logit):
-    """[tokens, 1], the logarithm of the sum of powers of each token's logits."""
+    """[tokens, 1], logsumexp of each token's logits."""
     peak = tl.max(logit, axis=1)[:, None]
     return peak + tl.log(tl.sum(tl.exp(logit - peak), axis=1)[:, None])
 
 
 @triton.jit
 def sum_of(score):
-    """[tokens, 1], that of each token's scores, by which they are divided."""
+    """[tokens, 1], the sum of each token's scores: the divisor of its scores."""
     return tl.maximum(tl.sum(score, axis=1), SMALLEST_NORMAL)[:, None]
 
 

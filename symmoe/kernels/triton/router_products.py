@@ -1,10 +1,10 @@
 """The router's GEMMs (Triton): bf16 tokens, fp32 weights and fp32 logits.
 
-Tensor cores multiply bf16 numbers exactly and add up in fp32. An fp32 number is the sum of three bf16 numbers (8 bits
-each), so that a product of bf16 tokens and fp32 weights is three products of bf16 matrices, and no fp32 copy of the
-tokens is made or kept: "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations"
-(Henry, Tang, Heinecke, arXiv:1904.06376). Tensor cores cut off what they add; so BLOCK_K terms at a time are summed
-from zero, the small products first, and such sums are added up in fp32 registers.
+Tensor cores multiply bf16 numbers exactly and add in fp32. An fp32 number is the sum of three bf16 numbers (8 bits
+each). So a product of bf16 tokens and fp32 weights is three products of bf16 matrices, without an fp32 copy of the
+tokens: "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations" (Henry, Tang,
+Heinecke, arXiv:1904.06376). Tensor cores truncate sums. So they sum BLOCK_K terms at a time from zero, the small
+products first, and these sums are added in fp32 registers.
 
 A token's logits depend only on the token: tiles do not depend on T.
 """
@@ -25,10 +25,12 @@ from symmoe.kernels.launch.launch import (
 )
 
 BLOCK_K = 64
-TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
+TOKENS = (
+    64  # tokens of a tile of logits or of dx: 8192 tokens give 128 programs for an H200's 132 SMs
+)
 TILE = 128  # columns of a gradient; experts, at most
 SPLIT_PROGRAMS = 132  # programs for weight gradients, if there are enough tokens
-SPLIT_TOKENS = 512  # least tokens of a part
+SPLIT_TOKENS = 512  # the fewest tokens of a part
 PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
 PART_ELEMENTS = 1024
 
@@ -100,7 +102,7 @@ def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constex
 
 @fast_jit()
 def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
-    # Programs of the same tokens run side by side, and read their parts from L2.
+    # Programs of the same tokens run at the same time, and read their parts from L2.
     token = tl.program_id(1) * SIZES.block_m + tl.arange(0, SIZES.block_m)
     column = tl.program_id(0) * SIZES.block_n + tl.arange(0, SIZES.block_n)
     total = tl.full((SIZES.block_m, SIZES.block_n), 0.0, tl.float32)
@@ -118,7 +120,7 @@ def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.cons
         middle = matrix_tile(
             parts + SIZES.num_experts * SIZES.width, expert, column, SIZES.num_experts, SIZES.width
         )
-        # The result is rounded to bf16: products of 2^-16 and less would not show.
+        # The result is rounded to bf16: products of 2^-16 and less have no effect.
         terms = tl.dot(d_middle, high)
         terms = tl.dot(d_high, middle, terms)
         terms = tl.dot(d_high, high, terms)
@@ -175,7 +177,7 @@ def router_gemm(x, weight, logits):
 
 
 def router_gemm_grads(d_logits, x, weight, dx, d_weight):
-    """A weight gradient is summed over some tokens at a time; torch.sum adds these sums up, in an order of its own."""
+    """A weight gradient is summed over some tokens at a time; torch.sum adds these sums, in its own order."""
     (num_tokens, num_experts), width = d_logits.shape, x.shape[1]
     if num_tokens == 0:
         if d_weight is not None:
@@ -218,8 +220,8 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
 
 
 def bf16_parts(*matrices: torch.Tensor) -> list[torch.Tensor]:
-    """bf16 [3, like the matrix] of each of one or two contiguous fp32 matrices, in one launch. The three add up to the
-    matrix: exactly where the last one is no denormal."""
+    """bf16 [3, *shape] for each of one or two contiguous fp32 matrices, in one launch. The sum of the three parts is
+    the matrix, exactly unless the last part is denormal."""
     sizes = [matrix.numel() for matrix in matrices]
     memory = matrices[0].new_empty(PARTS.value * sum(sizes), dtype=torch.bfloat16)
     launch(
@@ -238,7 +240,7 @@ def bf16_parts(*matrices: torch.Tensor) -> list[torch.Tensor]:
 
 @functools.cache
 def _splits(num_tokens: int, num_tiles: int) -> tuple[int, int]:
-    """Parts that the tokens of a wgrad are cut into, and the tokens of one, whole steps of the contraction."""
+    """The number of parts of a wgrad's tokens, and the tokens of a part: whole steps of the contraction."""
     wanted = max(1, min(SPLIT_PROGRAMS // num_tiles, num_tokens // SPLIT_TOKENS))
     split_tokens = ceil_div(ceil_div(num_tokens, wanted), BLOCK_K) * BLOCK_K
     return ceil_div(num_tokens, split_tokens), split_tokens

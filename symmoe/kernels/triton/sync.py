@@ -1,6 +1,6 @@
-"""The barrier over peer pointers, and the status record that kernels leave for the host.
+"""The barrier over peer pointers, and the status record that kernels write for the host.
 
-The only inline assembly of the protocol is in three helpers: `now_ns`, `system_fence` and `wait_for_words`.
+Only three helpers of the protocol use inline assembly: `now_ns`, `system_fence` and `wait_for_words`.
 """
 
 from dataclasses import make_dataclass
@@ -28,7 +28,7 @@ _NAMED = {
 }
 CONTROL = Named(
     make_dataclass("Control", _NAMED, frozen=True)(**_NAMED)
-)  # those of kernels/control.py
+)  # the constants of kernels/control.py
 SPOIL_WORDS = tl.constexpr(
     512
 )  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread
@@ -42,7 +42,7 @@ def now_ns():
 
 @triton.jit
 def system_fence():
-    """The host and peers see all earlier writes of this thread before its later ones."""
+    """A fence: the host and peers see all earlier writes of this thread before its later writes."""
     tl.inline_asm_elementwise(
         "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -52,7 +52,7 @@ def system_fence():
 def wait_for_words(address, value, deadline):
     """Spins until the int64 at each address has reached value or the clock has passed the deadline; the values seen.
 
-    Every lane spins on its own address; replicated lanes do the same, which changes nothing.
+    Every lane spins on its own address; replicated lanes spin on the same address, without effect.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -75,19 +75,19 @@ def wait_for_words(address, value, deadline):
 
 @triton.jit
 def epoch_words(words):
-    """The values of the words before a rank gave up."""
+    """The values of the words before a rank aborted."""
     return tl.where(words >= CONTROL.ABORT, words & CONTROL.EPOCH_MASK, words)
 
 
 @triton.jit
 def who_gave_up(word):
-    """The rank that has written a word >= ABORT."""
+    """The rank that has aborted and written this word >= ABORT."""
     return (word - CONTROL.ABORT) >> CONTROL.ABORT_RANK_SHIFT
 
 
 @triton.jit
 def spoil(address, num_words):
-    """Sets every bit of num_words int64 at the address, which is NaN in every dtype of rows."""
+    """Sets all bits of num_words int64 at the address: NaN in every dtype of rows."""
     words = address.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, SPOIL_WORDS)
     for first in range(0, num_words, SPOIL_WORDS):
@@ -100,7 +100,7 @@ def spoil(address, num_words):
 
 @triton.jit
 def write_record(status, kind, phase, peer, expected, seen, epoch, where):
-    """Writes a status record to the address `status` unless one is pending: the first one counts."""
+    """Writes a status record to the address `status` unless one is pending: the first record counts."""
     record = status.to(tl.pointer_type(tl.int64))
     pending = tl.load(record + CONTROL.STATUS_KIND, volatile=True)
     tl.debug_barrier()  # all threads have read before one writes
@@ -114,7 +114,7 @@ def write_record(status, kind, phase, peer, expected, seen, epoch, where):
 
 @triton.jit
 def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
-    """Epoch of this rank's last barrier."""
+    """The epoch of this rank's last barrier."""
     counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
     return tl.load(counters + CONTROL.BARRIER_EPOCH)
 
@@ -135,7 +135,7 @@ def barrier_kernel(
     num_spoiled_words: tl.int64,
     SIZES: tl.constexpr,
 ):
-    # `status` is the address of pinned host memory, the same for the device; `spoiled` anything if there are no words.
+    # `status` is the address of pinned host memory, for the device, too; `spoiled` is arbitrary if there are no words.
     peer = tl.arange(0, SIZES.lanes)
     is_peer = peer < SIZES.num_ranks
     own = tl.load(bases + SIZES.rank)
@@ -170,7 +170,7 @@ def barrier_kernel(
         repeated = tl.minimum(peer, SIZES.num_ranks - 1)  # spare lanes repeat the last peer
         mine = own + half + repeated * (CONTROL.MAIL_WORDS * 8)
         seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
-        tl.debug_barrier()  # what any thread has acquired holds for all
+        tl.debug_barrier()  # one thread's acquire then holds for all threads
         late = is_peer & (seen < 2 * epoch)
         reached = epoch_words(seen)
         faulted = is_peer & (reached == 2 * epoch + 1)
@@ -199,7 +199,7 @@ def barrier_kernel(
             )
         elif first_late < SIZES.lanes:
             tl.store(counters + CONTROL.ABORTED, 1)
-            # The peer's last epoch may stand in the other half.
+            # The other half may have the peer's last epoch.
             other = mine + (1 - 2 * (epoch & 1)) * (SIZES.num_ranks * CONTROL.MAIL_WORDS * 8)
             before = tl.load(
                 other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True
@@ -257,7 +257,7 @@ def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_f
 
 
 def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Address of a tensor and its number of int64 words."""
+    """A tensor's address and its number of int64 words."""
     return (
         (0, 0)
         if tensor is None
@@ -301,7 +301,7 @@ def wait_for_signal_kernel(
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
         slot = own + SIZES.layout.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
         seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
-        tl.debug_barrier()  # what any thread has acquired holds for all
+        tl.debug_barrier()  # one thread's acquire then holds for all threads
         if epoch_words(seen) >= epoch:
             result += 1
         elif seen >= CONTROL.ABORT:

@@ -1,6 +1,6 @@
-"""Tiles of grouped rows (Triton): how programs find, read and write them, and how a launch is cut into tiles.
+"""Tiles of grouped rows (Triton): finding, reading and writing tiles, and the tiles of a launch.
 
-Letters: twin/gemm.py. row_range[g] is where the rows of group g begin, row_range[NUM_GROUPS + g] where they end.
+Letters: twin/gemm.py. The rows of group g begin at row_range[g] and end at row_range[NUM_GROUPS + g].
 """
 
 import functools
@@ -21,7 +21,7 @@ from symmoe.kernels.launch.launch import Constants, Describe, ceil_div
 ZERO_BLOCK = tl.constexpr(
     2048
 )  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
-# Most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.
+# The most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.
 ROW_PROGRAMS = 4096
 MOST_COLUMNS = 256
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -29,7 +29,7 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
-    """How one GEMM is cut into tiles and run. Numbers may change speed and rounding, never what twins define.
+    """The tiles and launch options of one GEMM. They may change speed and rounding, but never the twins' definition.
 
     block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
@@ -50,12 +50,12 @@ class TileConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """The options of a launch."""
         return {"num_stages": self.num_stages, "num_warps": self.num_warps}
 
 
 def most_columns(device: torch.device) -> int:
-    """Columns of an accumulator, 128 rows in 16 bits, at most: half where registers hold the operands, too."""
+    """The most columns of an accumulator, for 128 rows in 16 bits: half if the operands are also in registers."""
     return MOST_COLUMNS if architectures.multiplies_shared(device) else MOST_COLUMNS // 2
 
 
@@ -68,13 +68,13 @@ def device_num_sms(device: torch.device) -> int:
 def launch_grid(
     num_tiles: int, num_sms: int | None, device: torch.device, programs_per_sm: int = 1
 ) -> tuple[int]:
-    """Programs of a kernel that loops over tiles: no more than there can be tiles, none without tiles."""
+    """Programs of a kernel that loops over tiles: at most one per possible tile, none without tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
     return (min(num_tiles, max(1, programs_per_sm * num_sms)),)
 
 
 def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
-    """Most tiles of block_m rows that num_rows rows in num_groups groups can need. Each has a row."""
+    """The most tiles of block_m rows for num_rows rows in num_groups groups. Each tile has a row."""
     return min(num_rows, (num_rows + num_groups * (block_m - 1)) // block_m)
 
 
@@ -112,7 +112,7 @@ def locate_tile(
 ):
     """Group, first row, end of the group's rows, row tile counted over all groups, and column tile of a tile; groups
     without rows have no tiles."""
-    # A group lies before the tile if all of its tiles do; lanes past the last group repeat the total: never before.
+    # A group is before the tile if all of its tiles are; lanes past the last group have the total: they never are.
     before = prefix * NUM_N_TILES <= tile
     group = tl.sum(before.to(tl.int32), axis=0)
     first_tile = tl.max(tl.where(before, prefix, 0), axis=0)
@@ -134,7 +134,7 @@ def locate_rows(tile, prefix, row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Mask [rows, columns] of what lies in the group and in the matrix, for columns of tiles TILE wide."""
+    """Mask [rows, columns] of elements in the group and in the matrix, for columns of tiles TILE wide."""
     inside = (row < end)[:, None]
     return inside if WIDTH % TILE == 0 else inside & (column < WIDTH)[None, :]
 
@@ -151,13 +151,13 @@ def store_rounded(values, out, row, end, column, WIDTH: tl.constexpr, TILE: tl.c
 @triton.jit
 def matrix_pointer(table, group, DTYPE: tl.constexpr):
     """Pointer to the first element of matrix `group` of a table, int64[G], of addresses that are multiples of 16."""
-    # The hint is on the pointer, because a cast drops it; without it, accesses are of single elements.
+    # The hint is on the pointer, because a cast drops it; without the hint, accesses have single elements.
     return tl.multiple_of(tl.load(table + group).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def matrix_of(matrices, table, group, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointer to matrix `group`, of SIZE elements, of packed matrices, or of a table if there is one."""
+    """Pointer to matrix `group`, of SIZE elements, in the table if given, else in packed matrices."""
     return (
         matrices + group.to(tl.int64) * SIZE
         if table is None
@@ -203,8 +203,8 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
-    if WIDTH % BLOCK == 0:  # Triton 3.6 takes no None of a conditional expression for a result
+    """Mask [BLOCK] of places before WIDTH, counted from first; None if BLOCK divides WIDTH."""
+    if WIDTH % BLOCK == 0:  # Triton 3.6 supports no None from a conditional expression as a result
         mask = None
     else:
         mask = first + tl.arange(0, BLOCK) < WIDTH
@@ -215,7 +215,7 @@ def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def plus(products, addend, factor):
     """products + addend * factor, rounded once.
 
-    `+` is not used: in a contraction of a single step Triton would begin the product with the addend, which rounds
+    It avoids `+`: in a contraction of a single step Triton would start the product from the addend, which rounds
     differently.
     """
     return tl.fma(addend, factor, products)
@@ -256,8 +256,8 @@ def load_k_rows(
 ):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
-    A ragged TMA descriptor ends reads at the group's end in hardware; desc None: pointers read rows source
-    int32[BLOCK_K] of the tensor.
+    A ragged TMA descriptor ends reads at the group's end in hardware. desc None: pointers read the tensor's rows
+    `source`, int32[BLOCK_K].
     """
     BLOCK_K: tl.constexpr = source.shape[0]
     if desc is not None:
@@ -272,15 +272,15 @@ def load_k_rows(
 
 @triton.jit
 def source_rows(index, position, end, BLOCK_K: tl.constexpr):
-    """Places of rows position.. (BLOCK_K of them) in their tensor; row 0 for those at and past end if gathered."""
+    """Places of BLOCK_K rows from `position` on in their tensor; if gathered, row 0 for rows at and past end."""
     row = position + tl.arange(0, BLOCK_K)
     return row if index is None else tl.load(index + row, mask=row < end, other=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Wgrad:
-    """The constants of a kernel of a weight gradient [num_groups, out_rows, columns], which is stored in, or added to,
-    matrices of a dtype (of Triton)."""
+    """The constants of a kernel that stores or adds a weight gradient [num_groups, out_rows, columns] in matrices of a
+    Triton dtype."""
 
     config: TileConfig
     num_groups: int
@@ -304,7 +304,7 @@ class Wgrad:
         return self.num_groups * self.num_m_tiles * self.num_n_tiles
 
     def constants(self, descriptors: Mapping[int, Describe], **options: Any) -> Constants:
-        """Of all launches with these dimensions."""
+        """The constants of all launches with these dimensions."""
         return Constants({"WGRAD": self, **self.config.options, **options}, descriptors)
 
 
@@ -336,7 +336,7 @@ def store_gradient(acc, out, row, column, WGRAD: tl.constexpr):
 
 
 def row_programs(num_tiles: int, num_column_tiles: int) -> int:
-    """Programs that loop over tiles of rows, at most num_tiles; each of the tiles of columns has as many."""
+    """Programs per tile of columns that loop over tiles of rows, at most num_tiles."""
     return min(num_tiles, max(1, ROW_PROGRAMS // num_column_tiles))
 
 
@@ -346,10 +346,10 @@ def describe(block: list[int]) -> Describe:
 
 
 def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """Same as triton.tools.ragged_tma.create_ragged_descriptor for contiguous rows, in half the time.
+    """As triton.tools.ragged_tma.create_ragged_descriptor for contiguous rows, in half the time.
 
-    The last two dimensions are the matrix, made as long as TMA allows. The first two let a read begin and end anywhere:
-    load_ragged moves the base so that the group's end is the matrix' end; addresses wrap around.
+    The last two dimensions are the matrix, extended to TMA's limit. The first two let a read begin and end anywhere:
+    load_ragged moves the base so that the matrix ends at the group's end; addresses wrap around.
     """
     num_rows, width = rows.shape
     if num_rows > 2**30:

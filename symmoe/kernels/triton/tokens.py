@@ -1,7 +1,7 @@
 """Kernels that move rows: push and pull over the wire, fan-out and sums on one rank. Letters: twin/tokens.py.
 
-Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs loop over tiles,
-so a caller may limit their number and leave SMs to a GEMM.
+Rows move in tiles [tokens, columns] with 16-byte accesses, several in flight per thread. Programs loop over tiles, so a
+caller may limit their number and leave SMs to a GEMM.
 """
 
 import functools
@@ -27,7 +27,7 @@ ACCESS_BYTES = tl.constexpr(16)
 # Programs of the kernels that move rows: four for each of an H200's 132 SMs hide the latency of the index loads.
 NUM_CTAS = 4 * 132
 ROW_WARPS = 8
-CAPPED_ROW_WARPS = 16  # with few programs, each has to keep more in flight
+CAPPED_ROW_WARPS = 16  # with few programs, each must keep more in flight
 COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 registers for each
 SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
 MAX_TILE_COLUMNS_BYTES = 4096
@@ -40,7 +40,7 @@ SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
 
 def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
-    """Launches a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and tile."""
+    """Launches a kernel that moves num_rows rows like `rows`, with `accesses` 16-byte accesses per thread and tile."""
     constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     found = constants.named["SIZES"]
     num_tiles = ceil_div(num_rows, int(found.tokens)) * int(found.column_tiles)
@@ -79,15 +79,15 @@ def _cut(
 
 
 def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
-    """Launches a kernel that moves so many slots or values."""
+    """Launches a kernel that moves num_slots slots or values."""
     num_programs = more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM)
     constants = _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
     launch(kernel, (num_programs,), constants, *args)
 
 
 def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
-    """top_k: rows of a token. column, prob_column: of `received`. unroll, peers_unroll: rows of a token, and of peers,
-    that are loaded together. rank_lanes: lanes of a vector over the ranks."""
+    """Constants. top_k: rows of a token. column, prob_column: of `received`. unroll, peers_unroll: rows of a token, and
+    of peers, that are loaded together. rank_lanes: lanes of a vector over the ranks."""
     lanes = next_power_of_2(num_ranks)
     return kept_sizes(
         top_k=top_k,
@@ -100,7 +100,7 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
 
 
 def _moved(name, rows, num_ctas, *args, **options) -> bool:
-    """Launches the kernel for few programs, if num_ctas is given and there is one for these rows, at least one."""
+    """Launches the kernel for few programs, if num_ctas is given and a kernel supports these rows, at least one row."""
     output = rows.device, rows.dtype, rows.shape[1]
     is_given = num_ctas is not None and rows.shape[0] > 0
     return is_given and hopper_choice.launched(
@@ -110,7 +110,7 @@ def _moved(name, rows, num_ctas, *args, **options) -> bool:
 
 @triton.jit
 def num_tiles(num_tokens, SIZES: tl.constexpr):
-    """Tiles of so many rows."""
+    """Number of tiles of num_tokens rows."""
     return tl.cdiv(num_tokens, SIZES.tokens) * SIZES.column_tiles
 
 
@@ -152,7 +152,7 @@ def push_rows_kernel(
         is_token = token < num_tokens
         source = row_places(x, token, column, SIZES)
         moves = is_token
-        if SIZES.one_rank:  # tokens that do not go there need not be read
+        if SIZES.one_rank:  # tokens without this destination need no read
             moves &= (
                 tl.load(
                     token_to_row + token * SIZES.num_ranks + first_rank, mask=is_token, other=-1
@@ -333,7 +333,7 @@ def index_rows(wire, packed, num_rows, trip, index):
 
 @triton.jit
 def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
-    """Per packed row: the token's first row (-1 for none), and how many rows it has."""
+    """Per packed row: the token's first row (-1: none), and its number of rows."""
     primary = tl.full(packed.shape, -1, tl.int32)
     num_rows = tl.full(packed.shape, 0, tl.int32)
     for first in range(0, SIZES.top_k, SIZES.unroll):
@@ -447,7 +447,7 @@ def push_sums_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = rows.dtype.element_ty
-    for step in range(first_step, end_step):  # every rank begins with another one
+    for step in range(first_step, end_step):  # every rank begins with another rank
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
         offset = tl.load(received + home * CONTROL.NUM_PUBLISHED + SIZES.column)
@@ -477,7 +477,7 @@ def push_sums_kernel(
                     masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                     values += (tl.load(source, mask=masks[more], other=0.0),)
                 for more in tl.static_range(SIZES.unroll):
-                    # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
+                    # A missing row is not added as 0.0, which would turn -0.0 into 0.0.
                     total = tl.where(masks[more], total + values[more].to(tl.float32), total)
             target = row_pointers(region + index.to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
             tl.store(target, total.to(ELEMENT), mask=mask)
@@ -540,7 +540,7 @@ def gather_values(row_values, packed_to_row, num_packed, packed_values):
 
 @triton.jit
 def call_failed(received, SIZES: tl.constexpr):
-    """Whether the offsets from the barrier say that nothing may be moved."""
+    """Whether the barrier's offsets report a failed call: no data may be moved."""
     rank = tl.arange(0, SIZES.rank_lanes)
     offset = tl.load(
         received + rank * CONTROL.NUM_PUBLISHED + SIZES.column, mask=rank < SIZES.num_ranks, other=0
@@ -559,7 +559,7 @@ def pull_rows_kernel(
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
         for first in range(0, SIZES.top_k, SIZES.unroll):
-            # Each step is done for all sources, so that their loads are in flight together.
+            # Each step covers all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
             for step in tl.static_range(SIZES.unroll):
                 s = first + step
@@ -587,7 +587,7 @@ def pull_rows_kernel(
                 )
                 values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
             for step in tl.static_range(SIZES.unroll):
-                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                # Adding 0.0 for missing rows has no effect: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
         tl.store(
@@ -613,10 +613,10 @@ def pull_rows(source_rank, source_row, peers, received, out, *, column):
 
 @triton.jit
 def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, SIZES: tl.constexpr):
-    """Sums of the tokens' rows on rank `rank`, which is this rank: fp32, in k order, rounded, as peers' sums are."""
+    """Sums of the tokens' rows on rank `rank`, this rank: fp32, in k order, rounded in the same way as peers' sums."""
     slot_to_rank, slot_to_row = slots
     total = tl.full(SIZES.tile, 0.0, tl.float32)
-    # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
+    # `top_k` is not a constant, to keep this a loop: in straight code ptxas would delay the loads of returned rows.
     for first in range(0, top_k, SIZES.unroll):
         places, values = (), ()
         for step in tl.static_range(SIZES.unroll):
@@ -680,14 +680,14 @@ def sum_home_kernel(
                         other=0.0,
                     ),
                 )
-            if first == 0:  # while those rows are on their way
+            if first == 0:  # while peers' rows load
                 slots = (slot_to_rank, slot_to_row)
                 own_tokens = is_token & (not failed)
                 own = sum_own_rows(
                     slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES
                 )
             for step in tl.static_range(SIZES.peers_unroll):
-                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                # Adding 0.0 for missing rows has no effect: a sum that starts at 0.0 is never -0.0.
                 total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
         total = tl.where(failed, float("nan"), total)
         tl.store(

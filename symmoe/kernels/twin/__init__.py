@@ -1,27 +1,27 @@
-"""All kernels in PyTorch, for any device: simple loops, which are the definition of what a kernel computes.
+"""All kernels in PyTorch, for any device: simple loops, which define the result of a kernel.
 
-`Kernels` is the type that `kernels.for_device` returns: the modules `twin` and `gpu` (Triton and Gluon) have a function
-of the same name, with the same arguments and the same meaning, for each of its methods.
+`Kernels` is the type that `kernels.for_device` returns. For each of its methods, the modules `twin` and `gpu` (Triton
+and Gluon) have a function with the same name, arguments and meaning.
 
     T tokens of this rank, H features of a token, K slots per token (token t's k-th expert is slot (t, k))
     E experts of all ranks, e experts of one rank, R ranks
     N rows in G groups, sorted by group; a group is a local expert
 
-* Results are written to the caller's tensors: `writes` names the parameters. All tensors are on one device,
-  contiguous unless the text says otherwise.
-* On GPUs no function makes the host wait for the device, and only the router's GEMMs allocate device memory. Bits
+* Functions write results to the caller's tensors: `writes` names these parameters. All tensors are on one device, and
+  contiguous unless the docstring states otherwise.
+* On GPUs no function makes the host wait for the device, and only the router's GEMMs allocate device memory. The bits
   of results do not depend on the grid of a launch.
-* row_range: int32[2, G]. Rows row_range[0, g]:row_range[1, g] of group g are computed and written, none if the end is
-  not past the begin. Other rows influence nothing, and are not written unless the text says so. A range of only some
-  rows of every group gives these the bits of one call for all rows. A begin that is the group's first row plus a
-  multiple of PART_ROWS costs no additional tile (kernels/gemm_parts.py).
-* Whole groups: where the text says so, row_range must have all rows of every group, which lie one after the other from
-  row 0 on. Rows at or past the end of the last group are the tail. No function checks it: the host does not know.
+* row_range: int32[2, G]. Rows row_range[0, g]:row_range[1, g] of group g are computed and written, none unless begin <
+  end. Other rows have no effect, and are not written unless the docstring states it. A range of only some rows of every
+  group gives them the same bits as one call for all rows. A begin at the group's first row plus a multiple of PART_ROWS
+  costs no additional tile (kernels/gemm_parts.py).
+* "Whole groups" in a docstring: row_range must have all rows of every group, and groups are adjacent from row 0 on.
+  Rows at or past the end of the last group are the tail. No function checks this: the host lacks the values.
 * Rows (operands.py): a tensor [N, .]; or (tensor [P, .], row_index): row r is the tensor's row row_index[r], int32[N].
   P is any number, and None as an index means no index.
 * Bias: a tensor [G, O], or (tensor, bias_scale): row r gets bias[g] * bias_scale[r], fp32[N]. None for either: 0, or 1.
-* num_sms, num_ctas: most SMs that the kernel uses, or most programs that it has, so that other kernels get the rest;
-  None: all. Results do not depend on it, and the twins ignore it.
+* num_sms, num_ctas: the most SMs or programs of the kernel, so that other kernels get the rest; None: all. Results do
+  not depend on them, and the twins ignore them.
 """
 
 from symmoe.kernels.twin.activation import ActivationKernels

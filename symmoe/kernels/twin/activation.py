@@ -7,12 +7,12 @@
     backward  da = round(dout @ weight);  dscale = sum_I(da * act(h));  dh = round(da * scale * act'(h));
               dbias = sum_rows(dh);  a again
 
-Between the roundings everything is fp32, so the fused functions give the bits of the separate ones in h, a, da, dh and
-dscale, whose order of sums is that of kernels/activation.py; only dbias is summed in another order. NaN goes through
-clamps and relu; derivatives at a limit are those of torch.clamp (1 at equality).
+Between the roundings everything is fp32. So the fused functions give the bits of the separate functions in h, a, da, dh
+and dscale (order of the sum: kernels/activation.py); only dbias has another order of sums. Clamps and relu propagate
+NaN; derivatives at a limit are the same as in torch.clamp (1 at equality).
 
-The fused functions are compositions of what they fuse: kernels must give these bits or, where they sum in another
-order, these numbers.
+The fused functions here compose the separate functions: kernels must give these bits or, where they sum in another
+order, these numbers up to rounding.
 """
 
 import math
@@ -100,14 +100,14 @@ class ActivationKernels:
         *,
         num_sms: int | None = None,
     ) -> int:
-        """Gradient through the second GEMM and the activation of hidden (h, row_scale): gradients dh, a of forward
+        """Gradient through the second GEMM and the activation of hidden (h, row_scale). gradients: dh, forward's a
         again, dscale, and the first GEMM's dbias.
 
         dout of O features; weight [G, O, I]; h, dh [N, W], which may be one; a [N, I]; row_scale, dscale fp32[N]; dbias
         [G, W] or None; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups;
         dscale is 0 in the tail. dscale None: its partial sums stay in the workspace. When calls that differ only in
-        row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh). Returns how many
-        partial sums of dscale the workspace has for a row.
+        row_range have computed all rows, sum_dact_partials adds them up (and grouped_bias_grad computes dbias from dh).
+        Returns the number of partial sums of dscale per row in the workspace.
         """
         (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
         da = torch.empty_like(a)
@@ -139,7 +139,7 @@ class ActivationKernels:
     ) -> None:
         """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact have filled.
 
-        row_range: whole groups, which the calls have covered. num_partials: the result of those calls.
+        row_range: whole groups; the calls have covered them. num_partials: the result of the calls.
         """
         num_rows = int(row_range[1, -1])
         dscale[:num_rows] = workspace[:num_rows]
@@ -154,7 +154,7 @@ def activation_gradients(
     dscale: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
-    """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
+    """As scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = value_and_slopes(h, activation)
     grad = dout.float()
     dscale.copy_(sum_in_blocks(grad * value, SUM_COLUMNS))
@@ -192,7 +192,7 @@ def value_and_slopes(
     has_limit = math.isfinite(limit)
     if has_limit:
         gate_above, up_outside = gate > limit, up.abs() > limit
-        # A comparison and not clamp: comparisons let NaN through.
+        # A comparison, not clamp: comparisons propagate NaN.
         gate = torch.where(gate_above, limit, gate)
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     shifted = up + offset if offset else up

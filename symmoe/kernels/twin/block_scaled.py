@@ -1,7 +1,7 @@
-"""Twins of what only MXFP8 and NVFP4 need: scales in tiles, E2M1 numbers, random words, the Hadamard transform.
+"""Twins for MXFP8 and NVFP4 only: scales in tiles, E2M1 numbers, random words, the Hadamard transform.
 
-Imported only when such numbers are used. Random numbers are a function of a seed and a position: Philox-4x32-10 (Salmon
-et al. 2011), with the words of Triton's tl.philox.
+This module is imported on first use. Random numbers are a function of a seed and a position: Philox-4x32-10 (Salmon et
+al. 2011), with the same words as Triton's tl.philox.
 """
 
 import ctypes
@@ -51,10 +51,10 @@ def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_e2m1(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """Codes uint8 of the E2M1 numbers of finite fp32 numbers, saturating: the nearest, ties to even; or, by 24 bits of
-    random words, one of the two neighbours, so that the mean is the number itself."""
+    """Codes uint8 of the E2M1 numbers of finite fp32 numbers, saturating: the nearest, ties to even; or, with random
+    words (24 bits), one of the two neighbours, so that the mean is the number itself."""
     size = x.abs().clamp(max=formats.E2M1_MAX)
-    # Numbers of E2M1 are 1/2 apart below 2, 1 below 4, and then 2: in this unit, codes count up from `base`.
+    # The distance between E2M1 numbers is 1/2 below 2, 1 below 4, then 2: in this unit, codes count up from `base`.
     per_unit = torch.where(size < 2, 2.0, torch.where(size < 4, 1.0, 0.5))
     base = torch.where(size < 2, 0, torch.where(size < 4, 2, 4))
     units = size * per_unit
@@ -67,7 +67,7 @@ def to_e2m1(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
 
 
 def numbers_of_e2m1(data: torch.Tensor) -> torch.Tensor:
-    """The numbers of bytes of two codes each, in fp32."""
+    """The fp32 numbers of bytes with two codes each."""
     codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).int()
     exponent, mantissa = codes >> 1 & 3, codes & 1
     size = torch.where(exponent == 0, 0.5 * mantissa, torch.ldexp(1 + 0.5 * mantissa, exponent - 1))
@@ -75,14 +75,14 @@ def numbers_of_e2m1(data: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
-    """y = H D x for every 16 elements of the last dimension, as quantising kernels transform tokens.
+    """y = H D x for every 16 elements of the last dimension: the transform of tokens before quantisation.
 
     D changes signs. H is Sylvester's Hadamard matrix of size 16 over 4. H D is orthonormal, so a contraction of two
-    matrices that are both transformed along it stays the same up to rounding; an outlier is spread over its block.
+    matrices, both transformed along it, keeps its result up to rounding; an outlier is spread over its block.
 
     Args:
         x: floating point [..., K], K a multiple of 16.
-        signs: 16 bits; bit i set: the sign of element i of every 16 is changed.
+        signs: 16 bits; bit i changes the sign of element i of every 16.
 
     Returns:
         fp32 [..., K].
@@ -136,7 +136,7 @@ def _check(x: torch.Tensor, signs: int) -> None:
 def matrices_of(
     scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the scales of every matrix that has rows [M, Q], and of its tiles [tiles down, tiles across, 512]."""
+    """Views of the scales [M, Q] of every matrix that has rows, and of its tiles [tiles down, tiles across, 512]."""
     if isinstance(scale, ScaleTable):
         yield from _matrices_of_table(scale, swizzled)
         return

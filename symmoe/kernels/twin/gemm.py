@@ -1,19 +1,19 @@
-"""Grouped GEMMs over rows that are sorted by expert, and the gradients of their biases.
+"""Grouped GEMMs over rows sorted by expert, and the gradients of their biases.
 
     C, O  features that the forward GEMM contracts, and features of its result
 
-Tensors are of one dtype (bf16, fp16 or fp32), 16-byte aligned, their features multiples of 16 bytes; callers check it.
-Products and sums are fp32 (IEEE, not TF32, for fp32 numbers); a result is rounded once. No sum uses atomics. A row's
-bits in grouped_gemm and grouped_gemm_dgrad do not depend on where the row lies or on how rows are cut into
-parts; tiles and the order of sums depend only on the features, never on N or R.
+Tensors have one dtype (bf16, fp16 or fp32), are 16-byte aligned, and their features are multiples of 16 bytes; callers
+check this. Products and sums are fp32 (IEEE, not TF32, for fp32 numbers); a result is rounded once. No sum uses
+atomics. A row's bits in grouped_gemm and grouped_gemm_dgrad do not depend on the row's place or on the parts of rows;
+tiles and the order of sums depend only on the features, never on N or R.
 
-Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie anywhere, with the same bits.
+Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] anywhere in memory; bits are equal.
 
-* accumulate: the result is added to out in fp32, and rounded with it; groups without rows leave out as it is.
+* accumulate: the result is added to out in fp32, and the sum is rounded; groups without rows leave out unchanged.
 * zero_tail: the tail of out becomes 0; needs whole groups.
 
-MKL does not promise that a row's bits are independent of its place and of parts of rows. It gets operands aligned to
-ALIGNMENT, and never fewer than MIN_ROWS rows. The sums of biases are in the order of kernels/bias_sums.py.
+MKL does not guarantee that a row's bits are independent of its place and of parts of rows. So it gets operands aligned
+to ALIGNMENT, and at least MIN_ROWS rows. Sums of biases have the order of kernels/bias_sums.py.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, writes
 
-MIN_ROWS = 16  # MKL sums in another order for fewer: than 4, or 16, as the CPU is, or if two threads share them
-ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
+MIN_ROWS = 16  # with fewer rows (4 or 16, by CPU), or if two threads share them, MKL has another order of sums
+ALIGNMENT = 64  # bytes: the alignment of torch's new CPU tensors, and the widest CPU vector
 
 
 def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
-    """Every group and its rows, in order; also groups without rows."""
+    """Every group and its rows, in order, including empty groups."""
     return [
         (g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist())
     ]
@@ -61,14 +61,14 @@ def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
 
 
 def packed(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
-    """[G, rows, columns]: a packed tensor itself, or a copy of a table's matrices."""
+    """[G, rows, columns]: the packed tensor itself, or a copy of a table's matrices."""
     if isinstance(matrices, torch.Tensor):
         return matrices
     return torch.stack([matrix(matrices, group) for group in range(matrices.shape[0])])
 
 
 def bias_rows(bias: Bias, group: int, span: slice) -> torch.Tensor | None:
-    """What a bias adds to a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
+    """The bias for a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
     features, scale = bias if isinstance(bias, tuple) else (bias, None)
     if features is None:
         return None
@@ -184,8 +184,7 @@ class GemmKernels:
     ) -> None:
         """dbias[g] = sum over the rows r of group g of dout[r] * scale[r]; no rows give zeros.
 
-        dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the sum is that of
-        kernels/bias_sums.py.
+        dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. Order of the sum: kernels/bias_sums.py.
         """
         for g, span in groups(row_range):
             addends = take_rows(dout, span).float()

@@ -1,6 +1,6 @@
-"""A plan between nodes: which tokens go to which node, and where they are there. Words: dispatch/nodes.py.
+"""A plan between nodes: the destination nodes of tokens, and the tokens' places there. Terms: dispatch/nodes.py.
 
-There are N nodes with G ranks each, T tokens of this rank, and A lines that it sends, as many to each other node.
+There are N nodes with G ranks each. This rank has T tokens and sends A lines in all, equally many to each other node.
 """
 
 import torch
@@ -26,10 +26,10 @@ class NodeKernels:
         Args:
             topk_idx: int32 or int64 [T, K]; ids out of range count as none.
             maps: of the topology.
-            numbers: int32 [N + 2], gets how many tokens go to each node, the largest of these numbers, and 0 if no more
-                than `most` go to any node, else the largest number again.
-            token_to_rail_row: int32 [T, N], gets the row of each token; -1 if it does not go there, or if the row is
-                not below `most`.
+            numbers: int32 [N + 2], gets the number of tokens for each node, the largest of these numbers, and 0 if the
+                largest is at most `most`, else the largest again.
+            token_to_rail_row: int32 [T, N], gets the row of each token; -1 if the token does not go there, or if the
+                row is at least `most`.
         """
         nodes, valid = (
             torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
@@ -48,8 +48,8 @@ class NodeKernels:
     @staticmethod
     @writes("peers")
     def tell_header(number: torch.Tensor, peers: control.Peers, source: int, *, word: int) -> None:
-        """Writes number, int32 [1], into a word of the header of a rank (`source`, in the group) in every count table
-        of the node; into the half of the next barrier."""
+        """Writes number, int32 [1], to a word of a rank's header (`source`, in the group) in every count table of the
+        node, in the half of the next barrier."""
         for rank in range(peers.num_ranks):
             peers.count_table(rank, peers.epoch + 1)[source, word] = number[0]
 
@@ -92,11 +92,11 @@ class NodeKernels:
         """Finds where the tokens of a plan are inside each node.
 
         Args:
-            plan: of all ranks, complete.
-            token_to_rail_row, numbers: those of rail_rows.
+            plan: the complete plan of all ranks.
+            token_to_rail_row, numbers: results of rail_rows.
             maps: of the topology.
-            found: gets everything. Lines of sent rows that are not used are of token 0, and say that it goes nowhere;
-                so do all lines of foreign tokens, which are to come, and their regions are empty.
+            found: gets all tensors. Lines of unused sent rows have token 0 and no destination. Lines of foreign tokens,
+                which arrive later, have no destination either, and their regions are empty.
         """
         (num_tokens, num_nodes), top_k = token_to_rail_row.shape, plan.slot_to_row.shape[1]
         num_ranks, most = (

@@ -1,7 +1,7 @@
 """The plan: maps from every slot of a rank's `topk_idx` to its place.
 
 There are B blocks of TOKENS_PER_BLOCK tokens. A rank receives packed rows, one for each token that it needs. The
-primary row of a token on a rank is that of its smallest k there; its other rows are secondary rows.
+primary row of a token on a rank is the row of its smallest k there; its other rows are secondary rows.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ class PlanKernels:
     @staticmethod
     @writes("row_range")
     def splits_to_row_range(splits: torch.Tensor, row_range: torch.Tensor, num_rows: int) -> None:
-        """row_range of whole groups, int32[2, G], from their numbers of rows: splits int32 or int64 [G].
+        """row_range of whole groups, int32[2, G], from the groups' row counts: splits int32 or int64 [G].
 
         Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
         """
@@ -40,9 +40,9 @@ class PlanKernels:
 
         Args:
             topk_idx: int32 or int64 [T, K], expert ids; -1 is "no expert".
-            block_counts: int32 [B, E + R + 2]; columns: slots of each expert, tokens that go to each rank, number of
-                ids out of range, and the first slot t * K + k with such an id (2**31 - 1 if none). Ids out of range
-                are not counted as slots.
+            block_counts: int32 [B, E + R + 2]; columns: slots of each expert, tokens for each rank, the number of ids
+                out of range, and the first slot t * K + k with such an id (2**31 - 1 if none). Slots with such ids are
+                not counted.
         """
         ids = topk_idx.long()
         valid = (ids >= 0) & (ids < num_experts)
@@ -67,14 +67,14 @@ class PlanKernels:
         *,
         num_experts: int,
     ) -> None:
-        """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
+        """Writes this rank's row (header, slots per expert, tokens per rank) to every rank's count table.
 
-        It uses the half of the table that belongs to the next barrier.
+        It writes to the half of the table for the next barrier.
 
         Args:
-            block_counts: that of count_slots; its columns of experts and ranks get the sums over earlier blocks.
-            topk_idx: that of count_slots.
-            header: HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
+            block_counts: count_slots' result; its columns of experts and ranks get the sums over earlier blocks.
+            topk_idx: as in count_slots.
+            header: HEADER_WORDS integers; this function fills the HEAD_BAD_* words.
         """
         num_ranks = peers.num_ranks
         counts = block_counts[:, :-2]
@@ -104,25 +104,25 @@ class PlanKernels:
         overflow: int,
         ranks: Sequence[int],
     ) -> None:
-        """Lays out every rank's rows from the count table, the same way on every rank.
+        """Lays out every rank's rows from the count table; all ranks compute the same layout.
 
-        After an error, which the report has, nothing is laid out: all counts are zero.
+        After an error, which the report contains, all counts are zero.
 
-        Each local expert's rows are cut into the parts that can be computed as rows arrive: from this rank first, then
-        from the one before it and so on, the last of `ranks` following the first. After those, rows arrive from all
-        earlier ranks at once, as the part of rank 0, and from all later ones, as that of the last rank. A part needs
-        only rows that have arrived by then. Parts begin at multiples of PART_ROWS, counted from the expert's first row,
-        or at its end; together they are all rows.
+        Each local expert's rows are cut into parts that can be computed as rows arrive: first from this rank, then from
+        the previous rank and so on; the last of `ranks` follows the first. Then rows arrive from all earlier ranks
+        together, as the part of rank 0, and from all later ranks, as the part of the last rank. A part needs only rows
+        that have arrived by then. Parts begin at multiples of PART_ROWS, counted from the expert's first row, or at its
+        end; together they cover all rows.
 
         Args:
-            received: result of the plan's barrier; negative words mean that a rank faulted.
-            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if no host waits: what
-                is launched before it looks must move nothing.
-            plan: gets what says where rows are, the report and, where there are no places, expert_load.
-            capacity: rows that this rank can take; -1: its host waits for the report before it launches more.
-            overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to the capacity, that of all ranks, instead of
-                reporting an overflow. OVERFLOW_REPEAT: an overflow is reported as PLAN_OVER_BUDGET, and not recorded.
-            ranks: consecutive ones, of this node, or all of the group.
+            received: the result of the plan's barrier; negative words mean that a rank faulted.
+            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if no host waits: kernels
+                that are launched before the host reads it must not move rows.
+            plan: gets the places of rows, the report and, without replica places, expert_load.
+            capacity: rows that this rank can receive; -1: its host waits for the report before it launches more.
+            overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to `capacity`, equal on all ranks, instead of
+                reporting an overflow. OVERFLOW_REPEAT: reports an overflow as PLAN_OVER_BUDGET and does not record it.
+            ranks: consecutive ranks: this node's, or the whole group's.
         """
         num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
         table = peers.count_table(rank, peers.epoch)
@@ -173,7 +173,9 @@ class PlanKernels:
             (num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device
         )
         split_rows(plan.source_to_row_start, parts, rank, ranks)
-        known = sorted({0, *ranks, num_ranks - 1})  # of the node, and all before it and after it
+        known = sorted(
+            {0, *ranks, num_ranks - 1}
+        )  # the node's, and all earlier and all later ranks'
         plan.source_to_rows[known] = parts[known, :, :num_own]
         (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
         plan.replica_ranges.copy_(
@@ -202,8 +204,8 @@ class PlanKernels:
     @staticmethod
     @writes("posted")
     def post_report(report: torch.Tensor, posted: torch.Tensor, *, plan: int) -> None:
-        """Writes the report of the plan with this generation to its row of `posted`, which the host reads: as
-        control.REPORT_SLOTS says, pinned host memory on GPUs.
+        """Writes the report of the plan with this generation to its row of `posted`, which the host reads: see
+        control.REPORT_SLOTS; pinned host memory on GPUs.
 
         Args:
             report: int32[SUMMARY_WORDS].
@@ -220,13 +222,13 @@ class PlanKernels:
         *,
         drop: bool,
     ) -> None:
-        """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
-        order of token, then k.
+        """Assigns a row to every slot of this rank, and a packed row to every pair of a token and a rank: a stable scan
+        in order of token, then k.
 
         Args:
-            topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
-            plan: that of lay_out; gets the maps from slots and tokens, and block_tokens.
-            drop: whether lay_out has clipped.
+            topk_idx, block_starts: as in count_slots, and block_counts after send_counts. plan: lay_out's result; gets
+            the maps from slots and tokens, and block_tokens.
+            drop: whether lay_out clips.
         """
         num_experts, num_ranks, primary = (
             plan.slot_start.numel(),
@@ -267,7 +269,7 @@ def split_rows(
     """source_to_rows of lay_out."""
     starts, first_rank, last_rank = source_to_row_start.long(), ranks[0], ranks[-1]
     first, end = starts[0], starts[-1]
-    # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
+    # Whole tiles: from the first tile that begins in a source's rows to the last tile before rows of later ranks.
     high = end if last_rank + 2 == len(starts) else _whole_tiles(first, starts[last_rank + 1])
     low = _whole_tiles(first, starts[first_rank] + PART_ROWS - 1).minimum(high)
     source_to_rows[0], source_to_rows[-1] = torch.stack([first, low]), torch.stack([high, end])
@@ -291,7 +293,7 @@ def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor
 
 
 def _by_block(values: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
-    """[T, C] as [B, TOKENS_PER_BLOCK, C], the last block filled up."""
+    """[T, C] as [B, TOKENS_PER_BLOCK, C]; the last block is padded."""
     if missing := -values.shape[0] % control.TOKENS_PER_BLOCK:
         values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
     return values.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
@@ -303,7 +305,7 @@ def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(headers: torch.Tensor, word: int) -> int:
-    """The smallest capacity of any rank that has one; -1: none has."""
+    """The smallest capacity of the ranks with a capacity; -1 without any."""
     return min((int(limit) for limit in headers[:, word] if limit >= 0), default=-1)
 
 
@@ -315,7 +317,7 @@ def _find_error(
 ) -> tuple[int, int, int, int, int]:
     """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
 
-    sizes: rows that each rank would receive, and how many it can take or -1; the same for packed rows.
+    sizes: rows that each rank would receive, and its capacity or -1; then both for packed rows.
     """
     if received.numel() and int(received.min()) < 0:
         return control.PLAN_FAULT, -1, 0, 0, 0
@@ -345,8 +347,8 @@ def _find_error(
 
 
 def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Rows kept of each expert of one rank: min(load, level), the highest level that fits; the rest of the
-    capacity goes to the first experts above the level, one row each."""
+    """Rows kept of each expert of one rank: min(load, level) at the highest level that fits; the rest of the capacity
+    goes to the first experts above the level, one row each."""
     if int(load.sum()) <= capacity:
         return load
     level = (

@@ -1,4 +1,4 @@
-"""Addresses of tensors, and small data of the host on its way to the device."""
+"""Addresses of tensors, and copies of small host data to the device."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ HostBytes = torch.Tensor | bytes | bytearray | memoryview
 def host_bytes(source: HostBytes) -> memoryview:
     """The memory of a contiguous CPU tensor or of any contiguous buffer, as bytes, without a copy.
 
-    A tensor's memory is valid as long as the tensor.
+    The memory is valid as long as the tensor exists.
     """
     if not isinstance(source, torch.Tensor):
         view = memoryview(source)
@@ -28,9 +28,9 @@ class PointerKernels:
     @staticmethod
     @writes("destination")
     def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
-        """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
-        source: contiguous memory of the host, of any size up to that of destination. The caller may change it when the
-        call returns."""
+        """Copies source to the first bytes of destination; on GPUs without a copy engine, so that graphs can contain
+        the bytes. source: contiguous host memory, at most as large as destination. The caller may change it after the
+        call."""
         data = host_bytes(source)
         host_bytes(destination)[: len(data)] = data
 
@@ -39,7 +39,7 @@ class PointerKernels:
     def read_addresses(
         tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
     ) -> bytes | None:
-        """The addresses of tensors as native int64; None if one of them is not what it must be.
+        """The addresses of tensors as native int64; None if a tensor does not meet the conditions below.
 
         Args:
             tensors: any number of tensors, each on `device` and with memory.

@@ -1,18 +1,18 @@
 """Quantisation of rows, of their columns per group, and of weights; scales in tiles. Formats: kernels/formats.py.
 
     C features of a row, I and W as in twin/gemm.py
-    P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before
+    P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the previous group
 
-out: data and scale to fill, written only for groups; the tokens that fill a group's last tile are zeros. fp32
-scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; otherwise
+out: data and scale to fill, written only for groups; the padding of a group's last tile is zeros. fp32 scales of
+columns [C, blocks] must be block-major: strides (1, C), so that one block's scales are adjacent; otherwise
 ArgumentError.
 
-* amax: fp32[G] of group_amax or weight_amax, where the format has a global scale.
-* seeds: int64[G]; E2M1 is rounded stochastically, by random words of the group's seed and of a position.
+* amax: fp32[G] from group_amax or weight_amax, if the format has a global scale.
+* seeds: int64[G]; E2M1 is rounded stochastically, by random words from the group's seed and a position.
 
-Scales in tiles of 128 rows by 4 blocks, as block-scaled matrix units read them: M rows of a scale matrix, padded to a
-multiple of 128; Q blocks along the reduction, padded to Qp, a multiple of 4; padding is 0. The scale of row m and block
-q is byte
+Block-scaled matrix units read scales in tiles of 128 rows by 4 blocks: M rows of a scale matrix, padded to a multiple
+of 128; Q blocks along the reduction, padded to Qp, a multiple of 4; padding is 0. The scale of row m and block q is
+byte
 
     (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
 """
@@ -60,14 +60,14 @@ class QuantizeKernels:
         seeds: MaybeTensor = None,
         sums: tuple[torch.Tensor, MaybeTensor] | None = None,
     ) -> None:
-        """Quantises every row of every group, with scales along the features; and sums rows for a bias gradient.
+        """Quantises every row of every group, with scales along the features, and sums rows for a bias gradient.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
         Positions of seeds: (feature, row in the group). Seeds need whole groups.
 
         sums: fp32 [bias_slots(N, G, SLOT_ROWS), C], gets sums of tiles of SLOT_ROWS rows in their slots
-        (kernels/bias_sums.py); and bias_scale fp32[N], by which rows are multiplied first, or None. They need ranges
-        that begin at multiples of SLOT_ROWS, counted from the group's first row, and end there or where the group does.
+        (kernels/bias_sums.py); and bias_scale fp32[N], the rows' factors, or None. With sums, ranges must begin at
+        multiples of SLOT_ROWS, counted from the group's first row, and end at such a multiple or at the group's end.
         """
         (data, scale), width = out, rows.shape[1]
         for g, span in filled_groups(row_range):
@@ -86,7 +86,7 @@ class QuantizeKernels:
     @staticmethod
     @writes("dbias")
     def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
-        """What grouped_bias_grad makes of the rows, bit for bit, from the sums of quantize_rows; whole groups.
+        """The bits of grouped_bias_grad of the rows, from the sums of quantize_rows; whole groups.
 
         dbias [G, C] in any dtype.
         """
@@ -112,9 +112,9 @@ class QuantizeKernels:
     ) -> None:
         """Quantises every feature of every group, with scales along the tokens; data is transposed. Whole groups.
 
-        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: 16 neighbouring
-        tokens go through a Hadamard transform first, with these signs (hadamard). Positions of seeds: (token in
-        the group, feature).
+        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: a Hadamard transform
+        of every 16 neighbouring tokens comes first, with these signs (hadamard). Positions of seeds: (token in the
+        group, feature).
         """
         (data, scale), first = out, 0
         check_column_scale("scale", scale)
@@ -135,7 +135,7 @@ class QuantizeKernels:
         row_index: MaybeTensor = None,
         signs: int | None = None,
     ) -> None:
-        """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G]. Whole groups.
+        """amax[g] = the largest finite |x| of the group's rows, 0 without any; fp32[G]. Whole groups.
 
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
@@ -147,7 +147,7 @@ class QuantizeKernels:
     @staticmethod
     @writes("amax")
     def weight_amax(weight: Matrices, amax: torch.Tensor) -> None:
-        """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
+        """amax[g] = the largest finite |x| of matrix g, 0 without any; fp32[G]. weight [G, M, K], contiguous."""
         for g in range(weight.shape[0]):
             amax[g] = _largest_finite(matrix(weight, g).float())
 
@@ -186,8 +186,8 @@ class QuantizeKernels:
         QuantizeKernels.quantize_weights(weight, out, block_format, amax=amax)
         QuantizeKernels.quantize_weights(packed(weight).mT, transposed_out, block_format, amax=amax)
 
-    # The next two are compositions of what they fuse, which has the same bits: numbers are rounded to the dtype of h
-    # first.
+    # The next two functions compose separate functions, with the same bits: numbers are first rounded to the dtype of
+    # h.
 
     @staticmethod
     @writes("out")
@@ -222,11 +222,11 @@ class QuantizeKernels:
         activation: Activation,
         block_format: formats.BlockFormat,
     ) -> None:
-        """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; columns of the activation again,
-        so that a forward pass need not keep them; and the first GEMM's dbias, of the rounded dh. Whole groups.
+        """scaled_activation_grad: dh, rounded to the dtype of h and quantised; dscale; columns of the activation again,
+        so that forward need not keep them; and the first GEMM's dbias, from the rounded dh. Whole groups.
 
-        da [N, I] of the dtype of h; workspace: fp32, of dact_quantize_workspace_numel(...) elements. The others as in
-        act_quantize; block_format: takes_dact_quantize.
+        da [N, I] of the dtype of h; workspace: fp32, of dact_quantize_workspace_numel(...) elements. Other arguments as
+        in act_quantize; block_format: takes_dact_quantize.
         """
         end = int(row_range[1, -1])
         dh, a, scale = torch.empty_like(h), torch.empty_like(da), row_scale[:end]
@@ -246,14 +246,14 @@ class QuantizeKernels:
     def swizzle_scales(
         scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor
     ) -> None:
-        """Compact scales into tiles: those of grouped rows, each group's padded to whole tiles, or of any matrices.
+        """Converts compact scales to tiles: scales of grouped rows, each group padded to whole tiles, or of any
+        matrices.
 
         Args:
-            scale: [N, Q], one byte each, of whole groups; or a table, of whose matrices nothing but the sizes without
-                padding is read.
-            row_range: where the rows of groups are; None for a table.
-            swizzled: uint8, from a multiple of 16 on: [at least max_tiles(N, G), ceil(Q / 4), 512], of which tiles of
-                no group are not written; for a table, all the memory in which its destinations are.
+            scale: [N, Q], one byte each, of whole groups; or a table, whose matrices are read without their padding.
+            row_range: the groups' rows; None for a table.
+            swizzled: uint8, 16-byte aligned: [at least max_tiles(N, G), ceil(Q / 4), 512], tiles of no group are not
+                written; for a table, the memory that contains all destinations.
         """
         from symmoe.kernels.twin.block_scaled import matrices_of
 
@@ -288,7 +288,7 @@ def _largest_finite(values: torch.Tensor) -> torch.Tensor | float:
 
 def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
     """The global scale of groups whose largest |x| is amax, fp32."""
-    # Not divided by a number: on GPUs torch multiplies by its reciprocal, which rounds differently.
+    # No division by a Python number: on GPUs torch multiplies by its reciprocal, which rounds differently.
     return (amax / torch.full_like(amax, formats.GLOBAL_MAX)).clamp(min=formats.MIN_GLOBAL_SCALE)
 
 
@@ -366,7 +366,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_of(data: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
-    """The numbers that data holds, unscaled, in fp32."""
+    """The unscaled numbers of data, in fp32."""
     if block_format.element == "e4m3":
         return data.float()
     from symmoe.kernels.twin.block_scaled import numbers_of_e2m1
@@ -375,10 +375,10 @@ def numbers_of(data: torch.Tensor, block_format: formats.BlockFormat) -> torch.T
 
 
 def _pack(codes: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
-    """Codes as they are stored."""
+    """Codes in their stored form."""
     return codes if block_format.elements_per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
-    """tensor[:, column:] = values, as many columns as there are."""
+    """tensor[:, column:] = values, as many columns as values have."""
     formats.as_bytes(tensor)[:, column : column + values.shape[1]] = values

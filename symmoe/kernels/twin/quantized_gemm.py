@@ -1,17 +1,17 @@
 """Grouped GEMMs of quantised numbers (kernels/quantized_gemm.py has the formats): E4M3 with fp32 scales, MXFP8, NVFP4.
 
-C, O, accumulate and zero_tail are those of twin/gemm.py, P is that of twin/quantize.py; BLOCK is 128
-and B(n) = ceil(n / BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights; an
-NVFP4 operand also has a global scale, fp32[G], by which sums are multiplied, others have none. out is bf16, fp16 or
-fp32, its rows multiples of 16 bytes. The input gradient is the forward product, with gradients for rows and the
-transposed weight [G, C, O], quantised along O, with its scales. ArgumentError if an operand does not fit.
+C, O, accumulate and zero_tail are defined in twin/gemm.py, P in twin/quantize.py; BLOCK is 128 and B(n) = ceil(n /
+BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights; only NVFP4 operands also
+have a global scale, fp32[G], which multiplies sums. out is bf16, fp16 or fp32, its rows multiples of 16 bytes. The
+input gradient is the forward product of gradients as rows and the transposed weight [G, C, O], quantised along O, with
+its scales. ArgumentError if an operand does not match.
 
-A product of two E4M3 or E2M1 numbers is exact, sums are fp32, the bias is added in fp32, the result is rounded once,
+A product of two E4M3 or E2M1 numbers is exact, sums and the addition of the bias are fp32, the result is rounded once,
 and a row's bits do not depend on parts. (Tensor cores add in another order, and keep fewer bits than fp32 of terms that
-are much smaller than the largest one: about 14 bits in sums of E4M3 products.)
+are much smaller than the largest term: about 14 bits in sums of E4M3 products.)
 
-With fp32 scales a block's sum, the multiplication by its scales from left to right, and the addition to the blocks
-before it are fp32. (On GPUs a multiplication and an addition may be one operation.)
+With fp32 scales, fp32 operations sum a block, multiply the sum by its scales from left to right, and add it to the
+earlier blocks. (On GPUs a multiplication and an addition may be one operation.)
 """
 
 import torch
@@ -58,12 +58,12 @@ class QuantizedGemmKernels:
 
         fp32 scales: rows E4M3 [N, C], C a multiple of 16, row_scale [N, B(C)]: a scale for BLOCK features of a row;
         weight E4M3 [G, O, C], weight_scale [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. A block's sum is
-        multiplied by its scales and added to the blocks before it.
+        multiplied by its scales and added to the earlier blocks.
 
-        Scales in tiles: rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: every
-        group from a new tile on (swizzle_scales), of whole groups. group_range: theirs, if row_range has only some of
-        their rows; else None. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of one matrix after the
-        other, or a table of matrices [tiles down, tiles across * 512]. The rows' global scale is multiplied by first.
+        Scales in tiles: rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: of whole
+        groups, every group from a new tile on (swizzle_scales). group_range: the whole groups' range, if row_range has
+        only some rows; else None. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: the matrices' tiles one
+        after the other, or a table of matrices [tiles down, tiles across * 512]. The rows' global scale is first.
         """
         block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
         num_groups, out_width, _ = weight.data.shape
@@ -105,14 +105,14 @@ class QuantizedGemmKernels:
     ) -> None:
         """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
 
-        out [G, O, C]. Whole groups. Numbers after the last group may be anything.
+        out [G, O, C]. Whole groups. Numbers after the last group are arbitrary.
 
-        fp32 scales: dout E4M3 [O, P], O a multiple of 4, rows E4M3 [C, P]; the tokens that fill a group's last BLOCK
-        are zeros; dout_scale [O, P / BLOCK], rows_scale [C, P / BLOCK]: a scale for BLOCK tokens of a feature,
-        block-major. On Hopper TMA adds to an fp32 out, and subnormal terms and sums count as zeros of their sign.
+        fp32 scales: dout E4M3 [O, P], O a multiple of 4, rows E4M3 [C, P]; the padding of a group's last BLOCK is
+        zeros; dout_scale [O, P / BLOCK], rows_scale [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major.
+        On Hopper TMA adds to an fp32 out, and subnormal terms and sums count as zeros of their sign.
 
         Scales in tiles, as one matrix: dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in
-        uint8 (NVFP4): the padding of a group's last tile is summed, too (zeros, or a Hadamard transform of tokens and
+        uint8 (NVFP4). Sums include the padding of a group's last tile (zeros, or a Hadamard transform of tokens and
         zeros).
         """
         block_format = check_wgrad(dout, rows, out)
@@ -148,7 +148,7 @@ class QuantizedGemmKernels:
 def _add_blocks(
     total: torch.Tensor, rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
 ) -> None:
-    """Adds the scaled sums of the blocks of a group's rows to zeros, one after the other."""
+    """Sums the scaled block sums of a group's rows in order, from zeros."""
     partial = torch.empty_like(total)
     for b in range(num_blocks(rows.data.shape[1])):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
@@ -164,7 +164,7 @@ def _add_blocks(
 def _numbers(
     data: torch.Tensor, scale: torch.Tensor, line_range: torch.Tensor, block_format: BlockFormat
 ) -> torch.Tensor:
-    """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
+    """data * scale in fp32, for lines in groups that begin at new tiles; lines of no group are arbitrary."""
     values = numbers_of(data, block_format)
     shape = data.shape[0], block_format.num_blocks(values.shape[1])
     compact = torch.zeros(shape, dtype=torch.uint8, device=data.device)

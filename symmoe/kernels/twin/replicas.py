@@ -1,6 +1,6 @@
-"""Replicas of experts on ranks that have less to do: which rows they get, their weights, and gradients of these.
+"""Replicas of experts on less loaded ranks: their rows, weights and gradients.
 
-Every rank has S places, each for a replica of one expert of another rank. M numbers of a weight of one expert.
+Every rank has S places, each for a replica of one expert of another rank. A weight of one expert has M numbers.
 """
 
 import torch
@@ -10,7 +10,7 @@ from symmoe.kernels.operands import Matrices, writes
 from symmoe.kernels.twin.gemm import matrix, store_sum
 from symmoe.kernels.twin.plan import PlanKernels, places_of_slots
 
-Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one
+Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one layer
 
 
 class ReplicaKernels:
@@ -19,16 +19,16 @@ class ReplicaKernels:
     def place_replicas(
         peers: control.Peers, plan: control.PlanIntegers, *, slack: int, num_near: int
     ) -> None:
-        """Moves rows of ranks that have too many to replicas on ranks that have less, from the count table, the same
-        way on every rank. Rows stay in a node: each `num_near` ranks that follow each other are for themselves.
+        """Plans, from the count table and equally on every rank, which rows move from overloaded ranks to replicas on
+        less loaded ranks. Rows stay in a node: every `num_near` consecutive ranks balance separately.
 
-        Too many are more than (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up, the limit. While the
-        rank with most rows has too many, it gives some of the expert that has most left there to the rank that has
-        least and a place: as many as the first is above the mean, the second below it, or the expert has. Of equal ones
-        the lowest number counts. Rows stay where their tokens are as far as both go there; other rows are given out in
-        the order of source ranks and of the ranks with copies. So there are at most R * S moves, and a rank stays above
-        the limit only if no place is left that could help. plan: gets expert_load, replica_to_expert, replica_rows,
-        expert_to_place and copy_slots.
+        The limit is (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up. While the rank with the most
+        rows exceeds the limit, it moves rows of its largest remaining expert to the rank with the fewest rows that has
+        a free place. It moves the least of: its rows above the mean, the other rank's rows below the mean, the expert's
+        rows. Ties go to the lowest number. A rank's rows first go to a copy on the same rank, as many as both counts
+        allow; the rest is assigned in the order of source ranks and of the ranks with copies. There are at most R * S
+        moves, and a rank exceeds the limit only if no remaining place could help. plan: gets expert_load,
+        replica_to_expert, replica_rows, expert_to_place and copy_slots.
         """
         num_ranks, num_replica_slots = plan.replica_to_expert.shape
         num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
@@ -95,13 +95,13 @@ class ReplicaKernels:
         plan: control.PlanIntegers,
         block_counts: torch.Tensor,
     ) -> None:
-        """Gives every slot one of its expert's copies: this rank's first slots of an expert to that on the lowest rank.
-        And counts them.
+        """Assigns every slot to one of its expert's copies, this rank's first slots of an expert to the copy on the
+        lowest rank, and counts the slots.
 
         Args:
-            topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
-            plan: that of place_replicas; gets slot_to_copy, with an id past the last copy for one that is out of range.
-            block_counts: int32 [B, R * e + R + 2], gets what count_slots makes of slot_to_copy.
+            topk_idx, block_starts: as in count_slots, and block_counts after send_counts. plan: place_replicas' result;
+            gets slot_to_copy, with an id past the last copy for an id out of range.
+            block_counts: int32 [B, R * e + R + 2], gets count_slots' result for slot_to_copy.
         """
         (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
         ids, per_rank = topk_idx.long(), num_experts // num_ranks
@@ -133,10 +133,9 @@ class ReplicaKernels:
         column: int,
         starts: tuple[int, int],
     ) -> None:
-        """Writes the matrices of this rank's experts to the places that have replicas of them, unless the call has
-        failed.
+        """Writes the matrices of this rank's experts to the places with their replicas, unless the call has failed.
 
-        weights: [E / R, ...], M numbers of each expert, a multiple of 16 bytes. A rank's places [S, M] for them begin
+        weights: [E / R, ...], M numbers per expert, a multiple of 16 bytes. A rank's places [S, M] for a weight begin
         `starts` bytes after the offset received[., column].
         """
         for weight, start in _present(weights, starts, received):
@@ -159,11 +158,11 @@ class ReplicaKernels:
         column: int,
         starts: tuple[int, int],
     ) -> None:
-        """Adds to this rank's gradients those that replicas have made, in the order of ranks, in fp32, rounded once;
-        nothing if the call has failed. An expert without replicas keeps its bits.
+        """Adds the replicas' gradients to this rank's gradients, in rank order, in fp32, rounded once; does nothing if
+        the call has failed. An expert without replicas keeps its bits.
 
-        gradients: of the weights of push_replicas. Those that a rank has made of replicas, [S, M] of the same dtype,
-        begin `starts` bytes after received[., column].
+        gradients: gradients of push_replicas' weights. A rank's replica gradients, [S, M] in the same dtype, begin
+        `starts` bytes after received[., column].
         places: replica_to_expert, expert_to_place.
         """
         for gradient, start in _present(gradients, starts, received):
@@ -185,7 +184,7 @@ class ReplicaKernels:
 def _present(
     pair: Pair, starts: tuple[int, int], received: torch.Tensor
 ) -> list[tuple[Matrices, int]]:
-    """What of the pair there is, with its start; nothing if the call has failed."""
+    """The existing parts of the pair, with their starts; nothing if the call has failed."""
     if int(received.min()) < 0:
         return []
     return [(each, start) for each, start in zip(pair, starts, strict=True) if each is not None]
@@ -194,6 +193,6 @@ def _present(
 def _used(
     replica_to_expert: torch.Tensor, peers: control.Peers
 ) -> list[tuple[tuple[int, int], int]]:
-    """((rank, place), expert) of the places that have a replica, of the ranks of these peers."""
+    """((rank, place), expert) for the places with a replica, on the ranks of these peers."""
     places = replica_to_expert[peers.in_group(0) :][: peers.num_ranks]
     return [((int(r), int(p)), int(places[r, p])) for r, p in (places >= 0).nonzero()]

@@ -1,4 +1,4 @@
-"""The router: its GEMMs, and the choice of experts."""
+"""The router: its GEMMs and the choice of experts."""
 
 import math
 
@@ -17,7 +17,7 @@ class RouterKernels:
     def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
         """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E].
 
-        Products and sums are as good as those of fp32, but their bits are not those of fp32 sums in any order.
+        Products and sums have the accuracy of fp32, but not the bits of fp32 sums in any order.
         """
         multiply_rows(logits, x, weight.t())
 
@@ -30,10 +30,10 @@ class RouterKernels:
         dx: torch.Tensor | None,
         d_weight: torch.Tensor | None,
     ) -> None:
-        """dx = d_logits @ weight and d_weight = d_logits^T @ x; what is None is not computed.
+        """dx = d_logits @ weight and d_weight = d_logits^T @ x; a result that is None is not computed.
 
-        d_logits fp32 [T, E]; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]. dx is rounded to bf16 once; the sum
-        before that is good to 2^-15 of its terms' magnitudes.
+        d_logits fp32 [T, E]; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]. dx is rounded to bf16 once; the
+        error of the sum before rounding is at most 2^-15 of its terms' magnitudes.
         """
         if dx is not None:
             multiply_rows(dx, d_logits, weight)
@@ -53,14 +53,14 @@ class RouterKernels:
         rule: RoutingRule,
         block_counts: torch.Tensor | None = None,
     ) -> None:
-        """scores = the rule's function of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
-        of those in its best groups, best first, ties to the lower index; probs[t, k] = the score of expert
-        topk_idx[t, k], divided by the sum of the K (renormalize), times route_scale.
+        """scores = the rule's function of logits; topk_idx[t] = the K experts in token t's best groups with the largest
+        score + bias, best first, ties to the lower index; probs[t, k] = the score of expert topk_idx[t, k], divided by
+        the sum of the K (renormalize), times route_scale.
 
-        NaN is larger than any number. With given_idx, these experts are taken: an id outside [0, E) has the prob 0.
+        NaN is larger than any number. given_idx replaces the choice: an id outside [0, E) has the prob 0.
 
         logits and scores fp32 [T, E]; bias fp32 [E]; given_idx and topk_idx int32 [T, K]; probs fp32
-        [T, K]; block_counts int32 [B, E + R + 2], which gets what count_slots of twin/plan.py finds in topk_idx.
+        [T, K]; block_counts int32 [B, E + R + 2] gets count_slots' result for topk_idx (twin/plan.py).
         """
         scores.copy_(_SCORES[rule.score](logits, None))
         if given_idx is None:
@@ -91,7 +91,7 @@ class RouterKernels:
         *,
         rule: RoutingRule,
     ) -> None:
-        """d_logits fp32 [T, E] of choose_experts, for the gradients of its probs [T, K] and scores [T, E]; None is 0.
+        """d_logits fp32 [T, E] of choose_experts, from the gradients of its probs [T, K] and scores [T, E]; None is 0.
 
         The choice itself has no gradient.
         """
@@ -128,14 +128,14 @@ class RouterKernels:
         normalises: bool,
     ) -> None:
         """loss = balance_coef * E * sum_e f_e P_e + z_coef * Z of moe/balance.py: the fraction f_e of expert_load, the
-        mean P_e over the tokens of their shares (scores, divided by their sum over the experts if `normalises`), and
-        the mean Z of logsumexp(logits)^2; without tokens 0.
+        mean P_e of the tokens' shares (scores, divided by their sum over the experts if `normalises`), and the mean Z
+        of logsumexp(logits)^2; 0 without tokens.
 
         Args:
-            logits, scores: fp32 [T, E]. expert_load: int32 or int64 [E]. token_mask: bool [T]; tokens of False do not
-                count.
-            sums: workspace, fp32 [B, E + 2], a line for each control.TOKENS_PER_LOSS_BLOCK tokens.
-            slopes: fp32 [E + 1], what router_losses_grad needs: of the loss in each mean share of a token, and twice
+            logits, scores: fp32 [T, E]. expert_load: int32 or int64 [E]. token_mask: bool [T]; a token with False does
+                not count.
+            sums: workspace, fp32 [B, E + 2], one line per control.TOKENS_PER_LOSS_BLOCK tokens.
+            slopes: fp32 [E + 1], for router_losses_grad: the loss's derivative by each mean share of a token, and twice
                 the factor of its squared logsumexp.
             loss: fp32 [].
         """
@@ -165,7 +165,7 @@ class RouterKernels:
         *,
         normalises: bool,
     ) -> None:
-        """d_logits and d_scores, fp32 [T, E], of router_losses, for the gradient d_loss, fp32 []. None: not wanted."""
+        """d_logits and d_scores, fp32 [T, E], of router_losses, from the gradient d_loss, fp32 []. None: skipped."""
         is_counted = _counted(token_mask, logits)
         if d_logits is not None:
             lse = logits.logsumexp(1, keepdim=True)
@@ -200,7 +200,7 @@ _SCORES = {"softmax": _softmax, "sigmoid": _sigmoid}
 def _chosen_scores(
     topk_idx: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, K] scores of the chosen experts, 0 for an id that is none; and the ids as places, int64, these as 0."""
+    """[T, K] scores of the chosen experts, 0 for ids out of range; and int64 indices, 0 for such ids."""
     is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
     places = topk_idx.long().masked_fill(~is_expert, 0)
     return scores.gather(1, places).masked_fill(~is_expert, 0.0), places
@@ -208,8 +208,8 @@ def _chosen_scores(
 
 def _largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Indices [T, k] of the k largest of each row, best first, ties to the lower index."""
-    # A stable sort, because `torch.topk` leaves ties open and picks its algorithm by shape, so that the same token
-    # could be routed differently in a batch of another size.
+    # A stable sort: `torch.topk` does not define the order of ties and chooses its algorithm by shape, so a batch of
+    # another size could route the same token differently.
     indices: torch.Tensor = values.sort(dim=1, descending=True, stable=True).indices
     return indices[:, :k]
 

@@ -1,6 +1,6 @@
 """The barrier of a group of ranks, and signals from one rank to another.
 
-On CPUs: plain loads and stores in shared memory, in the order that x86-64 keeps.
+On CPUs, these are plain loads and stores in shared memory; x86-64 guarantees their order.
 """
 
 import os
@@ -37,13 +37,13 @@ class SyncKernels:
             peers: the group's arenas.
             words: NUM_PUBLISHED integers (arena offsets) for the peers.
             received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted,
-                gave up, did not come or is in another call, or an earlier failure has not been raised yet.
-            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record of a
-                failure if none is pending.
-            call: control.pack_call of what the ranks must agree on.
-            fault: whether this rank's arguments are wrong, so that no rank may move payload.
+                aborted, did not arrive or is in another call, or an earlier failure has not been raised yet.
+            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record of a failure
+                unless one is pending.
+            call: control.pack_call of the values that must be equal on all ranks.
+            fault: whether this rank's arguments are wrong; then no rank may move payload.
             timeout_ns: bound of the wait.
-            nan_on_failure: memory of a result; if the call has failed, every bit of it is set, which is NaN in every
+            nan_on_failure: memory of a result; if the call has failed, all of its bits are set, which is NaN in every
                 dtype of rows. On GPUs its size is a multiple of 16 bytes.
         """
         counters, mailboxes, _ = peers.host_words
@@ -61,7 +61,7 @@ class SyncKernels:
             slot[control.MAIL_CALL] = call
             slot[0] = 2 * epoch + int(
                 fault
-            )  # last: a rank that sees it sees the words and all payload
+            )  # last: a rank that sees the epoch sees the words and all payload
         mailbox = mailboxes[peers.rank]
         mail = mailbox[half]
         deadline_ns = time.monotonic_ns() + timeout_ns
@@ -69,7 +69,7 @@ class SyncKernels:
         for rank in range(peers.num_ranks):
             if rank != peers.rank and not _wait(mail, rank, 2 * epoch, deadline_ns):
                 late.append(rank)
-        sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
+        sent = mailbox[:, :, 0].copy()  # read once: a rank may abort between two reads
         calls = mail[:, control.MAIL_CALL]
         reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
         given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
@@ -97,8 +97,8 @@ class SyncKernels:
     @staticmethod
     @writes("peers")
     def send_signal(peers: control.Peers, rank: int) -> None:
-        """Tells `rank` that what this rank has written there since the last barrier is complete; does
-        nothing after a failure."""
+        """Signals to `rank` that this rank's writes there since the last barrier are complete; does nothing after a
+        failure."""
         counters, _, signals = peers.host_words
         if not (counters[control.ABORTED] or counters[control.FAULTED]):
             signals[rank][peers.rank, 0] = counters[control.BARRIER_EPOCH]
@@ -118,8 +118,8 @@ class SyncKernels:
         """Waits for `rank`'s signal since the last barrier.
 
         Args:
-            arrived: int64 [1], gets 0, or -1 if the call has failed: the signal did not come, a rank gave up, or
-                an earlier failure has not been raised yet.
+            arrived: int64 [1], gets 0, or -1 if the call has failed: the signal did not arrive, a rank aborted, or an
+                earlier failure has not been raised yet.
             status, timeout_ns, nan_on_failure: as in barrier.
             phase: the phase (control.PHASE_*), for the record.
         """
@@ -152,7 +152,7 @@ class SyncKernels:
     @staticmethod
     @writes("fault")
     def receive_fault_flags(heard: torch.Tensor, fault: torch.Tensor) -> None:
-        """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""
+        """Raises fault, int64[1], to the largest of heard, int64[N, .], if that is larger: words from other nodes."""
         torch.maximum(fault, heard.amax().view(1), out=fault)
 
 
@@ -188,7 +188,7 @@ def record(
     epoch: int,
     where: int = 0,
 ) -> None:
-    """Notes a failure in a status record, if none is pending."""
+    """Writes a failure to a status record, unless one is pending."""
     if int(status[control.STATUS_KIND]) == control.STATUS_OK:
         words = status.new_tensor([phase, peer, expected, seen, epoch, where])
         status[control.STATUS_PHASE : control.STATUS_WHERE + 1] = words

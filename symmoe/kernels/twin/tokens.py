@@ -1,23 +1,23 @@
 """Rows: push and pull between ranks, copies and sums on one rank.
 
-    N_cap, P_cap  rows and packed rows that the buffers have room for (twin/plan.py says what packed rows are)
+    N_cap, P_cap  capacities of the buffers, in rows and packed rows (twin/plan.py defines packed rows)
 
-Arguments that mean the same everywhere:
+Arguments with the same meaning everywhere:
 
-* received: what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of the
-  buffer concerned, or a negative number if the call has failed and nothing may be moved.
-* trip: the results of the trip's first barrier, and of its last one or of the wait for a signal; a negative first word
-  means that the call has failed.
+* received: a barrier's result, int64 [R, NUM_PUBLISHED]: column `column` has, per rank, the arena offset of the buffer,
+  or a negative number if the call has failed and no data may be moved.
+* trip: the results of the trip's first barrier, and of its last barrier or of the wait for a signal; a negative first
+  word means that the call has failed.
 * x [T, H]: the tokens; out [T, H]: their sums; rows [N_cap, H]: the rows on this rank; rank: this rank.
-* Of the plan (control.PlanIntegers): slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start,
-  packed_limit, source_to_packed_start; -1 means none. packed_to_row: int32 [P_cap, K] of index_rows.
-* source: the rank whose tokens or rows are complete, and only these are moved; None: all but this rank.
+* From the plan (control.PlanIntegers): slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start,
+  packed_limit, source_to_packed_start; -1 means none. packed_to_row: int32 [P_cap, K] from index_rows.
+* source: the rank whose tokens or rows are complete; only these are moved. None: all ranks but this one.
 
-Sums return to rank h in a buffer [R - 1, T_h, H] of it, a region for each peer in the order of ranks: row i of the
-region of rank r has the sum of the rows there of the i-th token, in order of tokens, that rank h has sent to rank r.
+Sums return to a buffer [R - 1, T_h, H] of rank h, with one region per peer in rank order: row i of rank r's region has
+the sum of the rows on rank r of the i-th token, in token order, that rank h has sent to rank r.
 
-On GPUs rows are 16-byte aligned and a multiple of 16 bytes long, and so are the offsets; with num_ctas, offsets are
-multiples of 256, as those of leases are.
+On GPUs rows are 16-byte aligned and a multiple of 16 bytes long, and offsets are multiples of 16; with num_ctas,
+offsets are multiples of 256, as offsets of leases are.
 """
 
 import torch
@@ -46,12 +46,12 @@ class RowKernels:
         but: int | None = None,
         num_ctas: int | None = None,
     ) -> None:
-        """Writes each token's row to the ranks it goes to: row token_to_row[t, r] of rank r's buffer [., H] = x[t].
+        """Writes each token's row to its destination ranks: row token_to_row[t, r] of rank r's buffer [., H] = x[t].
 
         Args:
             token_to_row: int32 [T, R]; -1: the token does not go to that rank.
-            ranks: ranks to write to, one after the other; None: all.
-            but: a rank of them that gets nothing.
+            ranks: destination ranks in the order of the writes; None: all.
+            but: a rank that is excluded.
         """
         offsets = received[:, column].tolist()
         for rank in range(peers.num_ranks) if ranks is None else ranks:
@@ -72,13 +72,13 @@ class RowKernels:
         row_column: int,
         prob_column: int,
     ) -> None:
-        """Writes, for each packed row, the rows of the token on that rank and their probs.
+        """Writes, for each packed row, the token's rows on that rank and their probs.
 
         On rank r the packed row's int32 [K] get slot_to_row[t, k] where slot (t, k) lives there, else -1, and its fp32
         [K] get probs[t, k], else 0. Packed rows of this rank's region that no token uses get -1.
 
         Args:
-            slots: slot_to_row, slot_to_rank, and probs fp32 [T, K]; None: nothing is written to the probs' buffer.
+            slots: slot_to_row, slot_to_rank, and probs fp32 [T, K]; None: the probs' buffer is not written.
             region: token_to_packed_row, block_tokens, packed_start, packed_limit.
             row_column, prob_column: the columns of `received`.
         """
@@ -108,19 +108,19 @@ class RowKernels:
         trip: tuple[torch.Tensor, torch.Tensor],
         index: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     ) -> None:
-        """Turns the slots that arrived into index tensors of this rank.
+        """Converts the slots that arrived to index tensors of this rank.
 
-        If the call has failed, nothing has arrived: packed_to_row is filled with -1 and row_to_packed_row with 0, so
-        that kernels already on their way stay inside their buffers, and row_probs with NaN.
+        If the call has failed, no slots have arrived: packed_to_row is filled with -1 and row_to_packed_row with 0, so
+        that kernels that are already queued stay inside their buffers, and row_probs with NaN.
 
         Args:
             wire: int32 [P_cap, K], row of each slot of a packed row, or -1; fp32 [P_cap, K], the probs of the slots, or
                 None, as row_probs.
-            packed: int32 [1] each; first packed row that has arrived, and the one past the last.
+            packed: int32 [1] each: the first packed row that has arrived, and the end.
             num_rows: int32 [1], N.
             index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row, and 0
-                in the tail, so that all rows can be gathered by it; row_probs fp32 [N_cap] or None, gets the prob of
-                each row. The tails of packed_to_row and row_probs stay as they are.
+                in the tail, so that it can gather all rows; row_probs fp32 [N_cap] or None, gets the prob of each row.
+                The tails of packed_to_row and row_probs stay unchanged.
         """
         (wire_to_row, wire_probs), (packed_to_row, row_to_packed_row, row_probs) = wire, index
         if _failed(trip):
@@ -150,9 +150,9 @@ class RowKernels:
         *,
         rank: int,
     ) -> None:
-        """Writes each token's row to all rows that it has on this rank: rows[slot_to_row[t, k]] = x[t].
+        """Writes each token's row to all of its rows on this rank: rows[slot_to_row[t, k]] = x[t].
 
-        If the call has failed, nothing is written. received: column 0.
+        If the call has failed, no row is written. received: column 0.
         """
         if int(received[rank, 0]) < 0:
             return
@@ -194,9 +194,9 @@ class RowKernels:
         source: int | None = None,
         num_ctas: int | None = None,
     ) -> None:
-        """Sums the rows of each token that another rank has sent, and writes the sums to that rank: fp32, in k order.
+        """Sums the rows of each token from another rank, and writes the sums to that rank: fp32, in k order.
 
-        A sum begins with the token's first row: a token with one row sends it as it is. The column after `column` holds
+        A sum begins with the token's first row: a token with one row sends it unchanged. The column after `column` has
         the offset of the last row of a rank's first region.
         """
         starts, published = source_to_packed_start.tolist(), received.tolist()
@@ -221,7 +221,7 @@ class RowKernels:
         num_packed: torch.Tensor,
         packed_values: torch.Tensor,
     ) -> None:
-        """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K].
+        """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 without a row. fp32 [N_cap] to [P_cap, K].
 
         num_packed: int32 [1], number of packed rows.
         """
@@ -243,7 +243,7 @@ class RowKernels:
     ) -> None:
         """out[t] = sum over s of row source_row[t, s] of rank source_rank[t, s]: fp32, in order of s.
 
-        If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: nothing to add.
+        If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: no addend.
         """
         offsets = received[:, column].tolist()
         if any(offset < 0 for offset in offsets):
@@ -269,9 +269,9 @@ class RowKernels:
     ) -> None:
         """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
 
-        A peer's sum has returned. This rank's sum is made here with the same bits: fp32, in k order, rounded to the
-        dtype of `out`. If the call has failed, `out` gets NaN. rows: the rows on this rank; those that have returned,
-        [(R - 1) * T, H]. index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
+        Peers' sums have returned. This rank's sum is computed here with the same bits: fp32, in k order, rounded to the
+        dtype of `out`. If the call has failed, `out` gets NaN. rows: the rows on this rank; the returned rows, [(R - 1)
+        * T, H]. index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
         """
         own_rows, returned = rows
         token_to_packed_row, packed_start, slot_to_rank, slot_to_row = index
@@ -306,7 +306,7 @@ class RowKernels:
         *,
         column: int,
     ) -> None:
-        """out[t, k] = packed_values[p, k] of the rank that slot (t, k) went to, p the token's packed row there.
+        """out[t, k] = packed_values[p, k] of the rank that slot (t, k) went to; p is the token's packed row there.
 
         0 for no expert. If the call has failed, `out` fp32 [T, K] is filled with NaN.
         """
@@ -323,14 +323,14 @@ class RowKernels:
 
 
 def _failed(trip: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether the trip's barriers say that the call has failed."""
+    """Whether the trip's barriers report that the call has failed."""
     return min(int(words.flatten()[0]) for words in trip) < 0
 
 
 def _add_rows(
     total: torch.Tensor, buffer: torch.Tensor, has_row: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """total[t] += buffer[rows[t]] in fp32, for every token t of has_row."""
+    """total[t] += buffer[rows[t]] in fp32, for every token t with has_row."""
     tokens = has_row.nonzero().squeeze(1)
     total.index_add_(0, tokens, buffer.index_select(0, rows.index_select(0, tokens)).float())
 
@@ -342,13 +342,13 @@ def _present(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows_at(peers: Peers, rank: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """[., H]: the arena of a rank from an offset on, as rows of the shape and dtype of `like`: as many as fit."""
+    """[., H]: a rank's arena from an offset on, as rows with the width and dtype of `like`, as many as fit."""
     num_rows = (peers.views[rank].numel() - offset) // (like.shape[1] * like.element_size())
     return peers.region(rank, offset, (num_rows, like.shape[1]), like.dtype)
 
 
 def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """rows[index] = values, [., width] each; no row twice. torch copies word by word, with large words if possible."""
+    """rows[index] = values, [., width] each; rows are distinct. torch copies words, the largest possible."""
     if index.numel() == 0:
         return
     row_bytes = values.shape[1] * values.element_size()
@@ -364,7 +364,7 @@ def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
 def _primary_and_others(
     packed_to_row: torch.Tensor,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Primary rows of the packed rows that have more than one row, and what _secondary_rows says of these. int64."""
+    """Primary rows of the packed rows that have more than one row, and _secondary_rows of these. int64."""
     several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
     index = packed_to_row.index_select(0, several)
     return _first_rows(index).long(), _secondary_rows(index)
@@ -377,6 +377,6 @@ def _first_rows(packed_to_row: torch.Tensor) -> torch.Tensor:
 
 
 def _secondary_rows(packed_to_row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per k > 0, the packed rows that have a row there which is not their first, and that row. int64."""
+    """Per k > 0, the packed rows whose row there exists and is not their first row, and that row. int64."""
     first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
     return [_present(column) for column in packed_to_row.scatter(1, first, -1).unbind(1)[1:]]

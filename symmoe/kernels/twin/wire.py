@@ -1,4 +1,4 @@
-"""Rows that travel quantised: encoding to bytes and decoding. The bytes: precision/wire.py.
+"""Rows that travel quantised: encoding to bytes, and decoding. Format: precision/wire.py.
 
 A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
 """

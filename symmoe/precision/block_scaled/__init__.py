@@ -1,6 +1,6 @@
-"""What only MXFP8 and NVFP4 need: recipes, 128x4 tiles of scales, and the randomised Hadamard transform.
+"""Code for MXFP8 and NVFP4 only: recipes, 128x4 tiles of scales, and the randomised Hadamard transform.
 
-Imported only when such numbers are used.
+It is imported on first use.
 """
 
 from symmoe.kernels.twin.block_scaled import hadamard, inverse_hadamard

@@ -16,7 +16,7 @@ from symmoe.precision.recipes import Float8Block, Recipe
 class MXFP8(Recipe):
     """E4M3 with an E8M0 scale for 32 contracted elements, of rows and weights (OCP Microscaling Formats 1.0, 2023).
 
-    The scale is rounded up, as NVIDIA's recipe has it, where OCP's formula saturates the largest elements.
+    The scale is rounded up, as in NVIDIA's recipe; OCP's formula would saturate the largest elements.
     """
 
     feature_multiple: ClassVar[int] = 32
@@ -28,12 +28,12 @@ class MXFP8(Recipe):
 class NVFP4(Recipe):
     """E2M1 with an E4M3 scale for 16 contracted elements and an fp32 scale for a group (NVIDIA 2025, arXiv:2509.25149).
 
-    Weights have 16 x 16 blocks. Data holds two elements in a byte, the first in the low half.
+    Weights have 16 x 16 blocks. A byte of data has two elements, the first in the low half.
 
     Attributes:
-        hadamard_signs: both operands of wgrad first go through a Hadamard transform with these 16 signs
-            (:func:`hadamard`); None: they do not.
-        stochastic_gradients: whether gradients are rounded stochastically; then seeds are accepted.
+        hadamard_signs: signs of the Hadamard transform of both operands of wgrad, 16 bits (:func:`hadamard`); None: no
+            transform.
+        stochastic_gradients: whether gradients are rounded stochastically; if so, seeds are accepted.
     """
 
     feature_multiple: ClassVar[int] = 32
@@ -41,9 +41,7 @@ class NVFP4(Recipe):
     row_format = BlockFormat(element="e2m1", scale="e4m3", block=16)
     weight_format = BlockFormat(element="e2m1", scale="e4m3", block=16, block_lines=16)
 
-    hadamard_signs: int | None = (
-        0x9A5C  # any irregular pattern will do; both operands need the same
-    )
+    hadamard_signs: int | None = 0x9A5C  # any irregular pattern; both operands need the same one
     stochastic_gradients: bool = True
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """128x4 tiles of scales.
 
-In a tile, as Blackwell's block-scaled matrix units read it, the scale of row m and block q is byte
-m % 32 * 16 + m // 32 * 4 + q; tiles lie row by row. Swizzled scales are not for the wire: a group's padding depends on
-where it lies.
+Blackwell's block-scaled matrix units read such tiles. In a tile, the scale of row m and block q is byte m % 32 * 16 + m
+// 32 * 4 + q; tiles are stored row by row. Swizzled scales do not travel: a group's padding depends on the group's
+place.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor
         row_start: int32[G + 1] on its device, the groups' bounds; or int32[2, G], their begins and ends.
 
     Returns:
-        uint8 [max_tiles(N, G), ceil(Q / 4), 512]. The first tile of a group is the one after the last of the group
-        before. The padding of rows and blocks is 0; tiles past those of the last group are 0.
+        uint8 [max_tiles(N, G), ceil(Q / 4), 512]. A group's first tile follows the previous group's last tile. The
+        padding of rows and blocks is 0, and so are tiles past the last group.
 
     Raises:
         ArgumentError: an argument is not as described.
@@ -43,7 +43,7 @@ def unswizzle_scales(
     """The inverse of :func:`swizzle_scales`: uint8 [num_rows, num_blocks]; scales of rows in no group are 0.
 
     Raises:
-        ArgumentError: swizzled is not what num_rows rows of num_blocks blocks in these groups have.
+        ArgumentError: swizzled does not have the shape for num_rows rows of num_blocks blocks in these groups.
     """
     scale = torch.zeros(num_rows, num_blocks, dtype=torch.uint8, device=swizzled.device)
     row_range, shape = _tiles_of(scale, row_start)

@@ -1,4 +1,4 @@
-"""Scales into the 128x4 tiles of block-scaled matrix units, and back (Triton)."""
+"""Conversion of scales to the 128x4 tiles of block-scaled matrix units, and back (Triton)."""
 
 import torch
 import triton
@@ -63,7 +63,7 @@ def write_tiles(
     row, block = tile_element(byte, first_row)
     place = row.to(tl.int64) * row_stride + block.to(tl.int64) * block_stride
     value = tl.load(source + place, mask=(row < end) & (block < num_blocks), other=0)
-    # The compiler learns of the alignment and stores 16 bytes at a time.
+    # The hint gives the compiler the alignment: it then stores 16 bytes at a time.
     tl.store(tl.multiple_of(out + byte, 16), value, mask=byte < tile_row_start(1, num_blocks))
 
 
@@ -88,7 +88,7 @@ def unswizzle_scales_kernel(
 
 @triton.jit
 def tile_element(byte, first_row):
-    """Row and block of the scale that a byte of a row of tiles holds."""
+    """The row and block of the scale in this byte of a row of tiles."""
     return (
         first_row + byte % TILE_BYTES // 16 + byte // 4 % 4 * 32,
         byte // TILE_BYTES * TILE_BLOCKS + byte % 4,

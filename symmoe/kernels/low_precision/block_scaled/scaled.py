@@ -1,13 +1,13 @@
 """Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled; persistent). Letters: twin/quantized_gemm.py.
 
 On Blackwell a dot_scaled is a product with block scales, of the kind mxf8f6f4 for MXFP8 and mxf4nvf4 for NVFP4:
-tcgen05.mma, or mma.sync on GPUs without tensor memory. Data and scales come by TMA; the scales' 128x4 tiles are what
-tcgen05 takes, so that they go from shared to tensor memory as they are. Other GPUs dequantise to 16 bits, which is
-exact, and multiply those: for numerics, not for speed. Triton does that for MXFP8, `dequantise` for NVFP4, because
-Triton 3.6 aborts when it lowers E4M3 scales for GPUs that have no such products.
+tcgen05.mma, or mma.sync on GPUs without tensor memory. TMA loads data and scales; the scales' 128x4 tiles are tcgen05's
+own layout, so they go unchanged from shared to tensor memory. Other GPUs dequantise to 16 bits, which is exact, and
+multiply these numbers: for numerics, not for speed. Triton dequantises MXFP8. `dequantise` dequantises NVFP4, because
+Triton 3.6 aborts when it lowers E4M3 scales for GPUs without such products.
 
-Tiles of rows are the tiles of the scales: 128 rows, counted from a group's first row, with ranges of rows as well. So
-ranges that begin elsewhere are cut out of tiles by masks.
+Tiles of rows are the tiles of the scales: 128 rows, counted from a group's first row, also for ranges of rows. Masks
+cut ranges that begin elsewhere out of tiles.
 """
 
 import functools
@@ -39,7 +39,7 @@ from symmoe.kernels.triton.tiles import (
     wgrad_place,
 )
 
-E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
+E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, fp32's is 127
 
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
 # span of TMA's widest swizzle.
@@ -157,7 +157,7 @@ def apply_global_scales(acc, left, right, group, is_there):
 
 @triton.jit
 def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr):
-    """row_tile_prefix of the tiles with rows of ranges; tiles are counted from the groups' first rows."""
+    """row_tile_prefix of the tiles that have rows of ranges; tiles are counted from the groups' first rows."""
     GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(group_range + group, mask=group < NUM_GROUPS, other=0)
@@ -277,10 +277,8 @@ def grouped_gemm_wgrad_scaled_kernel(
     BLOCK_N: tl.constexpr = WGRAD.config.block_n
     STEP: tl.constexpr = WGRAD.block_format.data_width(
         TILE
-    )  # of a line: a longer step would run into the next group
-    ACROSS: tl.constexpr = (
-        WGRAD.block_format.num_blocks(TILE) // TILE_BLOCKS
-    )  # tiles of their scales
+    )  # bytes of a line: a longer step would reach the next group
+    ACROSS: tl.constexpr = WGRAD.block_format.num_blocks(TILE) // TILE_BLOCKS  # tiles of the scales
     prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, TILE)
     lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
@@ -298,11 +296,11 @@ def grouped_gemm_wgrad_scaled_kernel(
                 rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS
             )
             acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, WGRAD.native)
-        # Not below the condition, where Triton 3.6 fails to compile it for Blackwell.
+        # Not inside the condition: Triton 3.6 fails to compile that for Blackwell.
         acc = apply_global_scales(
             acc, dout_global_scale, rows_global_scale, group, first_step < end_step
         )
-        if not WGRAD.accumulate or first_step < end_step:  # a group without tokens is not even read
+        if not WGRAD.accumulate or first_step < end_step:  # a group without tokens is not read
             row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
             column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
             store_gradient(acc, gradient_of(out, out_table, group, WGRAD), row, column, WGRAD)
@@ -317,7 +315,7 @@ def plan_gemm(
     line_bytes: int,
     **tile: Any,
 ) -> tuple[Gemm, Constants]:
-    """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
+    """The launch of grouped_gemm_scaled_kernel. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
     gemm = ScaledGemm(
@@ -348,7 +346,7 @@ def plan_wgrad(
     shape: tuple[int, int, int],
     **tile: Any,
 ) -> tuple[Wgrad, Constants]:
-    """How grouped_gemm_wgrad_scaled_kernel is launched."""
+    """The launch of grouped_gemm_wgrad_scaled_kernel."""
     config = replace(
         _gemm_config(block_format, unit, shape[2]), **{"block_k": formats.TILE, **tile}
     )
@@ -366,8 +364,8 @@ def plan_wgrad(
         2: describe([config.block_n, step]),
         3: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than the same
-    # sum stored and added later.
+    # Otherwise the last global scale and the addition become one fma, and a sum that is added here has other bits than
+    # a sum that is stored and added later.
     return wgrad, wgrad.constants(descriptors, enable_fp_fusion=False)
 
 
@@ -391,8 +389,8 @@ def _check_tiles(config: TileConfig, block_format: formats.BlockFormat) -> tuple
 
 def _describe_scales(down: int, across: int, block_format: formats.BlockFormat) -> Describe:
     """Function from scales in tiles to their TMA descriptor: see tile_scales."""
-    # E8M0 stays uint8, which is what dot_scaled takes for it. E4M3 must be E4M3 from the start: Triton would not move
-    # scales from shared to tensor memory that a kernel casts in between.
+    # E8M0 stays uint8, as dot_scaled requires. E4M3 must be E4M3 from the start: Triton does not copy scales from
+    # shared to tensor memory if a kernel casts them in between.
     dtype = torch.float8_e4m3fn if block_format.has_global_scale else torch.uint8
 
     def described(scale: torch.Tensor) -> TensorDescriptor:
