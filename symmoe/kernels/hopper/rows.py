@@ -273,12 +273,12 @@ def _of_movers(row_bytes: int, unit_bytes: int = 0, **sizes: int) -> Constants:
     return Constants({"CUT": cut, "num_warps": 4}, {0: describe_rows(cut), **arena})
 
 
-def cut_rows(row_bytes: int, max_lease_bytes: int, **sizes: Any) -> Pieces:
-    """Rows in pieces of at most `max_lease_bytes`."""
+def cut_rows(row_bytes: int, max_piece_bytes: int, **sizes: Any) -> Pieces:
+    """Rows in pieces of at most `max_piece_bytes`."""
     words = row_bytes // 4
     segment = min(MAX_SEGMENT, words & -words)
     num_segments = words // segment
-    piece = min(1 << (num_segments - 1).bit_length(), max_lease_bytes // (4 * segment))
+    piece = min(1 << (num_segments - 1).bit_length(), max_piece_bytes // (4 * segment))
     sizes = {"batch": max(1, STAGE_BYTES // (4 * segment * piece)), **sizes}
     return Pieces(
         row_bytes=row_bytes, segment=segment, num_segments=num_segments, piece=piece, **sizes
