@@ -245,7 +245,9 @@ def precision_word(recipe: Recipe | None) -> int:
     has options or a class from outside of symmoe. -1 for None."""
     if recipe is None:
         return -1
-    word = vars(type(recipe)).get("word", Recipe.word)  # a subclass is another recipe
+    # A subclass is another recipe, and a class from outside of symmoe has no word.
+    of_class = vars(type(recipe)) if type(recipe).__module__.startswith("symmoe.") else {}
+    word = of_class.get("word", Recipe.word)
     index = control.PRECISIONS.index(word)
     if word != Recipe.word and recipe == type(recipe)():
         return index

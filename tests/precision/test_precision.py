@@ -1,7 +1,7 @@
 """Recipes: what they promise of errors, sizes, layouts and arguments."""
 
 import itertools
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 import torch
@@ -190,6 +190,13 @@ class Coarse(Recipe):
     row_format = weight_format = MXFP8().row_format
 
 
+@dataclass(frozen=True)
+class Named(Coarse):
+    """A recipe of a user that has the word of another recipe."""
+
+    word = "mxfp8"
+
+
 def test_ranks_can_compare_recipes():
     """By a number of 31 bits: equal for equal recipes, different for all others."""
     assert tuple(PRECISIONS) == control.PRECISIONS[:-1]
@@ -203,7 +210,9 @@ def test_ranks_can_compare_recipes():
         NVFP4(stochastic_gradients=False),
         *(NVFP4(hadamard_signs=signs) for signs in range(0, 1 << 16, 97)),
     ]
-    words = [precision_word(recipe) for recipe in (*PRECISIONS.values(), *others, Coarse())]
+    words = [
+        precision_word(recipe) for recipe in (*PRECISIONS.values(), *others, Named(), Coarse())
+    ]
     assert len(set(words)) == len(words)
     assert all(0 <= word < 1 << 31 for word in words)
     assert precision_word(Coarse()) == words[-1]
