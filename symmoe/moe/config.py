@@ -50,6 +50,11 @@ class RouterConfig(RoutingRule):
     z_loss_coef: float = 0.0
 
     @property
+    def sums_global_load(self) -> bool:
+        """Whether a loss needs the load of all micro-batches since the last balance_step."""
+        return self.aux_loss == "global" and self.aux_loss_coef != 0
+
+    @property
     def rule(self) -> RoutingRule:
         """How the router turns logits into a choice."""
         rule = {field.name: getattr(self, field.name) for field in fields(RoutingRule)}

@@ -151,10 +151,7 @@ class MoELayer(ExpertParallelModule):
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         options = config.router
         self.router = None if options is None else Router(config, device=device, heap=heap)
-        # Whether a loss needs the load of all micro-batches since the last balance_step.
-        self.sums_global_load = bool(
-            options and options.aux_loss == "global" and options.aux_loss_coef
-        )
+        self.sums_global_load = options is not None and options.sums_global_load
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)

@@ -99,7 +99,7 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
         self.register_buffer("expert_bias", bias if options.expert_bias else None)
-        counts = options.expert_bias or (options.aux_loss_coef and options.aux_loss == "global")
+        counts = options.expert_bias or options.sums_global_load
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
