@@ -1,6 +1,6 @@
 """Expert-parallel Mixture-of-Experts for PyTorch training over symmetric memory.
 
-Names and the packages beside them are imported on first use, so that `import symmoe` is cheap and needs neither a GPU,
+Names and sub-packages are imported on first use, so that `import symmoe` is cheap and needs neither a GPU,
 nor NVSHMEM, nor Triton.
 """
 

@@ -48,7 +48,7 @@ def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) 
 
 class RailRows:
     """The tokens for each node, which their home selects before the plan is made: the first tokens up to the size of a
-    message, `rail_rows`. Ranks publish the number of the others, HEAD_RAIL_DROPPED, beside their node's counts. Ids out
+    message, `rail_rows`. Ranks publish the number of the others, HEAD_RAIL_DROPPED, with their node's counts. Ids out
     of range count as none. Made locally; does not synchronise. drops: whether slots of the others are dropped, equal on
     all ranks. topk_idx: the argument, with -1 for dropped slots."""
 

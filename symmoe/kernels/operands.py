@@ -136,7 +136,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def writes(*names: str) -> Callable[[F], F]:
     """Decorator of a kernel: names the arguments that it writes and may read; it only reads the others. name.n: part n
-    of a tuple; a name alone: all parts. "peers": other ranks' memory for this kernel."""
+    of a tuple; a name without a number: all parts. "peers": other ranks' memory for this kernel."""
 
     def decorate(kernel: F) -> F:
         kernel.writes = names  # type: ignore[attr-defined]  # callers read it from the twins

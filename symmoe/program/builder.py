@@ -1,7 +1,7 @@
 """The builder of programs: it runs a function of the package once and records its launches, without a real launch.
 
 Memory that the function makes or leases has a symbolic address in an unused range, one for each slot. So a tensor, an
-offset or an address alone identifies its operand. Kernels, operators of torch and functions that are :func:`noted` are
+offset or an address identifies its operand. Kernels, operators of torch and functions that are :func:`noted` are
 recorded, not called.
 """
 

@@ -1,6 +1,6 @@
 """This rank's memory of a heap: a first-fit arena, the leases of its parts, and when a part may be leased again.
 
-A lease's memory lies in the arena of one of this process's heaps, so addresses alone show which of many tensors may
+A lease's memory lies in the arena of one of this process's heaps, so addresses show which of many tensors may
 belong to a lease. Ranges of closed heaps stay in the list: tensors over them may be alive. Other memory that lies there
 later has no lease.
 """
