@@ -25,5 +25,5 @@ def __getattr__(name: str) -> Any:
     """Kernels that only MXFP8 and NVFP4 need; imported on first use."""
     if name in ("swizzle_scales", "unswizzle_scales"):
         module = "symmoe.kernels.low_precision.block_scaled.scale_tiles"
-        return getattr(import_module(module), name)
+        return globals().setdefault(name, getattr(import_module(module), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -194,6 +194,7 @@ def test_packages_come_with_the_first_look_and_dir_shows_public_names_only():
         "packages = sorted(set(names) - set(symmoe.__all__))\n"
         "assert set(symmoe.__all__) < set(names)\n"
         "assert not [name for name in packages if f'symmoe.{name}' in sys.modules]\n"
+        "assert symmoe.reduce_gradients and 'symmoe.training.parallel' not in sys.modules  # FSDP\n"
         "print(packages, symmoe.errors.ArgumentError.__name__, symmoe.checkpoint.read_manifest.__name__)\n"
     )
     packages = [
