@@ -18,8 +18,10 @@ CPU = torch.device("cpu")
 NEVER_CHANGED = {
     **dict.fromkeys(
         (
+            "barrier.nan_on_failure",
             "barrier.status",
             "lay_out.status",
+            "wait_for_signal.peers",
             "wait_for_signal.status",
             "wait_for_signal.nan_on_failure",
             "receive_fault_flags.fault",
