@@ -143,7 +143,8 @@ def choose_experts_kernel(
     is_token, is_expert = token < num_tokens, (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
-    score = score_or_gradient(logit, None, SIZES.rule.score)
+    SCORE: tl.constexpr = SIZES.rule.score
+    score = score_or_gradient(logit, None, SCORE)
     tl.store(scores + at, score, mask=is_token[:, None] & is_expert)
 
     key = tl.full((SIZES.tokens, SIZES.expert_lanes), 0, tl.int64)
@@ -232,7 +233,8 @@ def choose_experts_grad_kernel(
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
-    d_logit = score_or_gradient(score, d_score, SIZES.rule.score)
+    SCORE: tl.constexpr = SIZES.rule.score
+    d_logit = score_or_gradient(score, d_score, SCORE)
     tl.store(d_logits + at, d_logit, mask=mask)
 
 
