@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from cluster import Cluster, forget_graphs
+from shared_gpus import are_too_few
 from shared_memory import left_in_shared_memory, shared_memory
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _clusters() -> Iterator[Callable[..., Cluster]]:
     started: dict[tuple[int, str], Cluster] = {}
 
     def get(num_ranks: int, device: str = "cpu") -> Cluster:
-        if device == "cuda" and torch.cuda.device_count() < num_ranks:
+        if device == "cuda" and are_too_few(num_ranks):
             pytest.skip(
                 f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}"
             )

@@ -11,6 +11,7 @@ from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import expect, outcome
 from layers import config_for, make_layer
 from limits import PROMPT_S
+from shared_gpus import are_too_few
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -95,7 +96,7 @@ def leave_out_of_combine(
 @pytest.mark.parametrize("order", ["rank", "slot"])
 @pytest.mark.parametrize("where", ["combine", "backward"])
 def test_results_of_a_failed_combine_are_nan(where: str, order: str):
-    if torch.cuda.device_count() < 2:
+    if are_too_few(2):
         pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
     # Of its own: NVSHMEM does not start again in a process whose heap ended in an error.
     with Cluster(2, "cuda") as ranks:

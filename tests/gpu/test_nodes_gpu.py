@@ -22,6 +22,7 @@ from node_calls import (
     train,
     wrong_calls,
 )
+from shared_gpus import are_too_few
 from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
@@ -150,7 +151,7 @@ def test_capture_step_is_exact(cluster, num_ranks: int, ranks_per_node: int):
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_lost_rank_is_named_within_the_bound(how: str):
-    if torch.cuda.device_count() < 2:
+    if are_too_few(2):
         pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
     survivors = Cluster(2, "cuda").run_without(
         (1,), lose, 1, (1,), how, (Ready, "begin", None), "cuda", timeout_s=120.0

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from launchers import launched
 from limits import HANG_S
+from shared_gpus import take_gpu
 from worker import Findings, open_heap
 
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -128,8 +129,8 @@ def forget_graphs() -> None:
 
 
 class Cluster(AbstractContextManager["Cluster"]):
-    """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r. The end of
-    it as a context closes it. `start`: of multiprocessing; "spawn" has imported nothing."""
+    """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r (see
+    shared_gpus.py). The end of it as a context closes it. `start`: of multiprocessing; "spawn" has imported nothing."""
 
     def __init__(self, num_ranks: int, device_type: str = "cpu", start: str = "forkserver") -> None:
         self.num_ranks = num_ranks
@@ -226,7 +227,7 @@ def _serve(pipe, rank: int, num_ranks: int, store: str, device_type: str) -> Non
     gc.freeze()  # what was imported before the fork
     torch.set_num_threads(1)
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
+        take_gpu(rank, num_ranks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
