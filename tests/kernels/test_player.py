@@ -15,7 +15,7 @@ from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT
 from symmoe.errors import SymmoeError
 from symmoe.kernels import twin
 from symmoe.kernels.hopper import gemm as hopper_gemm
-from symmoe.kernels.launch import driver, graph, player, triton_internals
+from symmoe.kernels.launch import driver, player, triton_internals
 from symmoe.kernels.launch import launch as launches
 from symmoe.kernels.launch.launch import Constants, FastLaunch
 from symmoe.kernels.launch.player import known_kernel
@@ -181,12 +181,7 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     return function
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_launches_get_the_arguments_of_the_call(
-    calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
-):
-    if not has_compiler:
-        monkeypatch.setattr(graph, "_compiled_launch", lambda: None)
+def test_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
     programs = Programs(
         torch.device("cpu"), lambda error: None, (), lambda: twin, player.in_sections
     )
@@ -297,12 +292,9 @@ def test_a_graph_waits_for_work_between_sections_and_is_waited_for(sections):
     assert happened == ["exchange"]
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
 def test_a_launch_that_fails_is_made_whole_by_the_next(
-    calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
+    calls, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    if not has_compiler:
-        monkeypatch.setattr(graph, "_compiled_launch", lambda: None)
     programs = Programs(
         torch.device("cpu"), lambda error: None, (), lambda: twin, player.in_sections
     )

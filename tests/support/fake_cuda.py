@@ -201,7 +201,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(launches, "current_stream", result.get_current_stream)
     monkeypatch.setattr(driver, "ensure_context", lambda: None)
     monkeypatch.setattr(driver, "library", lambda: result)
-    monkeypatch.setattr(driver, "library_with_gil", lambda: result)
     monkeypatch.setattr(driver, "can_launch", lambda: True)
     kept = [
         ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import threading
-from typing import TypeVar
 
 import torch
 
@@ -80,19 +79,7 @@ def primary_context(device: int) -> int:
 @functools.cache
 def library() -> ctypes.CDLL:
     """libcuda, with the types of the functions that symmoe calls. An old driver may lack some of them."""
-    return _with_types(ctypes.CDLL("libcuda.so.1"))
-
-
-@functools.cache
-def library_with_gil() -> ctypes.PyDLL:
-    """libcuda for functions that never block: the calls keep the GIL, so no other Python thread runs in between."""
-    return _with_types(ctypes.PyDLL("libcuda.so.1"))
-
-
-_Library = TypeVar("_Library", bound=ctypes.CDLL)
-
-
-def _with_types(result: _Library) -> _Library:
+    result = ctypes.CDLL("libcuda.so.1")
     for name, types in _SIGNATURES.items():
         if (function := getattr(result, name, None)) is not None:
             function.argtypes = types

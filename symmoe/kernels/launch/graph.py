@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import MAP_BYTES, build_module
 
@@ -28,7 +27,7 @@ _PRIORITY_ATTRIBUTE = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 _USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 WORD_BYTES = 8  # bytes of an argument
 
-# LaunchGraph._launch_by_python in C. Python costs the host 0.1 to 0.2 ms more in each direction of a step.
+# Sets the kernels' arguments and launches. Python costs the host 0.1 to 0.2 ms more in each direction of a step.
 _SOURCE = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -185,9 +184,8 @@ class LaunchGraph:
         self._events = [node.event for node, _ in nodes if isinstance(node, EventNode)]
         self._graph = self._make(nodes)
         self._exec = self._instantiate()
-        function = _compiled_launch()
-        self._compiled = function and functools.partial(
-            function,
+        self._launch: Callable[..., int] = functools.partial(
+            _in_c().launch,
             ctypes.addressof(_functions_of_driver()),
             self._exec.value,
             ctypes.addressof(self._kernels),
@@ -200,31 +198,9 @@ class LaunchGraph:
         """Launches the graph with the arguments of a call."""
         is_first = not self._is_set
         self._is_set = False
-        error = (self._compiled or self._launch_by_python)(is_first, stream, values)
+        error = self._launch(is_first, stream, values)
         driver.check(error, "cuGraphExecKernelNodeSetParams or cuGraphLaunch")
         self._is_set = True
-
-    def _launch_by_python(self, is_first: bool, stream: int, values: array[int]) -> int:
-        """Sets the kernels' arguments and launches. Returns the driver's error, or 0."""
-        library = driver.library_with_gil()
-        numbers = iter(range(len(self._parameters)))
-        for kernel in self._kernels:
-            is_changed = is_first
-            for number in islice(numbers, kernel.num_parameters):
-                parameter = self._parameters[number]
-                word = values[parameter.value] + parameter.addend
-                if word == self._words[number] and not is_first:
-                    continue
-                self._words[number] = word
-                is_changed = True
-                if parameter.map:
-                    if error := library.cuTensorMapReplaceAddress(parameter.map, word):
-                        return int(error)
-            if is_changed:
-                set_params = library.cuGraphExecKernelNodeSetParams_v2
-                if error := set_params(self._exec, kernel.node, kernel.params):
-                    return int(error)
-        return int(driver.library().cuGraphLaunch(self._exec, stream))
 
     def _describe(self, number: int, kernel: KernelNode, start: int) -> None:
         """Fills the driver's description of a kernel, whose first parameter has the number `start`."""
@@ -295,10 +271,6 @@ def _functions_of_driver() -> Any:
 
 
 @functools.cache
-def _compiled_launch() -> Callable[..., int] | None:
-    """The launch function in C; None where it cannot be compiled."""
-    try:
-        launch: Callable[..., int] = build_module(_SOURCE, "symmoe_graph").launch
-    except (ImportError, OSError, RuntimeError, SymmoeError, subprocess.CalledProcessError):
-        return None
-    return launch
+def _in_c() -> ModuleType:
+    """The compiled module, built in the same way as Triton's launchers, which every GPU kernel needs."""
+    return build_module(_SOURCE, "symmoe_graph")
