@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 from cluster import Cluster, forget_graphs
@@ -32,6 +33,11 @@ test_transformers_example test_fsdp2_example test_checkpoint_kills test_timeline
 
 # In this process, ranks and programs: what nobody has written is read as NaN.
 os.environ.setdefault("SYMMOE_FILL_MEMORY", "1")
+
+hypothesis.settings.register_profile(
+    "on a busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("on a busy machine")
 
 gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
 

@@ -46,7 +46,7 @@ SOURCES = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_bytes=st.integers(0, 10000),
     offset=st.integers(0, 9),
@@ -192,7 +192,6 @@ def test_memory_of_a_closed_heap_is_not_given_out():
             copy_data_ptrs_to_device([good, tensor], "cpu")
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=12))
 def test_ranges_of_arenas(arenas):
     """Against sets of addresses; ranges that meet are kept as one."""
