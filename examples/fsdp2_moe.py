@@ -86,7 +86,7 @@ def main() -> None:
         backend = "nvshmem" if preset.device == "cuda" else "host"
         num_bytes = heap_bytes(preset, num_ranks=ep)
         with symmoe.SymmetricHeap.from_mesh(
-            mesh["ep"], num_bytes=num_bytes, backend=backend
+            mesh["ep"], expert_mesh=mesh["efsdp"], num_bytes=num_bytes, backend=backend
         ) as heap:
             # FSDP casts the parameters instead of autocast.
             policy = (

@@ -133,9 +133,8 @@ def train_step(
     """One optimizer step on this rank's part of the batch. Collective."""
     loss, output = predict(model, batch)
     (loss + output.aux_loss).backward()
-    groups = {"group": ranks.group, "expert_group": ranks.expert_group}
-    reduce_gradients(model, **groups)
-    grad_norm = clip_grad_norm(model, 1.0, **groups)
+    reduce_gradients(model, group=ranks.group)
+    grad_norm = clip_grad_norm(model, 1.0, group=ranks.group)
     optimizer.step()
     optimizer.zero_grad()
     mean_loss, mean_aux_loss = ranks.mean(
@@ -295,6 +294,7 @@ def main() -> None:
         num_bytes = heap_bytes(preset, num_ranks=arguments.ep or ranks.size)
         backend = "nvshmem" if preset.device == "cuda" else "host"
         options = {
+            "expert_group": ranks.expert_group,
             "num_bytes": num_bytes,
             "backend": backend,
             "ranks_per_node": arguments.ranks_per_node,

@@ -1,7 +1,7 @@
 """Keeps the experts equally busy: losses, the expert bias, and figures that measure the balance (docs/training.md).
 
-None of these functions synchronises the host, and only balance_step with an `expert_group` is collective: every rank
-has the load of the whole EP group from the plan's exchange of counts, so balance costs no communication.
+None of these functions synchronises the host, and only balance_step is collective, if a heap has an `expert_group`:
+every rank has the load of the whole EP group from the plan's exchange of counts, so balance costs no communication.
 
 A load-balance loss is E * sum_i f_i * P_i, [] fp32, of the fraction f_i of the slots that went to expert i, which has
 no gradient, and the mean P_i of its normalised scores: 1 when both are uniform. Without tokens the loss is 0, still
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
-from symmoe.checks.arguments import check_kind, check_model
+from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.operands import present_tensors
 from symmoe.kernels.programs import run_program
+from symmoe.moe.ddp_and_fsdp import all_reduce_together, expert_group_of
 from symmoe.moe.router import Router
 
 
@@ -249,18 +249,16 @@ def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
+def balance_step(model: nn.Module) -> None:
     """Moves every expert bias towards balance, and starts the counts of the next step. Call it once per optimizer step.
     model: contains the layers, in the same order on every rank. In training mode a layer counts the load of a call (of
     its whole EP group) when backward passes through the call; micro-batches add up. A frozen router (neither it nor its
     wrapper has a parameter that requires a gradient) also counts, but keeps its bias.
 
-    Collective over `expert_group` (as in reduce_gradients; one all-reduce for all layers) if that is given. Does not
-    synchronise the host, and can be captured in a CUDA graph.
+    Collective over the `expert_group` of the layers' heap (one all-reduce for all layers), if it has one. Does not
+    synchronise the host, and can be captured in a CUDA graph. ArgumentError: layers have different expert groups.
     """
-    check_model(model)
-    modules = [*model.modules()]
-    routers = [module for module in modules if isinstance(module, Router)]
+    modules = modules_of(model, nn.Module)
     # The outermost module that replaces a router, e.g. a wrapper with adapters.
     wholes = {
         inner: whole
@@ -268,16 +266,12 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         if (whole := module._modules.get("router")) is not None
         for inner in whole.modules()
     }
-    counts = {router: load for router in routers if (load := router.step_load) is not None}
-    if not counts:
-        return
-    if expert_group is not None:
-        loads = torch.cat(list(counts.values()))
-        dist.all_reduce(loads, group=expert_group)
-        for step_load, load in zip(
-            counts.values(), loads.split([len(c) for c in counts.values()]), strict=True
-        ):
-            step_load.copy_(load)
+    counts = {
+        module: load
+        for module in modules
+        if isinstance(module, Router) and (load := module.step_load) is not None
+    }
+    all_reduce_together([*counts.values()], expert_group_of(model))
     for router, step_load in counts.items():
         its = wholes.get(router, router).parameters()
         is_trained = any(parameter.requires_grad for parameter in its)
@@ -286,19 +280,12 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         router.start_step()
 
 
-def balance_after(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    *,
-    expert_group: dist.ProcessGroup | None = None,
-) -> RemovableHandle:
+def balance_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
     """Makes every `optimizer.step()` end with :func:`balance_step`, unless a gradient scaler skips the step. `remove()`
     of the returned handle ends this."""
     check_model(model)
     check_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch")
-    return optimizer.register_step_post_hook(
-        lambda *_: balance_step(model, expert_group=expert_group)
-    )
+    return optimizer.register_step_post_hook(lambda *_: balance_step(model))
 
 
 def count_in_backward(

@@ -5,12 +5,14 @@ A layer names its experts where DDP looks for parameters to ignore, and `prepare
 (DDP asks the module that it wraps, no other.) Every forward pass inside a DDP ensures that the experts' gradients get
 the scale of DDP's own: with D replicas of every expert, the sum over all tokens divided by W = R * D, as in
 reduce_gradients. That forward pass raises the errors found so far, on every rank.
+
+Loops without DDP sum over the same replicas: :func:`expert_group_of` finds them for a model.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -30,24 +32,6 @@ from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters, look
 _JOINED = "_symmoe_joined"  # on a DDP: its _Joined
 _NUM_COMPARED = 8  # dense parameters, the smallest
 _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
-
-
-class ExpertDataParallel:
-    """The other ranks that hold the experts of one layer, as `group` with this one (None: one EP group), and a
-    reference to the DDP that last called the layer, if any. Copies of the layer start without a DDP."""
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None
-    ) -> None:
-        self.group = group  # the layer's argument
-        self.gradient_group = (
-            group if gradient_group is None else gradient_group
-        )  # for gradients under DDP
-        self.ddp_ref: Callable[[], DistributedDataParallel | None] = lambda: None
-        self.are_reduced = False  # whether reduce_gradients has been called for the layer
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ExpertDataParallel:
-        return ExpertDataParallel(self.group, self.gradient_group)
 
 
 class _Joined:
@@ -71,16 +55,21 @@ class ExpertParallelModule(nn.Module):
 
     heap: SymmetricHeap
     experts: GroupedMLP  # this rank's
-    expert_data_parallel: ExpertDataParallel  # the other ranks that have them
 
     def __init__(self) -> None:
         super().__init__()
+        # To the DDP that last called the layer, if any.
+        self._ddp_ref: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sound_look: list[list[object]] = []  # of the parts, when they were valid
 
     @property
     def is_expert_parallel(self) -> bool:
         """Whether ranks of a DDP have, or may have, other experts than this one."""
-        return self.heap.num_ranks > 1 or self.expert_data_parallel.gradient_group is not None
+        return self.heap.num_ranks > 1 or self.heap.expert_group is not None
+
+    def __getstate__(self) -> dict[str, object]:
+        """The attributes of a copy, which starts without a DDP."""
+        return {**vars(self), "_ddp_ref": lambda: None}
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -117,29 +106,56 @@ class ExpertParallelModule(nn.Module):
         )
 
 
-def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
+def heaps_of(model: nn.Module) -> list[SymmetricHeap]:
+    """The heaps of a model's layers: of all modules, of the user's classes, too, with an attribute `heap`.
+    ArgumentError: the heaps have different expert groups."""
+    heaps = [
+        heap
+        for module in modules_of(model, nn.Module)
+        if isinstance(heap := getattr(module, "heap", None), SymmetricHeap)
+    ]
+    expert_ranks = {tuple(heap.expert_ranks) for heap in heaps}
+    if len(expert_ranks) > 1:
+        raise ArgumentError(
+            f"model has heaps with expert_group of the ranks {sorted(expert_ranks)}; all heaps must have the same ranks"
+        )
+    return heaps
+
+
+def expert_group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The `expert_group` of the heap of a model's layers; None without one. Errors: as in heaps_of."""
+    return next((heap.expert_group for heap in heaps_of(model)), None)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """The group's size; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def all_reduce_together(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sums tensors of one dtype over the group, in place, in one buffer. None: the group is this rank."""
+    if group_size(group) == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(summed.view_as(tensor))
+
+
+def prepare_for_ddp(model: nn.Module) -> None:
     """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards, for users who
     leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric. Local. Backward makes the gradients
     that `reduce_gradients` would make: do not call that. A MoELayer that is wrapped itself, and models of `swap_moe`,
-    need no call.
+    need no call. Replicas of experts, the ranks of the heap's `expert_group`, become equal in their first forward pass,
+    and their gradients are averaged.
 
     Args:
         model: the module to wrap, not a part of it; may be compiled before or after. Adapters may still be added.
-        expert_group: if the world has several EP groups, the ranks that hold this rank's experts. Replicas become equal
-            in their first forward pass; their gradients are averaged. None: the layers' groups, or the world is one EP
-            group.
 
     Raises:
         ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.
     """
-    layers = modules_of(
-        model, ExpertParallelModule, needs="MoELayer, whose experts DDP must not touch"
-    )
-    if expert_group is not None:
-        for layer in layers:
-            layer.expert_data_parallel = ExpertDataParallel(
-                layer.expert_data_parallel.group, expert_group
-            )
+    modules_of(model, ExpertParallelModule, needs="MoELayer, whose experts DDP must not touch")
     if not isinstance(model, ExpertParallelModule):
         names = vars(model).get(DDP_IGNORED, ())
         others = names.others if isinstance(names, _ExpertNames) else names
@@ -299,13 +315,12 @@ def _group_problem(
         )
     world = dist.get_process_group_ranks(ddp.process_group)
     ep_group = layer.heap.bootstrap.global_ranks
-    replicas = layer.expert_data_parallel.gradient_group
-    num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
+    num_replicas = len(layer.heap.expert_ranks)
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
         return ArgumentError(
             f"DistributedDataParallel has the ranks {world}, the experts are spread over {ep_group} and have "
-            f"{num_replicas} replica(s): call symmoe.training.parallel.data_parallel(model, mesh), or pass "
-            "expert_group to symmoe.training.prepare_for_ddp"
+            f"{num_replicas} replica(s): build the heap with expert_group, the ranks with this rank's "
+            "experts, or over a mesh, and call symmoe.training.parallel.data_parallel(model, mesh)"
         )
     return gradients_elsewhere(layer.experts)
 
@@ -337,10 +352,10 @@ def _average_gradients(
     """Makes backward leave the gradient of the mean loss in the experts' `.grad`. Collective over replicas. joined:
     records the parameters that have these hooks, e.g. of experts that layers share; updated here."""
     num_ranks = layer.heap.num_ranks
-    group = layer.expert_data_parallel.gradient_group
-    num_replicas = 1 if group is None else dist.get_world_size(group)
+    group = layer.heap.expert_group
+    num_replicas = group_size(group)
     its_layer = weakref.ref(layer)
-    layer.expert_data_parallel.ddp_ref = ddp_ref = weakref.ref(ddp)
+    layer._ddp_ref = ddp_ref = weakref.ref(ddp)
 
     def current() -> DistributedDataParallel | None:
         """The DDP, or None if it or the layer is freed, or another DDP has wrapped the layer since."""
@@ -348,9 +363,7 @@ def _average_gradients(
         owner = its_layer()
         return (
             wrapper
-            if wrapper is not None
-            and owner is not None
-            and owner.expert_data_parallel.ddp_ref() is wrapper
+            if wrapper is not None and owner is not None and owner._ddp_ref() is wrapper
             else None
         )
 

@@ -20,7 +20,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.operands import require_tensor
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ExpertDataParallel, ExpertParallelModule, device_problem
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, device_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts, experts_of, is_traced, run_routed
 from symmoe.moe.router import (
@@ -112,15 +112,14 @@ class MoELayer(ExpertParallelModule):
 
     Args:
         config: the same on all ranks.
-        heap: the EP group's symmetric heap; several layers share one.
+        heap: the EP group's symmetric heap; several layers share one. aux_loss="global" sums the load over its
+            `expert_group` in each forward.
         experts: this rank's E / R experts, a GroupedMLP, e.g. with biases; None creates one.
         shared_expert: a module for every token, [..., H] to [..., H]; its output is added to the experts'. On GPUs it
             runs on a separate stream, while tokens travel and experts compute, forward and backward. It is replicated,
             so its gradients are data-parallel.
         dtype: the dtype of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: the device of the parameters; None is the heap's.
-        expert_group: as in reduce_gradients. For aux_loss="global", whose load each forward sums over it, and for DDP
-            (see prepare_for_ddp). None: the world is one EP group.
 
     Raises:
         ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.
@@ -135,7 +134,6 @@ class MoELayer(ExpertParallelModule):
         shared_expert: nn.Module | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         check_kind("config", config, MoEConfig)
@@ -156,7 +154,6 @@ class MoELayer(ExpertParallelModule):
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
         self.shared_expert = shared_expert
-        self.expert_data_parallel = ExpertDataParallel(expert_group)
         self._called_at: tuple[str, int] | None = None  # by the last call without gradients
 
     def set_experts(self, experts: GroupedMLP) -> None:
@@ -417,8 +414,8 @@ class MoELayer(ExpertParallelModule):
             sequence_length = x.shape[-2] if x.dim() > 1 else 1
         elif load_before is not None:
             expert_load = balance.load_so_far(load_before, expert_load)
-            if self.expert_data_parallel.group is not None:
-                dist.all_reduce(expert_load, group=self.expert_data_parallel.group)
+            if self.heap.expert_group is not None:
+                dist.all_reduce(expert_load, group=self.heap.expert_group)
         elif options.aux_loss_coef and config.capacity_factor is not None:
             # The load before the drops: afterwards an overloaded expert looks less loaded.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)

@@ -92,7 +92,7 @@ class Router(nn.Module):
         self.config = config
         self.options = options
         self._rule = options.rule
-        self._heap = heap
+        self.heap = heap
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)
         )
@@ -118,7 +118,7 @@ class Router(nn.Module):
         load = self._step_load
         if load is None:
             return None
-        home = next(self.parameters()).device if self._heap is None else self._heap.device
+        home = next(self.parameters()).device if self.heap is None else self.heap.device
         if load.device != home:
             # Nothing is counted on "meta".
             self._step_load = load = (

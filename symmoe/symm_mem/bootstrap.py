@@ -50,7 +50,7 @@ class Bootstrap:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        if (problem := _group_problem(group)) is not None:
+        if (problem := group_problem(group, "group")) is not None:
             raise problem
         self._is_single = group is None and not dist.is_initialized()
         if not self._is_single:
@@ -218,20 +218,22 @@ class Bootstrap:
         )
 
 
-def _group_problem(group: object) -> ArgumentError | None:
-    """The error if this rank cannot communicate over the group, or None. The peers cannot be informed."""
-    not_in_it = "is one that this rank is not in: it has no heap there"
+def group_problem(group: object, name: str) -> ArgumentError | None:
+    """The error if this rank cannot communicate over the group in the argument `name`, or None."""
+    not_in_it = "is one that this rank is not in"
     if group is None:
         return None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return ArgumentError(f"group (GroupMember.NON_GROUP_MEMBER) {not_in_it}")
+        return ArgumentError(f"{name} (GroupMember.NON_GROUP_MEMBER) {not_in_it}")
     if not isinstance(group, dist.ProcessGroup):
-        return ArgumentError(f"group ({group!r}) must be a torch.distributed.ProcessGroup, or None")
+        return ArgumentError(
+            f"{name} ({group!r}) must be a torch.distributed.ProcessGroup, or None"
+        )
     try:
         rank = dist.get_rank(group)
     except ValueError as error:
-        return ArgumentError(f"group is not usable: {error}")
-    return None if rank >= 0 else ArgumentError(f"group {not_in_it}")
+        return ArgumentError(f"{name} is not usable: {error}")
+    return None if rank >= 0 else ArgumentError(f"{name} {not_in_it}")
 
 
 @functools.cache

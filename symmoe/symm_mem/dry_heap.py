@@ -53,6 +53,7 @@ class DryHeap(SymmetricHeap):
         none: Any = None
         self.rank = 0
         self.num_ranks = num_ranks
+        self.expert_group = None
         self.num_bytes = ENDLESS_BYTES
         self.backend = "none"
         self.backend_reason = "a dry step"

@@ -61,6 +61,8 @@ class SymmetricHeap(HeapParts):
 
     Args:
         group: the EP process group; None is the default group, or a group of one without an initialised one.
+        expert_group: this rank, and the ranks with the same experts in other EP groups, which share no other rank with
+            `group`. Gradients of experts and loads are summed over it. None: the world is one EP group.
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf means no bound.
@@ -75,6 +77,7 @@ class SymmetricHeap(HeapParts):
 
     Attributes:
         rank, num_ranks: this rank in the group, and the group's size.
+        expert_group, expert_ranks: as given, and its ranks in the default group; without it, this rank alone.
         topology: the ranks of each node.
         device: the device of leases.
         backend, backend_reason: the selected backend, and why.
@@ -94,8 +97,8 @@ class SymmetricHeap(HeapParts):
         timeout_s, start_timeout_s: as given; may be set at any time.
 
     Raises:
-        ArgumentError: `num_bytes`, `backend`, `ranks_per_node` or a timeout is not usable, on every rank; or this rank
-            is not in `group`, on this rank only.
+        ArgumentError: `num_bytes`, `expert_group`, `backend`, `ranks_per_node` or a timeout is not usable, on every
+            rank; or this rank is not in `group`, on this rank only.
         BackendUnavailable: on every rank, if any rank cannot take part, or nodes differ in size or cannot connect.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank is missing, or has ended.
@@ -109,12 +112,15 @@ class SymmetricHeap(HeapParts):
         group: dist.ProcessGroup | None = None,
         *,
         num_bytes: int,
+        expert_group: dist.ProcessGroup | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
         start_timeout_s: float = START_TIMEOUT_S,
         ranks_per_node: int | None = None,
     ) -> None:
-        super().__init__(group, num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node)
+        super().__init__(
+            group, expert_group, num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node
+        )
         self._begin()
         for _ in range(
             2
@@ -151,13 +157,19 @@ class SymmetricHeap(HeapParts):
         )
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, **options: Any) -> SymmetricHeap:
-        """The heap of a mesh of one dimension, such as `mesh["ep"]`; options: arguments of the class. Collective over
-        the mesh. ArgumentError: the mesh has more dimensions."""
+    def from_mesh(
+        cls, mesh: DeviceMesh, *, expert_mesh: DeviceMesh | None = None, **options: Any
+    ) -> SymmetricHeap:
+        """The heap of a mesh of one dimension, such as `mesh["ep"]`. expert_mesh: the ranks of `expert_group`, such as
+        `mesh["efsdp"]`, or `mesh["replicate", "efsdp"]`; options: other arguments of the class. Collective over the
+        mesh; with an `expert_mesh` of several dimensions, over all ranks of the mesh that has both. ArgumentError:
+        `mesh` has more dimensions."""
         if mesh.ndim != 1:
             raise ArgumentError(
                 f"mesh {mesh.mesh_dim_names} has {mesh.ndim} dimensions; it must have one: mesh['ep']"
             )
+        if expert_mesh is not None:
+            options["expert_group"] = expert_mesh._flatten().get_group()  # itself, if it is flat
         return cls(mesh.get_group(), **options)
 
     # -- memory ---------------------------------------------------------------------------------------------------

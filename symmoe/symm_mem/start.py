@@ -25,7 +25,7 @@ from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.topology import find_place, find_topology
 from symmoe.program.programs import MODES
 from symmoe.symm_mem import host_backend, nvshmem_backend
-from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap
+from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap, group_problem
 from symmoe.symm_mem.faults import Faults, NoRemoteNodes
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Memory
 from symmoe.symm_mem.reports import Configurations
@@ -47,6 +47,7 @@ class HeapParts:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        expert_group: dist.ProcessGroup | None,
         num_bytes: int,
         backend: str,
         timeout_s: float,
@@ -54,6 +55,7 @@ class HeapParts:
         ranks_per_node: int | None,
     ) -> None:
         _warn_of_missing_group(group)
+        self.expert_group = expert_group
         self.num_bytes = num_bytes
         self.backend = backend
         self.backend_reason = "asked for"
@@ -71,8 +73,8 @@ class HeapParts:
         self.num_ranks = whole.num_ranks
         is_on_host = self.backend == "host"
         timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-        self._program_mode, fills = whole.attempt(
-            partial(_check, whole, num_bytes, self.backend, ranks_per_node, timeouts)
+        self._program_mode, fills, self.expert_ranks = whole.attempt(
+            partial(_check, whole, expert_group, num_bytes, self.backend, ranks_per_node, timeouts)
         )
         _agree_on(
             whole,
@@ -80,6 +82,7 @@ class HeapParts:
             backend=self.backend,
             timeout_s=timeout_s,
             ranks_per_node=ranks_per_node,
+            **{"size of expert_group": len(self.expert_ranks)},
         )
         gpu = (
             None
@@ -156,12 +159,14 @@ def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
 
 def _check(
     bootstrap: Bootstrap,
+    expert_group: dist.ProcessGroup | None,
     num_bytes: int,
     backend: str,
     ranks_per_node: int | None,
     timeouts: dict[str, float],
-) -> tuple[str, bool]:
-    """Raises errors of this rank's arguments; returns the mode of programs, and whether new memory is filled."""
+) -> tuple[str, bool, list[int]]:
+    """Raises errors of this rank's arguments; returns the mode of programs, whether new memory is filled, and the ranks
+    with this rank's experts in the default group."""
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
     if backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
@@ -190,7 +195,16 @@ def _check(
         raise BackendUnavailable(missing)
     if backend == "host" and bootstrap.rank == 0:
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)
-    return program_mode, fills
+    raise_for(group_problem(expert_group, "expert_group"))
+    ep_ranks = bootstrap.global_ranks
+    mine = ep_ranks[bootstrap.rank]
+    expert_ranks = [mine] if expert_group is None else dist.get_process_group_ranks(expert_group)
+    if {*expert_ranks} & {*ep_ranks} != {mine}:
+        raise ArgumentError(
+            f"expert_group has the ranks {expert_ranks}, group has {ep_ranks}: this rank ({mine}), and no other, must "
+            "be in both"
+        )
+    return program_mode, fills, expert_ranks
 
 
 def _from_environment(name: str, words: Sequence[str]) -> str:

@@ -84,7 +84,7 @@ def _problem(modules: Modules) -> ArgumentError | None:
         reason = "a step that is repeated would count twice"
         if (problem := gradients_elsewhere(layer.experts, reason)) is not None:
             return problem
-    around = {layer.expert_data_parallel.ddp_ref() for layer in modules.layers} - {None}
+    around = {layer._ddp_ref() for layer in modules.layers} - {None}
     problems = (
         (
             len({layer.heap for layer in modules.layers}) > 1,
@@ -352,13 +352,13 @@ def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     """Groups over which a step reduces gradients or loads, so that their ranks must repeat it together; the same order
     on all ranks. Omits groups within an EP group (its ranks see the same plans) or within another listed group."""
     groups = [ddp.process_group for ddp in modules.ddps]
-    for layer in modules.layers:
-        if (
-            isinstance(layer, MoELayer)
-            and layer.sums_global_load
-            and layer.expert_data_parallel.group is not None
-        ):
-            groups.append(layer.expert_data_parallel.group)
+    groups += [
+        layer.heap.expert_group
+        for layer in modules.layers
+        if isinstance(layer, MoELayer)
+        and layer.sums_global_load
+        and layer.heap.expert_group is not None
+    ]
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
         groups += mesh.get_all_groups()
     known = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]

@@ -13,6 +13,7 @@ from symmoe.checks.arguments import check_kind, modules_of
 from symmoe.errors import ArgumentError, warn
 from symmoe.grouped.parameters import local_part, named_parameters
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.training.gradients import REDUCED
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUM_BYTES = 8
@@ -81,7 +82,11 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             its = watched.pop()
             layers = _layers(its)
             sums = [*before, *_checksums(its, given)]
-            are_reduced = any(layer.expert_data_parallel.are_reduced for layer in layers)
+            are_reduced = any(
+                hasattr(parameter.grad, REDUCED)
+                for layer in layers
+                for parameter in layer.parameters()
+            )
             for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
                 warn(text)
 
@@ -114,7 +119,7 @@ def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
     """Checksums of the layers' dense parameters, which must be equal on all ranks, and of the optimizer's other dense
     parameters, which may differ. If it trains none of the layers', all are one."""
     layers = _layers(model)
-    in_ddp = any(layer.expert_data_parallel.ddp_ref() is not None for layer in layers)
+    in_ddp = any(layer._ddp_ref() is not None for layer in layers)
     if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return 0, 0
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}

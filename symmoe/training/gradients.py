@@ -3,8 +3,8 @@
 Let W ranks each have a loss L_r, a mean over the rank's own tokens, and the training loss be L = (1/W) * sum_r L_r.
 Backward leaves dL_r/dw of a dense parameter on each rank: sum over all, divide by W. Combine's backward carries each
 rank's dL_r to an expert's rank, so backward leaves their sum over the EP group there. Where the world is cut into D EP
-groups, the expert has D replicas that saw different tokens: sum over these (the `expert_group`), and divide by W, too,
-not by that group's size.
+groups, the expert has D replicas that saw different tokens: sum over these (the heap's `expert_group`), and divide by
+W, too, not by that group's size.
 
 The module that owns a parameter decides its kind (grouped/parameters.py). Only `.grad` is reduced here: with
 `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
@@ -24,23 +24,25 @@ from torch import nn
 from symmoe.checks.arguments import check_kind, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.grouped.parameters import named_parameters, tensors_of_experts, trainable
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.moe.ddp_and_fsdp import (
+    ExpertParallelModule,
+    all_reduce_together,
+    expert_group_of,
+    group_size,
+    heaps_of,
+)
 from symmoe.torch_internals import version_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_REDUCED = "_symmoe_reduced"  # on a gradient: its version after the reduction
+REDUCED = "_symmoe_reduced"  # on a gradient: its version after the reduction
 
 
 @torch.no_grad()
-def reduce_gradients(
-    model: nn.Module,
-    *,
-    group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Reduces `.grad` of every parameter to the gradient of the mean loss. Collective over both groups.
+def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Reduces `.grad` of every parameter to the gradient of the mean loss. Collective over `group`, and over the
+    `expert_group` of the layers' heap.
 
     Dense gradients travel in one buffer and one all-reduce per dtype, in the order of `model.parameters()`,
     so the result does not depend on when each gradient became ready. A missing gradient is filled in with
@@ -49,18 +51,17 @@ def reduce_gradients(
     reduced gradients.
 
     Args:
-        model: the same modules on every rank of `group`.
+        model: the same modules on every rank of `group`. Experts of the user's own classes belong to the heap that a
+            module has as its attribute `heap`; without a heap, as in a GroupedMLP alone, they have no replicas.
         group: all ranks that train together (W of them). None: the default group, or this process if there is none.
-        expert_group: this rank, and the ranks with the same experts in other EP groups. None: the world is one EP
-            group.
 
     Raises:
-        ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, or the gradients were
-            reduced before.
+        ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, layers have different
+            expert groups, or the gradients were reduced before.
     """
     group = group or dist.group.WORLD
     layers = modules_of(model, ExpertParallelModule)
-    if any(layer.expert_data_parallel.ddp_ref() is not None for layer in layers):
+    if any(layer._ddp_ref() is not None for layer in layers):
         raise ArgumentError(
             "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
             "reduce_gradients would do it again"
@@ -86,16 +87,14 @@ def reduce_gradients(
     # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
     reduced = [p.grad for p in experts if shows and p.grad is not None and _is_reduced(p.grad)]
     kept = [gradient.clone() for gradient in reduced]
+    _sum_gradients(experts, group=expert_group_of(model))  # first: it may raise
     _sum_gradients(dense, group=group)
-    _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_div_(gradients, num_ranks)
         for gradient, value in zip(reduced, kept, strict=True):
             gradient.copy_(value)
         _note_reduced(gradients)
-        for layer in layers:
-            layer.expert_data_parallel.are_reduced = True
 
 
 @torch.no_grad()
@@ -104,7 +103,6 @@ def clip_grad_norm(
     max_norm: float,
     *,
     group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scales the gradients down to a norm of at most `max_norm`. Collective over `group`; no host synchronisation.
 
@@ -114,24 +112,20 @@ def clip_grad_norm(
     scale by the same bits.
 
     Args:
-        model, group, expert_group: as in :func:`reduce_gradients`, except expert_group None: a layer's heap then gives
-            the number of replicas of its experts; experts in other modules have one.
+        model, group: as in :func:`reduce_gradients`.
 
     Returns:
         [] fp32, the norm before clipping, on the parameters' device.
 
     Raises:
-        ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
+        ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet; or layers have different
+            expert groups.
     """
     check_kind("max_norm", max_norm, (int, float, torch.Tensor), "a number")
-    layers = modules_of(model, ExpertParallelModule)
     group = group or dist.group.WORLD
     num_ranks = group_size(group)
-    num_replicas = (
-        max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
-        if expert_group is None
-        else group_size(expert_group)
-    )
+    ep_size = next((heap.num_ranks for heap in heaps_of(model)), num_ranks)
+    num_replicas = max(1, num_ranks // ep_size)
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(
         model.parameters()
@@ -167,16 +161,12 @@ def clip_grad_norm(
 
 
 @torch.no_grad()
-def broadcast_parameters(
-    model: nn.Module,
-    *,
-    group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Broadcasts the first rank's dense parameters and buffers. Collective over both groups. Modules of experts stay
-    unchanged; with an `expert_group`, its first rank broadcasts its experts too. For loops that call
-    `reduce_gradients`, with its arguments: DDP broadcasts itself, and FSDP shards one model.
-    ArgumentError: a parameter or buffer is a DTensor, or has no memory; nothing was sent."""
+def broadcast_parameters(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Broadcasts the first rank's dense parameters and buffers. Collective over the groups of `reduce_gradients`.
+    Modules of experts stay unchanged; if the layers' heap has an `expert_group`, its first rank broadcasts its experts
+    too. For loops that call `reduce_gradients`, with its arguments: DDP broadcasts itself, and FSDP shards one model.
+    ArgumentError: a parameter or buffer is a DTensor, or has no memory, or layers have different expert groups; nothing
+    was sent."""
     experts = tensors_of_experts(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for name, tensor in tensors.items():
@@ -186,6 +176,7 @@ def broadcast_parameters(
                 f"{name} is {kind}: only tensors that are whole, with memory, can be made equal"
             )
     group = group or dist.group.WORLD
+    expert_group = expert_group_of(model)
     for tensor in tensors.values():
         its_group = expert_group if id(tensor) in experts else group
         if group_size(its_group) == 1 or not tensor.numel():
@@ -229,27 +220,15 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    if group_size(group) == 1:
-        return
     for gradients in by_dtype.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
-            gradient.copy_(summed.view_as(gradient))
+        all_reduce_together(gradients, group)
 
 
 def _is_reduced(gradient: torch.Tensor | None) -> bool:
     """Whether reduce_gradients reduced the gradient, and only clip_grad_norm has written into it since."""
-    return gradient is not None and getattr(gradient, _REDUCED, None) == version_of(gradient)
+    return gradient is not None and getattr(gradient, REDUCED, None) == version_of(gradient)
 
 
 def _note_reduced(gradients: Iterable[torch.Tensor]) -> None:
     for gradient in gradients:
-        setattr(gradient, _REDUCED, version_of(gradient))
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """The group's size; 1 for None."""
-    return 1 if group is None else dist.get_world_size(group)
+        setattr(gradient, REDUCED, version_of(gradient))

@@ -45,7 +45,8 @@ def parallelize(
 
     Args:
         model: parameters of replicas must hold the same values; FSDP does not broadcast.
-        mesh: has a dimension "ep", whose group is every layer's heap group, and one or two other dimensions.
+        mesh: has a dimension "ep", whose group is every layer's heap group, and one or two other dimensions, whose
+            ranks are those of the heap's `expert_group`: see SymmetricHeap.from_mesh.
         dense_mesh: shards dense parameters: 1 dimension, or 2 for hybrid sharding. None: all ranks.
         units: modules to shard one by one; the rest of the model is the last unit. None: the elements of its
             outermost ModuleLists.
@@ -82,7 +83,7 @@ def parallelize(
     expert_mesh = mesh[replicas]
     shard = partial(fully_shard, reshard_after_forward=reshard_after_forward)
     placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
-    for layer in shard_experts(model, mesh[EP]):
+    for layer in shard_experts(model, mesh[EP], expert_mesh):
         if layer.router is not None:
             shard(layer.router, mesh=dense_mesh, mp_policy=of_router)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
@@ -116,10 +117,8 @@ def data_parallel(
     broadcast over the replicas, and are left out of DDP's buckets; their gradients are scaled when they are computed,
     and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective. Mesh and errors:
     see :func:`parallelize`."""
-    replicas = mesh[_replica_names(mesh)]
-    shard_experts(model, mesh)
-    replicas = replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")
-    prepare_for_ddp(model, expert_group=replicas.get_group())
+    shard_experts(model, mesh, mesh[_replica_names(mesh)])
+    prepare_for_ddp(model)
     ddp = DistributedDataParallel(
         model, process_group=mesh._flatten("symmoe_dense").get_group(), **ddp_options
     )
@@ -127,13 +126,13 @@ def data_parallel(
     return ddp
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
+def shard_experts(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh) -> list[MoELayer]:
     """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
-    place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local. ArgumentError:
-    the model has no MoELayer, or one does not fit."""
+    place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local. expert_mesh: the
+    ranks with this rank's experts. ArgumentError: the model has no MoELayer, or one does not fit."""
     layers = modules_of(model, MoELayer, needs=f"MoELayer to put on mesh {mesh.mesh_dim_names}")
     for layer in layers:
-        _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
+        _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh, expert_mesh)
     placements = [Shard(0) if name == EP else Replicate() for name in mesh.mesh_dim_names or ()]
     for layer in layers:
         for linear in (layer.experts.fc1, layer.experts.fc2):
@@ -160,15 +159,15 @@ def _replica_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return others
 
 
-def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
-    heap = layer.heap
-    linear = layer.experts.fc1
-    if (heap.num_ranks, heap.rank) != (ep_mesh.size(), ep_mesh.get_local_rank()):
+def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh, expert_mesh: DeviceMesh) -> None:
+    ranks = [layer.heap.bootstrap.global_ranks, sorted(layer.heap.expert_ranks)]
+    ranks_of_mesh = [ep_mesh.mesh.tolist(), sorted(expert_mesh.mesh.flatten().tolist())]
+    if ranks != ranks_of_mesh:
         raise ArgumentError(
-            f"the heap's group has {heap.num_ranks} ranks and this is rank {heap.rank}; '{EP}' of the mesh has "
-            f"{ep_mesh.size()} and this is {ep_mesh.get_local_rank()}: build the heap over mesh.get_group('{EP}')"
+            f"the heap's group and expert_group have the ranks {ranks}; '{EP}' and {expert_mesh.mesh_dim_names} of the "
+            f"mesh have {ranks_of_mesh}: build the heap by SymmetricHeap.from_mesh(mesh['{EP}'], expert_mesh=...)"
         )
-    if not linear.is_packed:
+    if not layer.experts.fc1.is_packed:
         raise ArgumentError(
             "experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank"
         )

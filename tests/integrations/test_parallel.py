@@ -320,7 +320,10 @@ def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) ->
 def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     other = small.open_mesh(2, 1)
-    with small.on_layout(1, 2) as (mesh, heap):
+    with (
+        small.on_layout(1, 2) as (mesh, heap),
+        symmoe.SymmetricHeap.from_mesh(other["ep"], num_bytes=4 << 20) as without_replicas,
+    ):
 
         def layer_with(option: str) -> nn.Module:
             sizes = small.EXPERTS // 2, small.HIDDEN, small.FFN
@@ -332,7 +335,16 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
         wrong = [
             (nn.Linear(2, 2), mesh, "has no MoELayer"),
             (small.Model(heap), flat, r"dimensions \('ep',\).*one or two others"),
-            (small.Model(heap), other, r"group has 2 ranks .* of the mesh has 1"),
+            (
+                small.Model(without_replicas),
+                mesh,
+                rf"ranks \[\[{rank}\], \[{rank}\]\]; .* of the mesh have \[\[0, 1\], \[{rank}\]\]",
+            ),
+            (
+                small.Model(without_replicas),
+                other,
+                rf"ranks \[\[{rank}\], \[{rank}\]\]; .* of the mesh have \[\[{rank}\], \[0, 1\]\].*expert_mesh=",
+            ),
             *((layer_with(option), mesh, option) for option in options),
         ]
         for wrap in (parallelize, data_parallel):
@@ -349,7 +361,7 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
                 lambda: symmoe.SymmetricHeap.from_mesh(mesh, num_bytes=1),
                 "has 2 dimensions; it must",
             ),
-            (lambda: shard_experts(model, mesh), "DTensors already"),
+            (lambda: shard_experts(model, mesh, mesh["efsdp"]), "DTensors already"),
             (lambda: symmoe.reduce_gradients(model), "reduce_gradients would do it again"),
         )
         weight = model.last.weight

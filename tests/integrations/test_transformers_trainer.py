@@ -196,12 +196,10 @@ def replicated(
 ) -> tuple[list[float], list[float], list[float]]:
     """Two EP groups of two ranks."""
     options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
-    with launched(rank, num_ranks), on_layout(2, 2) as (mesh, heap):
+    with launched(rank, num_ranks), on_layout(2, 2) as (_, heap):
         model = swap_moe(small_model(), heap)
-        symmoe.training.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         _, logs = trained(Trainer, model, folder, num_ranks, **options)
         model = swap_moe(small_model(seed=9), heap)
-        symmoe.training.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
         return logs.losses, logs.norms, resumed(model, folder, num_ranks)
 
 

@@ -48,8 +48,8 @@ def recomputed(model: nn.Module) -> nn.Module:
     return model
 
 
-def prepared(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    symmoe.training.prepare_for_ddp(model, expert_group=group)
+def prepared(model: nn.Module) -> nn.Module:
+    symmoe.training.prepare_for_ddp(model)
     return model
 
 
@@ -151,16 +151,15 @@ def test_a_bare_layer_needs_nothing(
 def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
     shares = small.equal_shares(num_ranks)
-    with small.on_layout(2, 2) as (mesh, heap):
-        replicas = mesh["efsdp"].get_group()
+    with small.on_layout(2, 2) as (_, heap):
         plain = small.model_of(heap)
         small.rank_loss(plain, 0, rank, shares).backward()
-        symmoe.reduce_gradients(plain, expert_group=replicas)
+        symmoe.reduce_gradients(plain)
         model = small.model_of(heap)
         if rank >= 2:
             for parameter in model.parameters():
                 parameter.data.mul_(3)  # DDP makes replicas equal, and so it is with experts
-        ddp = DistributedDataParallel(prepared(model, replicas))
+        ddp = DistributedDataParallel(prepared(model))
         if accumulate:
             with ddp.no_sync():
                 (small.rank_loss(ddp, 0, rank, shares) / 4).backward()
@@ -177,10 +176,13 @@ def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -
     """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
     groups = [dist.new_group([r]) for r in range(num_ranks)]
     shares = small.equal_shares(num_ranks)
-    with symmoe.SymmetricHeap(groups[rank], num_bytes=4 << 20) as heap:
-        plain = small.model_of(heap)
+    with (
+        symmoe.SymmetricHeap(groups[rank], num_bytes=4 << 20) as heap,
+        small.on_layout(2, 1) as (_, heap_with_replicas),
+    ):
+        plain = small.model_of(heap_with_replicas)
         small.rank_loss(plain, 0, rank, shares).backward()
-        symmoe.reduce_gradients(plain, expert_group=dist.group.WORLD)
+        symmoe.reduce_gradients(plain)
         model = small.model_of(heap)
         ddp = DistributedDataParallel(model)
         small.rank_loss(ddp, 0, rank, shares).backward()
@@ -261,10 +263,10 @@ def test_experts_that_change_late_get_the_right_gradients(
     """Gradients are those of one process that has all experts, and replicas are equal."""
     shares = small.equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
-    with small.open_heap(None) as own_heap, small.on_layout(num_ranks // 2, 2) as (mesh, heap):
+    with small.open_heap(None) as own_heap, small.on_layout(num_ranks // 2, 2) as (_, heap):
         whole, model = small.Model(own_heap), small.Model(heap)
         unfreeze(model, not is_frozen)
-        ddp = DistributedDataParallel(wrap(prepared(model, mesh["efsdp"].get_group())))
+        ddp = DistributedDataParallel(wrap(prepared(model)))
         if has_run:
             small.rank_loss(ddp, 0, rank, shares).backward()
             model.zero_grad()
@@ -418,14 +420,17 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
 
 @run_on(4)
 def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -> None:
-    with small.on_layout(2, 2) as (mesh, heap):
-        wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
+    with (
+        small.on_layout(2, 2) as (mesh, heap),
+        symmoe.SymmetricHeap.from_mesh(mesh["ep"], num_bytes=4 << 20) as other,
+    ):
+        wrapped = DistributedDataParallel(prepared(small.model_of(other)))
         with pytest.raises(
             symmoe.errors.ArgumentError,
-            match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel",
+            match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*with expert_group.*data_parallel",
         ):
             wrapped(torch.randn(5, small.FEATURES))
-        wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
+        wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
         wrapped(torch.randn(5, small.FEATURES))[0].sum().backward()
 
 
@@ -447,8 +452,16 @@ def test_gradients_that_ddp_would_not_see(
 
 
 @run_on(2)
-def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> None:
-    """A copy of a layer shares its group."""
-    with small.on_layout(1, 2) as (mesh, heap):
-        layer = symmoe.MoELayer(small.CONFIG, heap, expert_group=mesh["efsdp"].get_group())
-        assert copy.deepcopy(layer).expert_data_parallel.group is layer.expert_data_parallel.group
+def test_a_copy_of_a_layer_starts_without_a_ddp(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
+    """The copy of a layer in a DDP is not in that DDP, and its gradients are the loop's to reduce."""
+    x = torch.randn(5, small.HIDDEN)
+    layer = symmoe.MoELayer(small.CONFIG, heap)
+    ddp = DistributedDataParallel(layer)
+    ddp(x)
+    copied = copy.deepcopy(layer)
+    copied(x)[0].sum().backward()
+    symmoe.reduce_gradients(copied)
+    with pytest.raises(symmoe.errors.ArgumentError, match="inside a DistributedDataParallel"):
+        symmoe.reduce_gradients(layer)

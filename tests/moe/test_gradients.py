@@ -1,15 +1,19 @@
 """Gradient reduction and clipping on 4 processes, two EP groups of 2, by hand. Whole steps: test_training_step.py."""
 
+import re
+from functools import partial
+
 import pytest
+import small_model as small
 import torch
 import torch.distributed as dist
 from cluster import run_on
 from torch import nn
 from worker import Findings
 
-from symmoe import reduce_gradients
+from symmoe import SymmetricHeap, reduce_gradients
 from symmoe.errors import ArgumentError
-from symmoe.training import clip_grad_norm
+from symmoe.training import balance_step, broadcast_parameters, clip_grad_norm
 
 WORLD, MAX_NORM = 4, 0.05
 
@@ -25,10 +29,12 @@ class Share(nn.Module):
 
 
 class Model(nn.Module):
-    """Two dense parameters of different dtypes, one that only the last rank uses, and experts."""
+    """Two dense parameters of different dtypes, one that only the last rank uses, and experts of a class that is not
+    symmoe's. heap: knows the replicas of the experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, heap: SymmetricHeap | None = None) -> None:
         super().__init__()
+        self.heap = heap
         self.dense = nn.Parameter(torch.zeros(5, 5))
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.unused = nn.Parameter(torch.ones(3))
@@ -50,41 +56,39 @@ def test_gradients_are_those_of_the_mean_loss(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
     """Reduced, and clipped by a norm that counts every parameter once; dense ones have the same bits on all ranks."""
-    groups, model = [dist.new_group([0, 2]), dist.new_group([1, 3])], Model()
-    left = model.left_by_backward()
-    for name, gradient in left.items():
-        if (
-            name != "unused" or rank == 3
-        ):  # ranks on which a dense parameter took no part count as zeros
-            model.get_parameter(name).grad = gradient[rank].clone()
-    left["unused"][:3] = 0
-    want = {name: gradient.sum(0) / WORLD for name, gradient in left.items()}
-    shares = [left["share.experts"][place::2].sum(0) / WORLD for place in (0, 1)]
-    want["share.experts"] = torch.cat(shares)
-    norm = torch.cat([each.double().flatten() for each in want.values()]).norm()
-    want["share.experts"] = shares[rank % 2]
-    findings.check(bool(norm > 10 * MAX_NORM), "clipping has nothing to do")
-    for stage, factor in (("reduced", 1.0), ("clipped", MAX_NORM / norm.item())):
-        findings.where = f"rank {rank}, {stage}"
-        if stage == "reduced":
-            reduce_gradients(model, group=dist.group.WORLD, expert_group=groups[rank % 2])
-        else:
-            found = clip_grad_norm(
-                model, MAX_NORM, group=dist.group.WORLD, expert_group=groups[rank % 2]
-            )
-            findings.close("norm", found, norm, rtol=1e-6, atol=0)
-        for name, gradient in want.items():
-            findings.close(
-                name, model.get_parameter(name).grad, gradient * factor, rtol=1e-5, atol=1e-7
-            )
-        findings.check(model.frozen.grad is None, "a frozen parameter has a gradient")
-    everywhere: list[object] = [None] * num_ranks
-    dense = [model.get_parameter(name).grad.tolist() for name in want if name != "share.experts"]
-    dist.all_gather_object(everywhere, (found.item(), dense))
-    findings.equal("norm and dense gradients on rank 0", everywhere[0], everywhere[rank])
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
+    with small.on_layout(2, 2) as (_, heap):
+        model = Model(heap)
+        left = model.left_by_backward()
+        for name, gradient in left.items():
+            if (
+                name != "unused" or rank == 3
+            ):  # ranks on which a dense parameter took no part count as zeros
+                model.get_parameter(name).grad = gradient[rank].clone()
+        left["unused"][:3] = 0
+        want = {name: gradient.sum(0) / WORLD for name, gradient in left.items()}
+        shares = [left["share.experts"][place::2].sum(0) / WORLD for place in (0, 1)]
+        want["share.experts"] = torch.cat(shares)
+        norm = torch.cat([each.double().flatten() for each in want.values()]).norm()
+        want["share.experts"] = shares[rank % 2]
+        findings.check(bool(norm > 10 * MAX_NORM), "clipping has nothing to do")
+        for stage, factor in (("reduced", 1.0), ("clipped", MAX_NORM / norm.item())):
+            findings.where = f"rank {rank}, {stage}"
+            if stage == "reduced":
+                reduce_gradients(model)
+            else:
+                found = clip_grad_norm(model, MAX_NORM)
+                findings.close("norm", found, norm, rtol=1e-6, atol=0)
+            for name, gradient in want.items():
+                findings.close(
+                    name, model.get_parameter(name).grad, gradient * factor, rtol=1e-5, atol=1e-7
+                )
+            findings.check(model.frozen.grad is None, "a frozen parameter has a gradient")
+        everywhere: list[object] = [None] * num_ranks
+        dense = [
+            model.get_parameter(name).grad.tolist() for name in want if name != "share.experts"
+        ]
+        dist.all_gather_object(everywhere, (found.item(), dense))
+        findings.equal("norm and dense gradients on rank 0", everywhere[0], everywhere[rank])
 
 
 @run_on(WORLD)
@@ -92,29 +96,45 @@ def test_gradients_of_a_part_are_reduced_once(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
     """By itself before the whole, or after it; clipped in between; and anew in the next step."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    options = {"group": dist.group.WORLD, "expert_group": groups[rank % 2]}
-    whole, parts = (nn.ModuleList([Model(), Model()]) for _ in range(2))
-    for model in (*whole, *parts):
-        for name, gradient in model.left_by_backward().items():
-            model.get_parameter(name).grad = gradient[rank].clone()
-    reduce_gradients(whole, **options)
-    reduce_gradients(parts[1], **options)
-    for step in range(2):
-        reduce_gradients(parts, **options)
-        for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
-            if one.requires_grad:
-                findings.close(f"{name}, step {step}", other.grad, one.grad, rtol=1e-6, atol=1e-7)
-        clip_grad_norm(parts, MAX_NORM, **options)
-        for model in (parts, parts[0], parts[0].share):
-            with pytest.raises(ArgumentError, match="called for these gradients already"):
-                reduce_gradients(model, **options)
-        for model in parts:  # the next step's, in the same memory
+    with small.on_layout(2, 2) as (_, heap):
+        whole, parts = (nn.ModuleList([Model(heap), Model(heap)]) for _ in range(2))
+        for model in (*whole, *parts):
             for name, gradient in model.left_by_backward().items():
-                model.get_parameter(name).grad.zero_().add_(gradient[rank])
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
+                model.get_parameter(name).grad = gradient[rank].clone()
+        reduce_gradients(whole)
+        reduce_gradients(parts[1])
+        for step in range(2):
+            reduce_gradients(parts)
+            for (name, one), other in zip(
+                whole.named_parameters(), parts.parameters(), strict=True
+            ):
+                if one.requires_grad:
+                    findings.close(
+                        f"{name}, step {step}", other.grad, one.grad, rtol=1e-6, atol=1e-7
+                    )
+            clip_grad_norm(parts, MAX_NORM)
+            for model in (parts, parts[0], parts[0].share):
+                with pytest.raises(ArgumentError, match="called for these gradients already"):
+                    reduce_gradients(model)
+            for model in parts:  # the next step's, in the same memory
+                for name, gradient in model.left_by_backward().items():
+                    model.get_parameter(name).grad.zero_().add_(gradient[rank])
+
+
+@run_on(WORLD)
+def test_layers_with_different_expert_groups_are_refused(rank: int, num_ranks: int) -> None:
+    """In one model: experts could be summed over the replicas of one heap only."""
+    with small.on_layout(2, 2) as (_, heap), small.open_heap(None) as single:
+        model = nn.ModuleList([Model(heap), Model(single)])
+        ranks = sorted([(rank,), (rank % 2, rank % 2 + 2)])
+        for call in (
+            reduce_gradients,
+            broadcast_parameters,
+            balance_step,
+            partial(clip_grad_norm, max_norm=1.0),
+        ):
+            with pytest.raises(ArgumentError, match=re.escape(f"of the ranks {ranks}")):
+                call(model)
 
 
 def test_one_process_changes_nothing_but_missing_gradients():

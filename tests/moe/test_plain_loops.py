@@ -278,22 +278,22 @@ def test_parameters_elsewhere(rank: int, num_ranks: int, device: str) -> None:
 def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
     """Two EP groups. Everything of rank 0 but its experts; with expert_group those of the first group, too."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    with open_heap("cpu", group=pairs[rank // 2]) as heap:
+    with (
+        open_heap("cpu", group=pairs[rank // 2]) as alone,
+        open_heap("cpu", group=pairs[rank // 2], expert_group=pairs[2 + rank % 2]) as heap,
+    ):
 
-        def model_of(number: int) -> Model:
+        def model_of(number: int, heap: symmoe.SymmetricHeap) -> Model:
             model = Model(heap, seed=number)
             model.transposed = nn.Parameter(torch.full((2, 3), number, dtype=torch.float64).t())
             model.flags = nn.Buffer(torch.tensor([number > 0]))
             model.scale.fill_(number)
             return model
 
-        model = model_of(rank)
-        for options in ({}, {"expert_group": pairs[2 + rank % 2]}):
-            symmoe.training.broadcast_parameters(model, **options)
-            first, own = (
-                model_of(0).state_dict(),
-                model_of(rank % 2 if options else rank).state_dict(),
-            )
+        for its_heap, source in ((alone, rank), (heap, rank % 2)):
+            model = model_of(rank, its_heap)
+            symmoe.training.broadcast_parameters(model)
+            first, own = model_of(0, alone).state_dict(), model_of(source, alone).state_dict()
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, (own if ".experts." in name else first)[name]), name
         model.meta = nn.Parameter(torch.empty(2, device="meta"))

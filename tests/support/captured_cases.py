@@ -227,7 +227,7 @@ def check_exact(
 class Chosen(nn.Module):
     """Experts behind a dense layer and a router, which is told what to choose."""
 
-    def __init__(self, heap: symmoe.SymmetricHeap, group: dist.ProcessGroup) -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
         config = symmoe.MoEConfig(
             hidden=H,
@@ -237,7 +237,7 @@ class Chosen(nn.Module):
             router=symmoe.RouterConfig(aux_loss="global", aux_loss_coef=0.1),
             order="slot",
         )
-        self.dense, self.moe = nn.Linear(H, H), symmoe.MoELayer(config, heap, expert_group=group)
+        self.dense, self.moe = nn.Linear(H, H), symmoe.MoELayer(config, heap)
         self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64))
         set_weights(self, heap)
         self.to(heap.device)
@@ -256,7 +256,7 @@ Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 def put_around(wrap: Wrap | None, heap: symmoe.SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
     """A model in FSDP2 or DDP, or as it is. torch before 2.13 captures no DDP that was built on the default stream."""
-    model = Chosen(heap, mesh.get_group("efsdp"))
+    model = Chosen(heap)
     with torch.cuda.stream(torch.cuda.Stream()) if heap.device.type == "cuda" else nullcontext():
         return model if wrap is None else wrap(model, mesh)
 
@@ -279,8 +279,9 @@ def check_wrapped(
             "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=num_ranks
         )
     mesh = init_device_mesh(device, (num_ranks // ep, ep), mesh_dim_names=("efsdp", "ep"))
-    options = {"group": mesh.get_group("ep"), "ranks_per_node": ranks_per_node}
-    with open_heap(device, num_bytes=64 << 20, **options) as heap:
+    groups = {"group": mesh.get_group("ep"), "expert_group": mesh.get_group("efsdp")}
+    options = {"num_bytes": 64 << 20, "ranks_per_node": ranks_per_node}
+    with open_heap(device, **groups, **options) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
         captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
@@ -324,7 +325,7 @@ def check_wrapped(
             findings.check(is_trained, f"step {number}: gradients are 0")
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 if wrap is None:
-                    symmoe.reduce_gradients(each, expert_group=mesh.get_group("efsdp"))
+                    symmoe.reduce_gradients(each)
                 optimizer.step()
         captured.close()
         counts = captured.num_replays, captured.num_repeated, captured.num_captures

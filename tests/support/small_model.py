@@ -187,10 +187,11 @@ def on_layout(
 
 
 def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> symmoe.SymmetricHeap:
-    """A heap over the EP group of a mesh, or of this process only."""
+    """A heap over the EP group of a mesh, with its replicas, or of this process only."""
     options = {"num_bytes": 4 << 20, "ranks_per_node": ranks_per_node}
     if mesh is not None:
-        return symmoe.SymmetricHeap.from_mesh(mesh["ep"], **options)
+        replicas = mesh[tuple(name for name in mesh.mesh_dim_names if name != "ep")]
+        return symmoe.SymmetricHeap.from_mesh(mesh["ep"], expert_mesh=replicas, **options)
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return symmoe.SymmetricHeap(group, **options)
 

@@ -299,14 +299,43 @@ def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: F
         dist.destroy_process_group(group)
         return
     for other, part in (
-        (group, "this rank is not in: it has no heap there"),
-        (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in: it has no heap there"),
+        (group, "this rank is not in"),
+        (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in"),
         (over, "group is not usable"),
         ("ep", "group ('ep') must be a torch.distributed.ProcessGroup, or None"),
     ):
         name, text = outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host")
         findings.check(name == "ArgumentError" and part in text, f"{name}: {text}")
     findings.check(time.monotonic() - start < PROMPT_S, "it has waited")
+
+
+@run_on(4)
+def test_expert_groups_that_do_not_fit(rank: int, num_ranks: int, findings: Findings) -> None:
+    """Two EP groups. Both ranks of a group get the error of the second one's expert_group, and the next heap works."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    group, replicas = pairs[rank // 2], pairs[2 + rank % 2]
+    ranks = dist.get_process_group_ranks(group)
+    make = partial(SymmetricHeap, group, num_bytes=NUM_BYTES, backend="host")
+    for other, kind, part in (
+        (
+            group,
+            "ArgumentError",
+            f"expert_group has the ranks {ranks}, group has {ranks}: this rank ({ranks[1]}), and no other",
+        ),
+        (
+            dist.GroupMember.NON_GROUP_MEMBER,
+            "ArgumentError",
+            "expert_group (GroupMember.NON_GROUP_MEMBER) is one that this rank is not in",
+        ),
+        ("edp", "ArgumentError", "expert_group ('edp') must be a torch.distributed.ProcessGroup"),
+        (None, "ConfigMismatch", "size of expert_group differs between ranks: [2, 1]"),
+    ):
+        name, text = outcome(make, expert_group=replicas if rank == ranks[0] else other)
+        findings.check(name == kind and part in text, f"{name}: {text}")
+    with make(expert_group=replicas) as heap, make() as without:
+        findings.check(heap.expert_group is replicas, "another group")
+        findings.equal("ranks", heap.expert_ranks, [rank % 2, rank % 2 + 2])
+        findings.equal("without", (without.expert_group, without.expert_ranks), (None, [rank]))
 
 
 def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:

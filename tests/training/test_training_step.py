@@ -1,5 +1,7 @@
 """Whole optimizer steps on EP x EDP processes against one process, and fp32 masters under half-precision compute."""
 
+from unittest.mock import patch
+
 import pytest
 import small_model as small
 import torch
@@ -18,9 +20,7 @@ STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
 
 
 class Model(nn.Module):
-    def __init__(
-        self, heap: SymmetricHeap, expert_group: dist.ProcessGroup | None, weights: str
-    ) -> None:
+    def __init__(self, heap: SymmetricHeap, weights: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(H, H)
@@ -33,9 +33,7 @@ class Model(nn.Module):
         config = layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
-        self.moe = MoELayer(
-            config, heap, experts=experts, shared_expert=shared, expert_group=expert_group
-        )
+        self.moe = MoELayer(config, heap, experts=experts, shared_expert=shared)
         generator = torch.Generator().manual_seed(1)
         mine = slice(
             heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks
@@ -80,13 +78,14 @@ def check_steps(
     wrong: str = "",
     kind: str = "AdamW",
 ) -> None:
-    """Trains both ways; `wrong` leaves something out, and must be found. Of Muon every expert has its own matrices."""
+    """Trains both ways; `wrong` leaves out the heap's replicas, and must be found. Of Muon every expert has its own
+    matrices."""
     weights, for_experts = "discrete" if kind == "Muon" else "packed", getattr(torch.optim, kind)
     alone = dist.new_group([rank], use_local_synchronization=True)
     layout = num_ranks // ep_size, ep_size
-    with small.on_layout(*layout) as (mesh, heap), small.open_heap(None) as single:
-        replicas = mesh["efsdp"].get_group()
-        whole, model = Model(single, None, weights), Model(heap, replicas, weights)
+    with small.on_layout(*layout) as (_, heap), small.open_heap(None) as single:
+        replicas = heap.expert_group
+        whole, model = Model(single, weights), Model(heap, weights)
         optimizers = optimizers_of(whole, for_experts) + optimizers_of(model, for_experts)
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):
@@ -94,7 +93,8 @@ def check_steps(
                 (whole.loss(everybody) / MICRO_BATCHES).backward()
                 (model.loss(batch(rank, step, number)) / MICRO_BATCHES).backward()
             want_norm = clip_grad_norm(whole, MAX_NORM, group=alone)
-            reduce_gradients(model, expert_group=None if wrong == "reduce" else replicas)
+            with patch.object(heap, "expert_group", None if wrong == "reduce" else replicas):
+                reduce_gradients(model)
             norm = clip_grad_norm(model, MAX_NORM)
             findings.close(f"norm of step {step}", norm, want_norm, rtol=1e-5, atol=0)
             findings.check(float(want_norm) > 2 * MAX_NORM, f"nothing to clip: {float(want_norm)}")
@@ -102,7 +102,8 @@ def check_steps(
                 optimizer.step()
                 optimizer.zero_grad()
             balance_step(whole)
-            balance_step(model, expert_group=None if wrong == "balance" else replicas)
+            with patch.object(heap, "expert_group", None if wrong == "balance" else replicas):
+                balance_step(model)
         mine = slice(heap.rank * EXPERTS // ep_size, (heap.rank + 1) * EXPERTS // ep_size)
         found, wanted = (
             {k: v for k, v in m.state_dict().items() if ".experts." not in k}

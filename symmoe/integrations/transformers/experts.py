@@ -27,7 +27,7 @@ from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ExpertDataParallel, ExpertParallelModule
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -72,7 +72,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig, form: ExpertsForm
     ) -> None:
         super().__init__()
-        self.heap, self.expert_data_parallel, self.form = heap, ExpertDataParallel(None), form
+        self.heap, self.form = heap, form
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
         # Every call has its own K, and no user of this configuration reads its K.
         self.config = MoEConfig(
