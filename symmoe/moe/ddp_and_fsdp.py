@@ -106,9 +106,9 @@ class ExpertParallelModule(nn.Module):
         )
 
 
-def heaps_of(model: nn.Module) -> list[SymmetricHeap]:
-    """The heaps of a model's layers: of all modules, of the user's classes, too, with an attribute `heap`.
-    ArgumentError: the heaps have different expert groups."""
+def experts_heap(model: nn.Module) -> SymmetricHeap | None:
+    """The heap of a model's layers: of all modules, of the user's classes, too, with an attribute `heap`; None without
+    one. ArgumentError: the model has heaps with different expert groups."""
     heaps = [
         heap
         for module in modules_of(model, nn.Module)
@@ -119,12 +119,13 @@ def heaps_of(model: nn.Module) -> list[SymmetricHeap]:
         raise ArgumentError(
             f"model has heaps with expert_group of the ranks {sorted(expert_ranks)}; all heaps must have the same ranks"
         )
-    return heaps
+    return next(iter(heaps), None)
 
 
 def expert_group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The `expert_group` of the heap of a model's layers; None without one. Errors: as in heaps_of."""
-    return next((heap.expert_group for heap in heaps_of(model)), None)
+    """The `expert_group` of :func:`experts_heap`; None without a heap, or without a group."""
+    heap = experts_heap(model)
+    return None if heap is None else heap.expert_group
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -28,8 +28,8 @@ from symmoe.moe.ddp_and_fsdp import (
     ExpertParallelModule,
     all_reduce_together,
     expert_group_of,
+    experts_heap,
     group_size,
-    heaps_of,
 )
 from symmoe.torch_internals import version_of
 
@@ -57,7 +57,8 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
 
     Raises:
         ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, layers have different
-            expert groups, or the gradients were reduced before.
+            expert groups, the gradients were reduced before, or W is not the number of ranks of the heap times that of
+            its `expert_group`.
     """
     group = group or dist.group.WORLD
     layers = modules_of(model, ExpertParallelModule)
@@ -69,6 +70,12 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     dense, experts = trainable(model)
     parameters = dense + experts
     num_ranks = group_size(group)
+    heap = experts_heap(model)
+    if heap is not None and heap.num_ranks * len(heap.expert_ranks) != num_ranks:
+        raise ArgumentError(
+            f"group has {num_ranks} ranks; the heap has {heap.num_ranks}, and its expert_group "
+            f"{len(heap.expert_ranks)}: group must have as many as both, multiplied"
+        )
     # Their versions are unchanged. (Replays of a graph do not change versions.)
     shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
     # All ranks must agree, even if an expert of one rank has no gradient.
@@ -87,7 +94,7 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
     reduced = [p.grad for p in experts if shows and p.grad is not None and _is_reduced(p.grad)]
     kept = [gradient.clone() for gradient in reduced]
-    _sum_gradients(experts, group=expert_group_of(model))  # first: it may raise
+    _sum_gradients(experts, group=None if heap is None else heap.expert_group)
     _sum_gradients(dense, group=group)
     if num_ranks > 1:
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -124,8 +131,8 @@ def clip_grad_norm(
     check_kind("max_norm", max_norm, (int, float, torch.Tensor), "a number")
     group = group or dist.group.WORLD
     num_ranks = group_size(group)
-    ep_size = next((heap.num_ranks for heap in heaps_of(model)), num_ranks)
-    num_replicas = max(1, num_ranks // ep_size)
+    heap = experts_heap(model)
+    num_replicas = 1 if heap is None else max(1, num_ranks // heap.num_ranks)
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(
         model.parameters()

@@ -137,6 +137,15 @@ def test_layers_with_different_expert_groups_are_refused(rank: int, num_ranks: i
                 call(model)
 
 
+@run_on(2)
+def test_a_forgotten_expert_group_is_named(rank: int, num_ranks: int) -> None:
+    """The experts of two EP groups of one rank would train apart."""
+    with small.open_heap(None) as heap:
+        message = r"group has 2 ranks; the heap has 1, and its expert_group 1: group must have"
+        with pytest.raises(ArgumentError, match=message):
+            reduce_gradients(Model(heap))
+
+
 def test_one_process_changes_nothing_but_missing_gradients():
     model = Model()
     left = {name: each[0] for name, each in model.left_by_backward().items()}
