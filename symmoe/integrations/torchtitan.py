@@ -12,14 +12,12 @@ torch.compile does not trace the two trips: it does not support plans, leases an
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
@@ -27,7 +25,7 @@ from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
 from symmoe.integrations.given_topk import give_topk
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, shared_heap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
 _ROW_ITEM_BYTES = 4  # fp32, the widest dtype of rows
@@ -75,10 +73,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             raise ArgumentError(
                 f"num_experts ({self.num_experts}) must be divisible by the {num_ranks} ranks of 'ep'"
             )
-        group, num_bytes = self.ep_mesh.get_group(), self.heap_bytes(num_ranks)
-        self.heap = _HEAPS.get((group, num_bytes))
-        if self.heap is None:
-            self.heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
+        # Layers share a heap: with NVSHMEM a process can have only one.
+        self.heap = shared_heap(self.ep_mesh.get_group(), num_bytes=self.heap_bytes(num_ranks))
         give = partial(give_topk, router="router", position=2)
         self.listeners = Listeners(
             self.heap, num_experts=self.num_experts, order=self.config.order, give=give
@@ -154,14 +150,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
     def close(self) -> None:
         """Closes the heap, for every layer that shares it. Collective."""
         if self.heap is not None:
-            _HEAPS.pop((self.ep_mesh.get_group(), self.heap.num_bytes), None)
             self.heap.close()
-
-
-# Open heaps of dispatchers, by group and size: with NVSHMEM a process can have only one.
-_HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = (
-    weakref.WeakValueDictionary()
-)
 
 
 @override(

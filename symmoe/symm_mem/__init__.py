@@ -4,6 +4,7 @@ May use the kernels. Begin with `heap`: `memory` has its leases, `waits` its bar
 `bootstrap`, `host_backend` and `nvshmem_backend` make the memory.
 """
 
+from symmoe.symm_mem.heap import shared_heap
 from symmoe.symm_mem.memory import Lease
 
-__all__ = ["Lease"]
+__all__ = ["Lease", "shared_heap"]

@@ -539,6 +539,22 @@ class SymmetricHeap(HeapParts):
         )
 
 
+# By group and number of bytes. Not weak: ranks could collect garbage at different times.
+_SHARED: dict[tuple[dist.ProcessGroup | None, int], SymmetricHeap] = {}
+
+
+def shared_heap(
+    group: dist.ProcessGroup | None = None, *, num_bytes: int, **options: Any
+) -> SymmetricHeap:
+    """The open heap that an earlier such call made for the group and `num_bytes`, or a new one: so modules that are
+    built apart share a heap. options: other arguments of SymmetricHeap, used for a new heap. Collective over the group
+    if the heap is new. Errors: as of SymmetricHeap."""
+    heap = _SHARED.get((group, num_bytes))
+    if heap is None or heap._closed:
+        heap = _SHARED[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes, **options)
+    return heap
+
+
 class FailPeersOnError:
     """A context around the part of a collective call after which the peers wait for this rank again: in `phase`, or in
     `later_phase`, if given, once the context has launched a barrier.

@@ -25,7 +25,7 @@ from worker import Findings
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import HeapClosed
 from symmoe.kernels import control
-from symmoe.symm_mem import faults, host_backend
+from symmoe.symm_mem import faults, host_backend, shared_heap
 
 NUM_BYTES = 1 << 20
 
@@ -360,3 +360,16 @@ def test_arenas_are_private_and_have_no_name(cluster, shared_memory_before, num_
         assert len(facts) == num_ranks
         assert all(fact == (0o600, 0, 1) for fact in facts)
     assert not left_in_shared_memory(shared_memory_before)
+
+
+@run_on(2)
+def test_modules_built_apart_share_a_heap(rank: int, num_ranks: int) -> None:
+    """Of one group and size, as long as it is open."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    first, second = (shared_heap(num_bytes=NUM_BYTES, backend="host") for _ in range(2))
+    with shared_heap(alone, num_bytes=NUM_BYTES, backend="host") as mine:
+        assert (first is second, first.num_ranks, mine.num_ranks) == (True, 2, 1)
+    with first:
+        assert shared_heap(num_bytes=2 * NUM_BYTES, backend="host").close() is None
+    with shared_heap(num_bytes=NUM_BYTES, backend="host") as third:
+        assert third is not first
