@@ -9,7 +9,7 @@ A rank's own slots and rows play no part: no other rank is needed to get them ri
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -46,8 +46,8 @@ RULES = {
 class Protocol:
     """All rules but those that a mutant breaks. Each is an attribute."""
 
-    def __init__(self, *broken: str, rules: Iterable[str] = RULES) -> None:
-        self.__dict__ |= {rule: rule not in broken for rule in rules}
+    def __init__(self, *broken: str) -> None:
+        self.__dict__ |= {rule: rule not in broken for rule in RULES}
 
 
 @dataclass(frozen=True)
@@ -75,29 +75,6 @@ class Verdict:
     violation: str | None  # the first thing that is wrong
 
 
-class Searchable:
-    """A model with a `_scenario`, `_start()`, `_followers(state)` and `_wrong_end(state)`."""
-
-    def search(self, most_states: int = 3_000_000) -> Verdict:
-        """Breadth first through all states. Followers that are text, and wrong ends, are problems."""
-        start = self._start()
-        seen, queue = {start}, deque([start])
-        while queue:
-            state = queue.popleft()
-            followers = list(self._followers(state))
-            for follower in followers:
-                if isinstance(follower, str):
-                    return Verdict(len(seen), follower)
-                if follower not in seen:
-                    seen.add(follower)
-                    queue.append(follower)
-            if not followers and (problem := self._wrong_end(state)):
-                return Verdict(len(seen), problem)
-            if len(seen) > most_states:
-                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
-        return Verdict(len(seen), None)
-
-
 # A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
 _RUNS, _FINISHED, _GAVE_UP, _DEAD = range(4)
 _TELLS = 4  # and how many ranks know already
@@ -108,7 +85,7 @@ _ABORT = 1 << 20  # times (who gives up + 1), added to what is kept of a flag or
 _FLAG, _WORDS, _TABLE, _SIGNAL, _PAYLOAD = 0, 2, 4, 6, 7
 
 
-class Model(Searchable):
+class Model:
     """One scenario under one protocol."""
 
     def __init__(self, scenario: Scenario, protocol: Protocol) -> None:
@@ -135,6 +112,25 @@ class Model(Searchable):
             }
             for places, starts in zip(flags, self._call_starts, strict=True)
         ]
+
+    def search(self, most_states: int = 3_000_000) -> Verdict:
+        """Breadth first through all states. Followers that are text, and wrong ends, are problems."""
+        start = self._start()
+        seen, queue = {start}, deque([start])
+        while queue:
+            state = queue.popleft()
+            followers = list(self._followers(state))
+            for follower in followers:
+                if isinstance(follower, str):
+                    return Verdict(len(seen), follower)
+                if follower not in seen:
+                    seen.add(follower)
+                    queue.append(follower)
+            if not followers and (problem := self._wrong_end(state)):
+                return Verdict(len(seen), problem)
+            if len(seen) > most_states:
+                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
+        return Verdict(len(seen), None)
 
     # -- programs -----------------------------------------------------------------------------------------------------
 
