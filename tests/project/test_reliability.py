@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from bad_calls import MISTAKES
 from limits import HANG_S
-from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
-from reliability import command, faults, fuzz, lifecycle, mutations, soak
+from rank_jobs import raise_on_the_last_rank, save_after_deleting, sleep_on_the_last_rank, yield_pid
+from reliability import checkpoint_kills, command, faults, fuzz, lifecycle, mutations, soak
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Run, execute
@@ -21,9 +21,18 @@ SLICES = {
     "soak": (range(151), 2),
     "lifecycle": ((0, 1, 2, 50), 2),
     "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
+    "checkpoint_kills": (range(5), 2),
     "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
 }
-LONG = ("lifecycle", "soak", "determinism", "gradients", "fuzz", "routings")
+LONG = (
+    "lifecycle",
+    "soak",
+    "determinism",
+    "gradients",
+    "fuzz",
+    "routings",
+    "checkpoint_kills",
+)
 ON_EIGHT = {
     "routings": range(14),
     "gradients": range(2),
@@ -166,6 +175,13 @@ def test_growth_is_told_from_what_comes_and_goes():
     ]  # others' jobs come and go
     kept = [each - lifecycle.ARENA_BYTES["cuda"] * number for number, each in enumerate(free)]
     assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
+
+
+@pytest.mark.slow
+def test_an_old_checkpoint_that_is_deleted_too_early_is_noticed(launcher: Launcher):
+    pytest.importorskip("safetensors")
+    found = checkpoint_kills.run_cases(Run(tuple(range(12))), launcher, save_after_deleting)
+    assert any("no complete checkpoint" in text for each in found for text in each.problems)
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------

@@ -39,6 +39,10 @@ SUITES = {
         "model",
         "every interleaving of the protocol's model, as written and with faults and deaths",
     ),
+    "checkpoint_kills": (
+        "checkpoint_kills",
+        "ranks that are killed while they save: the old state or the new one is loaded",
+    ),
     "mutations": (
         "mutations",
         "a step of the protocol removed, in the model and in the twins: something fails",
@@ -68,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     shown = "\n".join(f"  {name:16} {what}" for name, (_, what) in SUITES.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.reliability",
-        description=f"suites, and tests.reliability.checkpoint_kills by itself:\n{shown}",
+        description=f"suites:\n{shown}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suite", choices=SUITES, metavar="SUITE")
