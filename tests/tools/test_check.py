@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("transformers", minversion="5.17")
@@ -24,7 +23,6 @@ import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.cli import main
 from symmoe.errors import CheckpointError, HeapExhausted
-from symmoe.grouped.parameters import trainable
 from symmoe.integrations.transformers import swap_moe
 from symmoe.moe.router import RouterOutput
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -50,9 +48,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join(
     str(ROOT / folder) for folder in ("tests/tools", "tests/support", "benchmarks", "")
 )
-EXPERTS = (
-    "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more
-)
 FIRST_EXPERTS = "model.layers.1.mlp.experts.mlp.fc1.weight"
 
 
@@ -65,26 +60,6 @@ if (
 def right(context: Context) -> Trained:
     model = random_model("qwen3_moe", dtype=context.dtype, output_router_logits=False)
     return Trained(model=swap_moe(model, context.heap))
-
-
-def spoilt(change, context: Context) -> Trained:
-    """With something done to the gradients of experts."""
-    trained = right(context)
-
-    def backward(tokens: torch.Tensor) -> None:
-        trained.model(input_ids=tokens, labels=tokens).loss.backward()
-        symmoe.reduce_gradients(trained.model)
-        for parameter in trainable(trained.model)[1]:
-            change(parameter.grad, context.num_ranks)
-
-    return dataclasses.replace(trained, backward=backward)
-
-
-averaged = partial(
-    spoilt, lambda grad, num_ranks: dist.all_reduce(grad.div_(num_ranks))
-)  # as copies of one
-not_divided = partial(spoilt, torch.Tensor.mul_)
-divided_twice = partial(spoilt, torch.Tensor.div_)
 
 
 def clipped_alone(context: Context) -> Trained:
@@ -110,35 +85,6 @@ def saved_alone(context: Context) -> Trained:
     return dataclasses.replace(trained, save=save, load=load)
 
 
-class Adapter(torch.nn.Module):
-    """Of all experts, on their side of dispatch, and so taken for an expert's."""
-
-    holds_experts = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (
-            torch.nn.Parameter(torch.randn(*shape) / 4) for shape in ((16, 4), (4, 16))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x @ self.a @ self.b
-
-
-def trained_by_squares(model: torch.nn.Module) -> Trained:
-    def backward(tokens: torch.Tensor) -> None:
-        y = model(tokens)
-        (y[0] if isinstance(y, tuple) else y).square().mean().backward()
-        symmoe.reduce_gradients(model)
-
-    return Trained(model=model, backward=backward)
-
-
-def shared_adapter(context: Context) -> Trained:
-    """Each rank's copy of the adapter has the gradient of its own rows."""
-    return trained_by_squares(torch.nn.Sequential(torch.nn.Embedding(128, 16), Adapter()))
-
-
 def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
     """A layer whose experts are drawn rank by rank; right if ranks load what one rank has saved."""
     config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2)
@@ -149,7 +95,11 @@ def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
     elif loads:
         load_checkpoint(context.folder, model=model)
 
-    return trained_by_squares(model)
+    def backward(tokens: torch.Tensor) -> None:
+        model(tokens)[0].square().mean().backward()
+        symmoe.reduce_gradients(model)
+
+    return Trained(model=model, backward=backward)
 
 
 drawn_and_loaded = partial(drawn_by_rank, loads=True)
@@ -202,20 +152,6 @@ def checked(
 
 
 DEFECTS = [
-    ("averaged", GRADIENT, EXPERTS, "the mean over ranks, of different experts"),
-    (
-        "not_divided",
-        GRADIENT,
-        EXPERTS,
-        "2 times the one-rank value on all ranks: a factor of 1/num_ranks is missing",
-    ),
-    (
-        "divided_twice",
-        GRADIENT,
-        EXPERTS,
-        "0.5 times the one-rank value on all ranks: a factor of num_ranks",
-    ),
-    ("shared_adapter", GRADIENT, "1.b", "the sum is 1 times the one-rank value: nothing adds them"),
     ("clipped_alone", CLIPPED, "lm_head.weight", "ranks have factors of their own"),
     (
         "saved_alone",
