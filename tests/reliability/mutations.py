@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from worker import open_heap
 
-from reliability import faults, fuzz, giving_up, gradients, random_routings
+from reliability import faults, fuzz, gradients, random_routings
 from reliability.delays import dawdling
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.suite import Numbers, Outcome, Results, Run, Suite
@@ -20,25 +20,13 @@ from reliability.twin_mutants import MUTANTS, DoesNotApply, mutated, slow_waits
 from symmoe import make_plan
 
 # Which part of which suite has to find a mutant.
-_IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = (
-    "routings",
-    "gradients",
-    "fuzz",
-    "plans",
-    "faults",
-)
-_IN_GIVING_UP = "giving up"
-FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
-    "no wait for signals": _IN_GRADIENTS,
-    "payload after the signal": _IN_GRADIENTS,
-    "one half of the count table": _IN_PLANS,
-    "fault not told": _IN_FUZZ,
-    "wait without end": _IN_FAULTS,
-    "timeout not reported": _IN_FAULTS,
-    "rows of a failed call kept": _IN_GIVING_UP,
-    "rows of a failed call zeroed": _IN_GIVING_UP,
-    "what came counts after a timeout": _IN_GIVING_UP,
-    "nothing counts after an abort": _IN_GIVING_UP,
+FOUND_BY = dict.fromkeys(MUTANTS, "routings") | {
+    "no wait for signals": "gradients",
+    "payload after the signal": "gradients",
+    "one half of the count table": "plans",
+    "fault not told": "fuzz",
+    "wait without end": "faults",
+    "timeout not reported": "faults",
 }
 # The last line of a traceback, and what gloo and the bootstrap over it raise on a rank whose peer has gone.
 _RAISED = re.compile(r"(symmoe\.errors\.\w+|[\w.]*Error)(:|$)")
@@ -71,11 +59,10 @@ def check_plans(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: 
 
 
 CHECKS = {
-    _IN_ROUTINGS: (random_routings.check, tuple(range(28))),
-    _IN_GRADIENTS: (gradients.check, (1, 3, 5, 7)),
-    _IN_FUZZ: (fuzz.check, tuple(range(6))),
-    _IN_PLANS: (check_plans, tuple(range(10))),
-    _IN_GIVING_UP: (giving_up.check, tuple(range(len(giving_up.CASES)))),
+    "routings": (random_routings.check, tuple(range(28))),
+    "gradients": (gradients.check, (1, 3, 5, 7)),
+    "fuzz": (fuzz.check, tuple(range(6))),
+    "plans": (check_plans, tuple(range(10))),
 }
 
 
@@ -106,7 +93,7 @@ def found_in_twins(run: Run, launcher: Launcher, mutant: str | None, part: str) 
         DoesNotApply: on the ranks the mutant could not be put in place.
     """
     with launcher.start(run.num_ranks, run.device) as job:
-        if part == _IN_FAULTS:
+        if part == "faults":
             job_run = replace(run, numbers=())
             problems, _ = faults.watch(
                 job, _FAULT, job_run, take_part, (mutant,), wait_s=_FAULT_WAIT_S
