@@ -293,10 +293,12 @@ class Doubled(torch.autograd.Function):
 
 
 def gradients_of(model: Model, forward: str, order: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of micro-batches that are in flight, whose backward comes in this order."""
+    """Of micro-batches, two of which are in flight at a time, whose backward comes in this order."""
     model.zero_grad()
-    flying = [model(batch(0, number), FORWARDS[forward]) for number in range(len(order))]
-    for number in order:
+    flying: list[torch.Tensor] = []
+    for turn, number in enumerate(order):
+        for begun in range(len(flying), min(turn + 2, len(order))):
+            flying.append(model(batch(0, begun), FORWARDS[forward]))
         flying[number].sum().backward()
     return [parameter.grad for parameter in model.parameters()]
 
