@@ -403,7 +403,6 @@ SUITES = (
     "fuzz",
     "soak",
     "lifecycle",
-    "model",
     "mutations",
     "litmus",
 )
@@ -418,8 +417,6 @@ def found_of(one: Record) -> str:
         controls = stale.pop("flag first"), stale.pop("relaxed", None)
         shown = ", ".join(f"{count:,}" for count in controls if count is not None)
         return f"{one['observations'] / 1e6:,.1f} million words, {sum(stale.values())} stale; controls {shown}"
-    if "scenarios" in one:
-        return f"{sum(each['states'] for each in one['scenarios']):,} states"
     if one["suite"] == "faults":
         kinds = (
             f"{kind} {x['cases']}: {x['detect_ms']['p50']:.0f}, {x['detect_ms']['max']:.0f} ms"

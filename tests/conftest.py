@@ -27,7 +27,7 @@ test_rows_compile test_compile test_programs test_bench test_captured_step test_
 test_room test_wrappers test_oracle test_transformers_checkpoint test_balance_by_replicas test_quantized_gemm_compile
 test_nodes_faults test_nodes test_train_lm test_release test_grouped_layers test_checkpoint_faults test_nodes_devices
 test_bounds test_quantize_compile test_gemm_twin test_low_precision_edges test_loops test_peft
-test_transformers_example test_fsdp2_example test_checkpoint_kills test_timeline test_ownership test_types test_close
+test_transformers_example test_fsdp2_example test_timeline test_ownership test_types test_close
 """.split()
 
 

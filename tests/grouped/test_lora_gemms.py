@@ -2,14 +2,98 @@
 
 import itertools
 
-import lora_cases as cases
+import oracle
 import pytest
+import reference
 import torch
 from worker import Watching
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
-from symmoe.lora import merge_lora
+from symmoe.lora import add_lora, merge_lora
 from symmoe.moe.ep_step import expert_parallel_mlp
+
+FFN = 24
+ALPHA = 6.0
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of a tensor
+NAMES = ("x", "probs", "fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
+Tensors = dict[str, torch.Tensor]
+
+
+def random_parameters(
+    num_experts: int, hidden: int, ffn: int, rank: int, dtype: torch.dtype, bias: bool
+) -> Tensors:
+    """Of all experts; the same on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(num_experts, *shape, generator=generator) * scale).to(dtype)
+
+    parameters = {}
+    for name, out_features, in_features in (("fc1", 2 * ffn, hidden), ("fc2", hidden, ffn)):
+        parameters[f"{name}.weight"] = normal(out_features, in_features, scale=in_features**-0.5)
+        parameters[f"{name}.lora_a"] = normal(rank, in_features, scale=in_features**-0.5)
+        parameters[f"{name}.lora_b"] = normal(out_features, rank, scale=0.5)
+        if bias:
+            parameters[f"{name}.bias"] = normal(out_features, scale=0.5)
+    return parameters
+
+
+def make_experts(parameters: Tensors, mine: slice, **options) -> GroupedMLP:
+    """A GroupedMLP with adapters that has the parameters of these experts."""
+    num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
+    dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
+    mlp = GroupedMLP(
+        num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options
+    )
+    add_lora(mlp, rank=rank, alpha=ALPHA)
+    mlp.load_state_dict({name: parameter[mine] for name, parameter in parameters.items()})
+    return mlp
+
+
+def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((got.double().cpu() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
+
+
+SPLITS, TAIL = (4, 0, 9, 1), 3
+ROWS = sum(SPLITS)
+
+
+def rows_of_experts(
+    dtype: torch.dtype, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, probs and the gradient of the output; NaN past the last row."""
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, ROWS + TAIL, hidden, generator=generator).to(dtype)
+    probs = torch.rand(ROWS + TAIL, generator=generator) + 0.5
+    for tensor in (x, dy, probs):
+        tensor[ROWS:] = torch.nan
+    return x, probs, dy
+
+
+def oracle_of_rows(
+    parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, Tensors, Tensors]:
+    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, in float64, of rows that go to one
+    expert each."""
+    expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
+    leaves = {
+        name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()
+    }
+    x, probs = (each[:ROWS].detach().double().requires_grad_() for each in (x, probs[:, None]))
+    scaling = ALPHA / parameters["fc1.lora_a"].shape[1]
+    dense, biases = zip(
+        *(reference.weights_of([leaves], name, scaling) for name in ("fc1", "fc2")), strict=True
+    )
+    for weight in dense:
+        weight.retain_grad()
+    y = oracle.experts(x, expert, probs, *dense, biases)
+    y.backward(dy[:ROWS].double())
+    gradients = {"x": x.grad, "probs": probs.grad} | {name: leaves[name].grad for name in NAMES[2:]}
+    return (
+        y.detach(),
+        gradients,
+        {f"fc{n}.weight": weight.grad for n, weight in enumerate(dense, 1)},
+    )
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -24,79 +108,75 @@ def test_experts_in_buffers_of_the_caller(
     hidden = (
         40 if device == "cpu" else 520
     )  # wide enough for Hopper's own kernels, and no multiple of a tile
-    parameters = cases.random_parameters(
-        len(cases.SPLITS), hidden, cases.FFN, lora_rank, dtype, bias=bias
-    )
-    mlp = cases.make_experts(parameters, slice(None), weights=weights).to(device)
-    x, probs, dy = cases.rows_of_experts(dtype, hidden)
-    want_y, want, _ = cases.oracle_of_rows(parameters, x, probs, dy)
+    parameters = random_parameters(len(SPLITS), hidden, FFN, lora_rank, dtype, bias=bias)
+    mlp = make_experts(parameters, slice(None), weights=weights).to(device)
+    x, probs, dy = rows_of_experts(dtype, hidden)
+    want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
     x, probs, dy = x.to(device), probs.to(device), dy.to(device)
     out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
     leaf, row_probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
     rows = leaf * 1  # autograd hands the buffer to a producer
     seen = []
     rows.register_hook(seen.append)
-    y = mlp(rows, list(cases.SPLITS), row_probs, out=out, grad_input_out=grad_input_out)
+    y = mlp(rows, list(SPLITS), row_probs, out=out, grad_input_out=grad_input_out)
     y.backward(dy)
     assert y.data_ptr() == out.data_ptr()
     assert seen[0].data_ptr() == grad_input_out.data_ptr()
     got = {
-        "x": grad_input_out[: cases.ROWS],
-        "probs": row_probs.grad[: cases.ROWS, None],
-        **{name: mlp.get_parameter(name).grad for name in cases.NAMES[2:]},
+        "x": grad_input_out[:ROWS],
+        "probs": row_probs.grad[:ROWS, None],
+        **{name: mlp.get_parameter(name).grad for name in NAMES[2:]},
     }
-    assert cases.is_near(y.detach()[: cases.ROWS], want_y, dtype)
+    assert is_near(y.detach()[:ROWS], want_y, dtype)
     for name, gradient in got.items():
-        assert cases.is_near(gradient, want[name], dtype), name
+        assert is_near(gradient, want[name], dtype), name
     for buffer in (out, grad_input_out):
-        assert (buffer[cases.ROWS :] == -77).all()
-    assert not row_probs.grad[cases.ROWS :].any()
+        assert (buffer[ROWS:] == -77).all()
+    assert not row_probs.grad[ROWS:].any()
     assert all(
         parameter.grad is None for parameter in mlp.parameters() if not parameter.requires_grad
     )
     merge_lora(mlp)
-    assert cases.is_near(mlp(x, list(cases.SPLITS), probs).detach()[: cases.ROWS], want_y, dtype)
+    assert is_near(mlp(x, list(SPLITS), probs).detach()[:ROWS], want_y, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_single_layer_with_adapters(dtype: torch.dtype):
-    parameters = cases.random_parameters(len(cases.SPLITS), 40, cases.FFN, 4, dtype, bias=True)
-    linear = cases.make_experts(parameters, slice(None)).fc1
-    x, _, _ = cases.rows_of_experts(dtype, 40)
+    parameters = random_parameters(len(SPLITS), 40, FFN, 4, dtype, bias=True)
+    linear = make_experts(parameters, slice(None)).fc1
+    x, _, _ = rows_of_experts(dtype, 40)
     leaves = {
         n: parameters[f"fc1.{n}"].double().requires_grad_()
         for n in ("weight", "bias", "lora_a", "lora_b")
     }
-    rows64 = x[: cases.ROWS].double().requires_grad_()
-    dense = leaves["weight"] + cases.ALPHA / 4 * leaves["lora_b"] @ leaves["lora_a"]
-    groups = zip(rows64.split(cases.SPLITS), dense, leaves["bias"], strict=True)
+    rows64 = x[:ROWS].double().requires_grad_()
+    dense = leaves["weight"] + ALPHA / 4 * leaves["lora_b"] @ leaves["lora_a"]
+    groups = zip(rows64.split(SPLITS), dense, leaves["bias"], strict=True)
     want = torch.cat([rows @ weight.T + bias for rows, weight, bias in groups])
     d_y = torch.randn(x.shape[0], want.shape[1]).to(dtype)
-    want.backward(d_y[: cases.ROWS].double())
+    want.backward(d_y[:ROWS].double())
     rows = x.clone().requires_grad_()
-    y = linear(rows, list(cases.SPLITS))
+    y = linear(rows, list(SPLITS))
     y.backward(d_y)
-    assert cases.is_near(y.detach()[: cases.ROWS], want.detach(), dtype)
-    assert not y[cases.ROWS :].any()
-    assert cases.is_near(rows.grad[: cases.ROWS], rows64.grad, dtype)
+    assert is_near(y.detach()[:ROWS], want.detach(), dtype)
+    assert not y[ROWS:].any()
+    assert is_near(rows.grad[:ROWS], rows64.grad, dtype)
     for name in ("lora_a", "lora_b"):
-        assert cases.is_near(linear.get_parameter(name).grad, leaves[name].grad, dtype), name
+        assert is_near(linear.get_parameter(name).grad, leaves[name].grad, dtype), name
     assert linear.weight.grad is None
 
 
 def step(mlp: GroupedMLP, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    x, probs, dy = cases.rows_of_experts(dtype, 40)
-    y = mlp(x, list(cases.SPLITS), probs)
+    x, probs, dy = rows_of_experts(dtype, 40)
+    y = mlp(x, list(SPLITS), probs)
     y.backward(dy)
     return y.detach()
 
 
 def test_some_of_the_parameters():
     """Only B is trained (arXiv:2308.03303); one layer is merged; weights and biases are trained after all."""
-    parameters = cases.random_parameters(
-        len(cases.SPLITS), 40, cases.FFN, 4, torch.float32, bias=True
-    )
-    whole, only_b, half, thawed = (cases.make_experts(parameters, slice(None)) for _ in range(4))
+    parameters = random_parameters(len(SPLITS), 40, FFN, 4, torch.float32, bias=True)
+    whole, only_b, half, thawed = (make_experts(parameters, slice(None)) for _ in range(4))
     y = step(whole)
     only_b.fc1.lora_a.requires_grad_(False)
     assert torch.equal(step(only_b), y)
@@ -108,11 +188,9 @@ def test_some_of_the_parameters():
     assert half.fc1.lora_a.grad is None
     thawed.requires_grad_(True)
     assert torch.equal(step(thawed), y)
-    _, _, weight_gradients = cases.oracle_of_rows(
-        parameters, *cases.rows_of_experts(torch.float32, 40)
-    )
+    _, _, weight_gradients = oracle_of_rows(parameters, *rows_of_experts(torch.float32, 40))
     for name, gradient in weight_gradients.items():
-        assert cases.is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
+        assert is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
     assert thawed.fc1.bias.grad.any()
     assert thawed.fc2.bias.grad.any()
     assert torch.equal(thawed.fc1.lora_a.grad, whole.fc1.lora_a.grad)
@@ -148,7 +226,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 def test_nothing_of_the_size_of_a_weight_is_made(way):
     num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
     smallest = num_experts * hidden * ffn  # elements of W2
-    parameters = cases.random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)
+    parameters = random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)
     x, dy = torch.randn(2, num_rows, hidden)
     probs = torch.rand(num_rows, 1)
 
@@ -167,7 +245,7 @@ def test_nothing_of_the_size_of_a_weight_is_made(way):
         assert experts.fc1.lora_a.grad.any()
         return allocations
 
-    experts = cases.make_experts(parameters, slice(None))
+    experts = make_experts(parameters, slice(None))
     allocations = run(experts)
     assert len(allocations.seen) > 20
     assert allocations.of_at_least(smallest) == []

@@ -1,5 +1,7 @@
 """Sequential: where extra inputs and keyword arguments go, what is an error, and when the fused kernels run."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from grouped_cases import (
@@ -13,6 +15,8 @@ from grouped_cases import (
     refused,
     run_experts,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from worker import assert_refused
 
@@ -612,82 +616,127 @@ def test_a_subclass_says_what_its_own_forward_takes():
     assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), want)
 
 
-def test_buffers_of_nested_are_compared_with_those_outside():
-    first, second = in_a_row(2)
-    model, shared = Sequential(first, Sequential(second)), buffer()
-    op_kwargs = {0: {"grad_input_out": shared}, 1: {"op_kwargs": {0: {"out": shared}}}}
-    assert_refused(
-        (
-            lambda: model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs),
-            r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps",
-        ),
-        (
-            lambda: model(
-                INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}}
-            ),
-            r"^out of module 1\.0 \(GroupedLinear\) .* overlaps",
-        ),
-    )
-    assert (shared == SENTINEL).all()
-
-
 # -- arguments of all modules are looked at before the first one runs -------------------------------------------------
-def in_a_row(count: int = 3, *, between: nn.Module | None = None, **options) -> Sequential:
-    """Linear layers H -> H, with another module after each, or none."""
+
+
+def in_a_row(count: int, **options) -> Sequential:
+    """Linear layers H -> H."""
     torch.manual_seed(0)
-    layers = [GroupedLinear(TINY.num_groups, H, H, **options) for _ in range(count)]
-    if between is None:
-        return Sequential(*layers)
-    return Sequential(*(module for layer in layers for module in (layer, between)))
+    return Sequential(*(GroupedLinear(TINY.num_groups, H, H, **options) for _ in range(count)))
 
 
 def run_in_a_row(model: Sequential, x: torch.Tensor, op_kwargs: dict | None = None) -> torch.Tensor:
-    count = sum(isinstance(module, GroupedLinear) for module in model)
-    return model(x, *[SPLITS] * count, op_kwargs=op_kwargs)
+    return model(x, *[SPLITS] * len(model), op_kwargs=op_kwargs)
 
 
 def buffer() -> torch.Tensor:
     return torch.full((N, H), SENTINEL)
 
 
-def results(
-    model: Sequential, op_kwargs: dict | None = None, *, trains: bool = True
-) -> list[torch.Tensor]:
-    """y, and if it trains dx and the gradients of parameters."""
-    if trains:
-        return trained(model, *[SPLITS] * len(model), op_kwargs=op_kwargs)
-    with torch.no_grad():
-        return [run_in_a_row(model, INPUTS.x.nan_to_num(), op_kwargs)[: TINY.num_used]]
+@dataclass(frozen=True)
+class Chain:
+    """Modules H -> H, the last `num_nested` in a Sequential of their own, and one that has a hook or none."""
+
+    kinds: tuple[str, ...]
+    num_nested: int
+    hooked: int | None
+    delays: bool
+    trains: bool
+
+    def results(self, x: torch.Tensor, buffers: dict[int, dict[str, torch.Tensor]]):
+        """y, and if it trains dx and the gradients of parameters. buffers: the keywords of modules."""
+        torch.manual_seed(0)
+        modules = [
+            GroupedLinear(TINY.num_groups, H, H, delay_wgrad=self.delays)
+            if kind == "linear"
+            else {"identity": nn.Identity, "activation": ScaledSReLU}[kind]()
+            for kind in self.kinds
+        ]
+        if self.hooked is not None:
+            modules[self.hooked].register_forward_hook(lambda *_: None)
+        inputs = {"linear": [SPLITS], "activation": [INPUTS.scale.nan_to_num()], "identity": []}
+        extra = [its for kind in self.kinds for its in inputs[kind]]
+        border = len(modules) - self.num_nested
+        model = Sequential(*modules[:border], Sequential(*modules[border:]))
+        at = keywords_at(
+            *(([i] if i < border else [border, i - border], its) for i, its in buffers.items())
+        )
+        with torch.set_grad_enabled(self.trains):
+            y = model(x, *extra, op_kwargs=at)
+        found = [y.detach()[: TINY.num_used].clone()]
+        if self.trains:
+            y.backward(INPUTS.d_y.nan_to_num())
+            for module in modules:
+                if self.delays and isinstance(module, GroupedLinear):
+                    module.backward_dw()
+            found += [x.grad[: TINY.num_used], *(its.grad for its in model.parameters())]
+        return found
+
+    def stages(self, buffers: dict[int, dict[str, torch.Tensor]]) -> list[int]:
+        """The number of each module's stage: linear, activation, linear are one, if nobody looks between them."""
+        numbers: list[int] = []
+        while len(numbers) < len(self.kinds):
+            first = len(numbers)
+            last = first + 2
+            number = first  # larger than those before it
+            is_pattern = self.kinds[first : last + 1] == ("linear", "activation", "linear")
+            is_fused = (
+                is_pattern
+                and self.hooked not in range(first, last + 1)
+                and "out" not in buffers.get(first, ())
+                and "grad_input_out" not in buffers.get(last, ())
+            )
+            numbers += (
+                [number] * 3 if is_fused else range(first, last + 1 if is_pattern else last - 1)
+            )
+        return numbers
 
 
-def shared_by_two() -> list[tuple[tuple[int, str], tuple[int, str], bool, bool]]:
-    """(module, keyword) twice of three linears in a row, and whether they may share memory: in training, without."""
-    out, gradient = "out", "grad_input_out"
-    cases = []
-    for i in range(3):
-        cases += [((i, out), (j, gradient), False, False) for j in range(3)]
-        cases += [((i, out), (j, out), False, j - i > 1) for j in range(i + 1, 3)]
-        cases += [((i, gradient), (j, gradient), j - i > 1, j - i > 1) for j in range(i + 1, 3)]
-    return cases
+@st.composite
+def chains(draw) -> Chain:
+    kinds = st.lists(st.sampled_from(("linear", "identity", "activation")), max_size=3)
+    kinds = ("linear", *draw(kinds), "linear")
+    places = range(len(kinds))
+    return Chain(
+        kinds,
+        num_nested=draw(st.sampled_from(places)),
+        hooked=draw(st.sampled_from((None, *places))),
+        delays=draw(st.booleans()),
+        trains=draw(st.booleans()),
+    )
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "when_training", "otherwise"), shared_by_two(), ids=str
-)
-@pytest.mark.parametrize("trains", [True, False])
-def test_two_buffers_of_modules_in_a_row_share_memory(
-    first, second, when_training, otherwise, trains
-):
-    model, shared = in_a_row(), buffer()
-    op_kwargs: dict[int, dict[str, torch.Tensor]] = {}
-    for module, keyword in (first, second):
-        op_kwargs.setdefault(module, {})[keyword] = shared
-    if when_training if trains else otherwise:
-        assert_same(results(model, op_kwargs, trains=trains), results(model, trains=trains))
+@settings(deadline=None, max_examples=500)
+@given(chain=chains(), is_x=st.sampled_from((False, False, False, True)), data=st.data())
+def test_two_buffers_share_memory(chain: Chain, is_x: bool, data: st.DataObject):
+    """A result and a gradient never do, nor either of them and x. Two results do, if nobody differentiates them and a
+    module between them makes its own; two gradients do, if such a module does not read the second one later."""
+    linears = [place for place, kind in enumerate(chain.kinds) if kind == "linear"]
+    buffers = st.tuples(st.sampled_from(linears), st.sampled_from(("out", "grad_input_out")))
+    (i, first), (j, second) = sorted(
+        data.draw(st.lists(buffers, min_size=2, max_size=2, unique=True))
+    )
+    x = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
+    shared = x.detach() if is_x else buffer()
+    given = {i: {first: shared}}
+    given.setdefault(j, {})[second] = shared
+    stages = chain.stages(given)
+    between = [
+        place
+        for place, stage in enumerate(stages)
+        if stages[i] < stage < stages[j] and chain.kinds[place] != "identity"
+    ]
+    reads_later = chain.trains
+    if first == "grad_input_out":
+        reads_later = chain.delays and between[-1:] != [] and chain.kinds[between[-1]] == "linear"
+    before = shared.clone()
+    if first == second and between and not reads_later and not is_x:
+        plain = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
+        assert_same(chain.results(x, given), chain.results(plain, {}))
         return
-    with refused("(GroupedLinear) [12, 16] overlaps a tensor of shape [12, 16]"):
-        results(model, op_kwargs, trains=trains)
-    assert (shared == SENTINEL).all(), "nothing has been computed"
+    with refused("[12, 16] overlaps a tensor of shape [12, 16]"):
+        chain.results(x, given)
+    assert torch.equal(shared, before), "something has been computed"
 
 
 @pytest.mark.parametrize("name", ["out", "grad_input_out"])
@@ -718,60 +767,6 @@ def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
     ):
         model(x, SPLITS, splits, op_kwargs=op_kwargs)
     assert_same_bits(memory, kept)
-
-
-@pytest.mark.parametrize("how", ["linears", "hooked", "twice fused"])
-def test_buffers_of_a_fused_part_and_of_others(how, num_fused):
-    """One tensor as the result and as the gradient of x: y would become that gradient."""
-    model = {
-        "linears": in_a_row(2),
-        "hooked": experts(),
-        "twice fused": Sequential(*experts(), *experts()),
-    }[how]
-    if how == "hooked":
-        model[2].register_forward_hook(lambda *_: None)
-    inputs = {"linears": (SPLITS, SPLITS), "hooked": (SPLITS, INPUTS.scale, SPLITS)}
-    given, shared = inputs.get(how, (SPLITS, INPUTS.scale, SPLITS) * 2), buffer()
-    assert_refused(
-        (
-            lambda: model(
-                INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}}
-            ),
-            r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps",
-        ),
-        (
-            lambda: model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}}),
-            rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps",
-        ),
-    )
-    assert (shared == SENTINEL).all()
-    assert not num_fused
-
-
-@pytest.mark.parametrize(
-    "between", [nn.Identity(), ScaledSReLU()], ids=["unknown", "makes its own"]
-)
-def test_a_module_between_may_hand_on_what_it_gets(between):
-    """Identity gives the buffer to the next layer; an activation makes memory of its own."""
-    model, shared, x = in_a_row(2, between=between), buffer(), INPUTS.x.nan_to_num()
-    inputs = [SPLITS, INPUTS.scale] * 2 if isinstance(between, ScaledSReLU) else [SPLITS] * 2
-    op_kwargs = {0: {"out": shared}, 2: {"out": shared}}
-    with torch.no_grad():
-        if isinstance(between, ScaledSReLU):
-            y = model(x, *inputs, op_kwargs=op_kwargs)
-            assert_same_bits(y[: TINY.num_used], model(x, *inputs)[: TINY.num_used])
-        else:
-            with refused("overlaps"):
-                model(x, *inputs, op_kwargs=op_kwargs)
-            assert (shared == SENTINEL).all()
-
-
-def test_gradients_that_are_left_for_later_are_not_overwritten():
-    """backward_dw of the middle layer reads the gradient of its result."""
-    model, shared = in_a_row(delay_wgrad=True), buffer()
-    op_kwargs = {2: {"grad_input_out": shared}, 0: {"grad_input_out": shared}}
-    with pytest.raises(ArgumentError, match="overlaps"):
-        run_in_a_row(model, INPUTS.x.nan_to_num().requires_grad_(), op_kwargs)
 
 
 LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, text

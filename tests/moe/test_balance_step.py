@@ -46,9 +46,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, heap: SymmetricHeap, **options) -> None:
+    def __init__(self, heap: SymmetricHeap, block: type[Block] = Block, **options) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(heap, **options) for _ in range(2))
+        self.blocks = nn.ModuleList(block(heap, **options) for _ in range(2))
 
     def forward(self, x: torch.Tensor, forward: Callable = FORWARDS["kept"]) -> torch.Tensor:
         for block in self.blocks:
@@ -275,23 +275,6 @@ def test_counts_survive_what_knows_only_parameters_and_buffers(heap: SymmetricHe
     assert biases(model).any()
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("forward", list(FORWARDS)[1:])
-def test_a_repeated_call_has_the_loss_of_its_own_forward(
-    heap: SymmetricHeap, forward: str, order: tuple[int, int]
-):
-    """Two micro-batches are in flight, and backward of one counts its load before the other is repeated."""
-    gradients = []
-    for function in (FORWARDS["kept"], FORWARDS[forward]):
-        model = Model(heap, aux_loss_coef=1.0, aux_loss="global")
-        flying = [model(batch(0, number), function) for number in range(2)]
-        for number in order:
-            flying[number].sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for repeated, kept in zip(*gradients, strict=True):
-        torch.testing.assert_close(repeated, kept)
-
-
 class Normed(Block):
     """With functions of autograd before the layer, whose nodes a checkpoint's forward numbers too."""
 
@@ -309,31 +292,41 @@ class Doubled(torch.autograd.Function):
         return 2 * dy
 
 
-@pytest.mark.parametrize("forward", ["reentrant", "non-reentrant"])
-def test_functions_before_a_repeated_layer_do_not_matter(heap: SymmetricHeap, forward: str):
-    gradients = []
-    for function in (FORWARDS["kept"], FORWARDS[forward]):
-        block = Normed(heap, aux_loss_coef=1.0, aux_loss="global")
-        flying = [function(block, batch(0, number)) for number in range(3)]
-        for number in (1, 0, 2):
-            flying[number].sum().backward()
-        gradients.append([parameter.grad for parameter in block.parameters()])
-    for repeated, kept in zip(*gradients, strict=True):
-        torch.testing.assert_close(repeated, kept)
+def gradients_of(model: Model, forward: str, order: tuple[int, ...]) -> list[torch.Tensor]:
+    """Of micro-batches, two of which are in flight at a time, whose backward comes in this order."""
+    model.zero_grad()
+    flying: list[torch.Tensor] = []
+    for turn, number in enumerate(order):
+        for begun in range(len(flying), min(turn + 2, len(order))):
+            flying.append(model(batch(0, begun), FORWARDS[forward]))
+        flying[number].sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+GLOBAL = {"aux_loss_coef": 1.0, "aux_loss": "global"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 2)], ids=str)
+@pytest.mark.parametrize("forward", list(FORWARDS)[1:])
+@pytest.mark.parametrize("block", [Block, Normed])
+def test_a_repeated_call_has_the_loss_of_its_own_forward(
+    heap: SymmetricHeap, block: type[Block], forward: str, order: tuple[int, ...]
+):
+    """Backward of one micro-batch counts its load before another one is repeated."""
+    kept, repeated = (
+        gradients_of(Model(heap, block, **GLOBAL), each, order) for each in ("kept", forward)
+    )
+    torch.testing.assert_close(repeated, kept)
 
 
 def test_a_copy_repeats_its_own_calls(heap: SymmetricHeap):
     """Also if it is made in the middle of a step of the original."""
-    block = Block(heap, aux_loss_coef=1.0, aux_loss="global")
-    block(batch(0, 0)).sum().backward()
-    gradients = []
-    for function in (FORWARDS["kept"], FORWARDS["non-reentrant"]):
-        copied = copy.deepcopy(block)
-        copied.zero_grad()
-        function(copied, batch(0, 1)).sum().backward()
-        gradients.append([parameter.grad for parameter in copied.parameters()])
-    for repeated, kept in zip(*gradients, strict=True):
-        torch.testing.assert_close(repeated, kept)
+    model = Model(heap, **GLOBAL)
+    model(batch(0, 0)).sum().backward()
+    kept, repeated = (
+        gradients_of(copy.deepcopy(model), forward, (0,)) for forward in ("kept", "non-reentrant")
+    )
+    torch.testing.assert_close(repeated, kept)
 
 
 def test_without_a_coefficient_a_global_loss_has_no_effect(heap: SymmetricHeap):

@@ -143,7 +143,11 @@ POINTS = {
     "overlapped: end of combine": (nodes.Overlapping, "meet", control.PHASE_NODES_HOME, 2),
     "overlapped: weight gradients": (nodes.Overlapping, "end", None, 5),
 }
-SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
+SHORT = [
+    ((1,), "stop", "plan: rail"),  # a rank of the other node waits for what its peer finds out
+    ((1,), "stop", "overlapped: rows on the rail"),
+    ((2, 3), "kill", "combine: rail"),
+]
 # Victims are one rank or a whole node of two, and one rank of three nodes.
 LOSSES = [
     pytest.param(

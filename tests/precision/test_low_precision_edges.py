@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from bad_tokens import check_recipe
 from cluster import run_on
 from heap_calls import outcome
 from host_reads import NoReads
@@ -29,15 +28,6 @@ from symmoe.precision.wire import WireFormat
 
 def wires(recipe: Recipe) -> tuple[str, ...]:
     return ("none", "both") if recipe.row_format.element == "e4m3" else ("none",)
-
-
-# -- tokens of NaN and Inf --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("what", ["NaN", "Inf"])
-@pytest.mark.parametrize("recipe", [*RECIPES, NVFP4(stochastic_gradients=False)], ids=str)
-def test_bad_tokens_stay_alone(cluster, recipe, what):
-    """As in test_nan_isolation.py, also where a token shares blocks of columns, and a group's scale, with others."""
-    for wire in wires(recipe):
-        assert cluster(2).findings(check_recipe, what, recipe, wire) == []
 
 
 # -- padding, duplicates, drops ---------------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 import pytest
 from bad_calls import MISTAKES
 from limits import HANG_S
-from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
-from reliability import command, faults, fuzz, lifecycle, mutations, soak
+from rank_jobs import raise_on_the_last_rank, save_after_deleting, sleep_on_the_last_rank, yield_pid
+from reliability import checkpoint_kills, command, faults, fuzz, lifecycle, mutations, soak
 from reliability.launch import JobFailure, Launcher
-from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Run, execute
 
 SLICES = {
@@ -21,9 +20,17 @@ SLICES = {
     "soak": (range(151), 2),
     "lifecycle": ((0, 1, 2, 50), 2),
     "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
-    "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
+    "checkpoint_kills": (range(5), 2),
 }
-LONG = ("lifecycle", "soak", "determinism", "gradients", "fuzz", "routings")
+LONG = (
+    "lifecycle",
+    "soak",
+    "determinism",
+    "gradients",
+    "fuzz",
+    "routings",
+    "checkpoint_kills",
+)
 ON_EIGHT = {
     "routings": range(14),
     "gradients": range(2),
@@ -31,7 +38,6 @@ ON_EIGHT = {
     "stalls": range(20),
     "fuzz": range(24),
     "litmus": (*range(4), 400),
-    "model": range(2 * len(scenarios(8))),
 }
 # One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
 # of two at once.
@@ -41,7 +47,6 @@ TWIN_MUTANTS = [
     "no wait for rows to arrive",
     "one half of the count table",
     "payload after the signal",
-    "what came counts after a timeout",
 ]
 
 
@@ -100,34 +105,6 @@ def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
             assert {fault.victims for fault in few} == victims
 
 
-@pytest.mark.parametrize("index", range(len(scenarios(2))))
-def test_the_model_on_two_ranks(index: int):
-    assert Model(scenarios(2)[index], Protocol()).search().violation is None
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "nobody is told"))
-        for name in mutations.OF_THE_MODEL
-    ],
-)
-def test_a_mutant_of_the_model_is_found(mutant: str):
-    """On two ranks, in seconds; a mutant that takes a third to show is searched for with three."""
-    assert mutations.found_in_the_model(mutant, 2) or mutations.found_in_the_model(mutant, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", mutations.OF_THE_MODEL)
-def test_a_mutant_of_the_model_is_met_on_eight_ranks(mutant: str):
-    model = Protocol(mutations.OF_THE_MODEL[mutant])
-    assert any(
-        Model(scenario, model).walk(seed).violation
-        for seed in range(4)
-        for scenario in scenarios(8)
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", TWIN_MUTANTS)
 def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
@@ -168,11 +145,18 @@ def test_growth_is_told_from_what_comes_and_goes():
     assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
 
 
+@pytest.mark.slow
+def test_an_old_checkpoint_that_is_deleted_too_early_is_noticed(launcher: Launcher):
+    pytest.importorskip("safetensors")
+    found = checkpoint_kills.run_cases(Run(tuple(range(12))), launcher, save_after_deleting)
+    assert any("no complete checkpoint" in text for each in found for text in each.problems)
+
+
 # -- running suites ---------------------------------------------------------------------------------------------------
 def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
     run = Run(tuple(range(6)), 2)
     record = execute(
-        "model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0
+        "litmus", command.suite_of("litmus"), run, launcher, command="pytest", limit_s=0.0
     )
     assert (record["cases_wanted"], record["cases_run"], record["cases_failed"]) == (6, 1, 0)
 

@@ -35,13 +35,13 @@ SUITES = {
         "payload and flags between ranks: no stale read in many, with delays everywhere",
     ),
     "lifecycle": ("lifecycle", "heaps made and closed, jobs one after the other"),
-    "model": (
-        "model",
-        "every interleaving of the protocol's model, as written and with faults and deaths",
+    "checkpoint_kills": (
+        "checkpoint_kills",
+        "ranks that are killed while they save: the old state or the new one is loaded",
     ),
     "mutations": (
         "mutations",
-        "a step of the protocol removed, in the model and in the twins: something fails",
+        "a step of the protocol removed from the twins: something fails",
     ),
 }
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     shown = "\n".join(f"  {name:16} {what}" for name, (_, what) in SUITES.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.reliability",
-        description=f"suites, and tests.reliability.checkpoint_kills by itself:\n{shown}",
+        description=f"suites:\n{shown}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suite", choices=SUITES, metavar="SUITE")
@@ -95,7 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args(arguments)
     suite = suite_of(options.suite)
-    full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
+    full = suite.num_cases
+    if options.device == "cuda" and suite.num_gpu_cases is not None:
+        full = suite.num_gpu_cases
     count = full if options.cases is None else options.cases
     numbers = tuple(range(count)) if options.case is None else options.case
     num_ranks = options.ranks or suite.num_ranks

@@ -1,6 +1,6 @@
-"""Each fence, wait, epoch step and fill is taken away in turn, in the model and in the CPU twins: something must fail.
-A case is one mutant. A mutant of the model fails if a scenario does. One of the twins fails if a part of the suites of
-this folder does that passes on the code as it is, which is tried first, with the same delays."""
+"""Each order, wait, epoch step and fill is taken away from the CPU twins in turn: something must fail. A case is one
+mutant. It is found if a part of the suites of this folder fails that passes on the code as it is, which is tried first,
+with the same delays."""
 
 import re
 import time
@@ -12,38 +12,21 @@ import numpy as np
 import torch
 from worker import open_heap
 
-from reliability import faults, fuzz, giving_up, gradients, random_routings
+from reliability import faults, fuzz, gradients, random_routings
 from reliability.delays import dawdling
 from reliability.launch import Job, JobFailure, Launcher
-from reliability.protocol import RULES, Model, Protocol, scenarios
 from reliability.suite import Numbers, Outcome, Results, Run, Suite
 from reliability.twin_mutants import MUTANTS, DoesNotApply, mutated, slow_waits
 from symmoe import make_plan
 
-OF_THE_MODEL = {mutant: rule for rule, mutant in RULES.items()}
-# They change nothing where nobody gives up.
-_OF_GIVING_UP = ("tells", "report_names", "timeout_counts_nothing", "abort_keeps")
-
-# Which part of which suite has to find a mutant of the twins.
-_IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = (
-    "routings",
-    "gradients",
-    "fuzz",
-    "plans",
-    "faults",
-)
-_IN_GIVING_UP = "giving up"
-FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
-    "no wait for signals": _IN_GRADIENTS,
-    "payload after the signal": _IN_GRADIENTS,
-    "one half of the count table": _IN_PLANS,
-    "fault not told": _IN_FUZZ,
-    "wait without end": _IN_FAULTS,
-    "timeout not reported": _IN_FAULTS,
-    "rows of a failed call kept": _IN_GIVING_UP,
-    "rows of a failed call zeroed": _IN_GIVING_UP,
-    "what came counts after a timeout": _IN_GIVING_UP,
-    "nothing counts after an abort": _IN_GIVING_UP,
+# Which part of which suite has to find a mutant.
+FOUND_BY = dict.fromkeys(MUTANTS, "routings") | {
+    "no wait for signals": "gradients",
+    "payload after the signal": "gradients",
+    "one half of the count table": "plans",
+    "fault not told": "fuzz",
+    "wait without end": "faults",
+    "timeout not reported": "faults",
 }
 # The last line of a traceback, and what gloo and the bootstrap over it raise on a rank whose peer has gone.
 _RAISED = re.compile(r"(symmoe\.errors\.\w+|[\w.]*Error)(:|$)")
@@ -54,7 +37,7 @@ _FAULT = faults.Fault(kind="kill", phase="in dispatch", victims=(1,), steps=1, o
 _FAULT_WAIT_S = 8.0
 _CASE_S = 10.0  # a case takes one or two; mutants that hang cost all of it
 _SOUND_CASE_S = 60.0
-NAMES = [("model", name) for name in OF_THE_MODEL] + [("twins", name) for name in MUTANTS]
+NAMES = [*MUTANTS]
 
 
 def check_plans(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
@@ -76,11 +59,10 @@ def check_plans(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: 
 
 
 CHECKS = {
-    _IN_ROUTINGS: (random_routings.check, tuple(range(28))),
-    _IN_GRADIENTS: (gradients.check, (1, 3, 5, 7)),
-    _IN_FUZZ: (fuzz.check, tuple(range(6))),
-    _IN_PLANS: (check_plans, tuple(range(10))),
-    _IN_GIVING_UP: (giving_up.check, tuple(range(len(giving_up.CASES)))),
+    "routings": (random_routings.check, tuple(range(28))),
+    "gradients": (gradients.check, (1, 3, 5, 7)),
+    "fuzz": (fuzz.check, tuple(range(6))),
+    "plans": (check_plans, tuple(range(10))),
 }
 
 
@@ -111,7 +93,7 @@ def found_in_twins(run: Run, launcher: Launcher, mutant: str | None, part: str) 
         DoesNotApply: on the ranks the mutant could not be put in place.
     """
     with launcher.start(run.num_ranks, run.device) as job:
-        if part == _IN_FAULTS:
+        if part == "faults":
             job_run = replace(run, numbers=())
             problems, _ = faults.watch(
                 job, _FAULT, job_run, take_part, (mutant,), wait_s=_FAULT_WAIT_S
@@ -146,54 +128,31 @@ def line_of(failure: JobFailure) -> str:
     return (own or raised or lines)[0]
 
 
-def found_in_the_model(name: str, num_ranks: int) -> str:
-    """The first violation of a mutant; "" if there is none."""
-    cases = scenarios(num_ranks)
-    if OF_THE_MODEL[name] in _OF_GIVING_UP:
-        cases = [case for case in cases if (case.dies, case.late, case.raises) != ((), None, None)]
-    for scenario in cases:
-        verdict = Model(scenario, Protocol(OF_THE_MODEL[name])).search()
-        if verdict.violation is not None:
-            return f"{scenario.name}: {verdict.violation}"
-    return ""
-
-
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     sound: dict[str, str] = {}
     for number in run.numbers:
-        (where, name), start, problems, found = NAMES[number], time.perf_counter(), [], ""
-        if where == "model":
-            found = found_in_the_model(name, run.num_ranks)
-        elif run.device == "cpu":
-            part = FOUND_BY[name]
-            if part not in sound:
-                sound[part] = found_in_twins(run, launcher, None, part)
-            if sound[part]:
-                problems.append(f"{part} fails without a mutant: {sound[part]}")
-            try:
-                found = found_in_twins(run, launcher, name, part)
-            except DoesNotApply as problem:
-                problems.append(f"{name} does not apply: {problem}")
-        else:
-            continue  # the twins are what CPUs run
+        start = time.perf_counter()
+        name = NAMES[number]
+        part = FOUND_BY[name]
+        problems = []
+        found = ""
+        if part not in sound:
+            sound[part] = found_in_twins(run, launcher, None, part)
+        if sound[part]:
+            problems.append(f"{part} fails without a mutant: {sound[part]}")
+        try:
+            found = found_in_twins(run, launcher, name, part)
+        except DoesNotApply as problem:
+            problems.append(f"{name} does not apply: {problem}")
         if not found and not problems:
-            problems.append(f"nothing fails if the {where} have this mutant: {name}")
-        yield Outcome(
-            number,
-            1e3 * (time.perf_counter() - start),
-            problems,
-            {"where": where, "mutant": name, "found": found},
-        )
+            problems.append(f"nothing fails with this mutant: {name}")
+        ms = 1e3 * (time.perf_counter() - start)
+        yield Outcome(number, ms, problems, {"mutant": name, "found": found})
 
 
 def summarize(outcomes: list[Outcome]) -> dict:
     return {"mutants": [outcome.facts for outcome in outcomes]}
 
 
-SUITE = Suite(
-    run_cases,
-    num_cases=len(NAMES),
-    num_gpu_cases=len(OF_THE_MODEL),
-    num_ranks=3,
-    summarize=summarize,
-)
+# On CPUs, which run the twins.
+SUITE = Suite(run_cases, num_cases=len(NAMES), num_gpu_cases=0, num_ranks=3, summarize=summarize)

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch import trip
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
 from symmoe.kernels.twin import sync
-from symmoe.symm_mem import faults
 
 
 class DoesNotApply(AssertionError):
@@ -157,13 +155,12 @@ def _payload_after(which: str, stack: ExitStack) -> None:
     _hook(stack, push_rows=push, **{which: flag})
 
 
-# -- faults, fills and giving up --------------------------------------------------------------------------------------
-def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
-    class Torch:
-        def __getattr__(self, name: str):
-            return getattr(torch, "empty" if name == "zeros" else name)
-
-    stack.enter_context(patch.object(trip, "torch", Torch()))
+# -- faults and fills --------------------------------------------------------------------------------------------------
+def _tail_of_the_index_not_zeroed(kernel: Callable, wire, packed, num_rows, trip, index) -> None:
+    row_to_packed_row = index[1]
+    before = row_to_packed_row.clone()
+    kernel(wire, packed, num_rows, trip, index)
+    row_to_packed_row[int(num_rows) :] = before[int(num_rows) :]
 
 
 def _unused_packed_rows_not_marked(
@@ -209,16 +206,6 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "payload after the flag": partial(_payload_after, "barrier"),
     "payload after the signal": partial(_payload_after, "send_signal"),
     "fault not told": _hooks(barrier=partial(_with, options={"fault": False})),
-    "tail of the index not zeroed": _tail_of_the_index_not_zeroed,
+    "tail of the index not zeroed": _hooks(index_rows=_tail_of_the_index_not_zeroed),
     "unused packed rows not marked": _hooks(push_slots=_unused_packed_rows_not_marked),
-    "rows of a failed call kept": _in_place_of(sync, "_spoil", lambda original, tensor: None),
-    "rows of a failed call zeroed": _in_place_of(
-        sync, "_spoil", lambda original, tensor: tensor is not None and tensor.zero_()
-    ),
-    "what came counts after a timeout": _in_place_of(
-        faults, "end_waits", partial(_with, options={"kept_bits": control.EPOCH_MASK})
-    ),
-    "nothing counts after an abort": _in_place_of(
-        faults, "end_waits", partial(_with, options={"kept_bits": 0})
-    ),
 }

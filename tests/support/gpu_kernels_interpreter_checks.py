@@ -7,13 +7,30 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
+import triton
+import triton.language as tl
 from router_choices import RULES, SIZES, choices, differing, fits, hard_logits, losses
 from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
-from without_waits import look_once, no_clock, no_fence
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.triton import plan, replicas, route, sync, tokens
+
+
+@triton.jit
+def look_once(address, value, deadline):
+    return tl.load(address.to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def no_fence():
+    pass
+
+
+@triton.jit
+def no_clock():
+    return 0
+
 
 gpu = SimpleNamespace(
     **vars(plan) | vars(replicas) | vars(tokens)

@@ -182,6 +182,20 @@ def test_a_peer_that_does_not_come(
         findings.check(round_trip(heap), "a new heap does not work")
 
 
+@run_on(3)
+def test_a_late_rank_does_not_succeed_in_what_others_gave_up(rank: int, num_ranks: int) -> None:
+    """Although all of them had come to that barrier."""
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=0.5, start_timeout_s=0.5)
+    if rank == 0:
+        dist.barrier()
+    with pytest.raises(PeerAborted if rank == 0 else PeerTimeout):
+        heap.barrier(control.PHASE_DISPATCH_READY)
+    if rank > 0:
+        dist.barrier()  # all have given up: now the late rank comes
+    with contextlib.suppress(PeerError):
+        heap.close()
+
+
 @run_on(2, 4, 8)
 def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: Findings) -> None:
     """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at

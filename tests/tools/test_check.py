@@ -1,24 +1,32 @@
-"""`symmoe check` on models with planted defects: each is named, at its stage and tensor."""
+"""`symmoe check` on models of transformers and layers: right ones, and those with defects that trainers have had; and
+the command. test_check_defects.py plants defects in a small model."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("transformers", minversion="5.17")
 
 from cluster import run_on
 from hf_cases import FAMILIES, random_model
+from small_model import open_mesh
 
+import symmoe
+from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.cli import main
 from symmoe.errors import CheckpointError, HeapExhausted
+from symmoe.integrations.transformers import swap_moe
+from symmoe.moe.router import RouterOutput
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.check import runs
+from symmoe.tools.check import Context, Trained
 from symmoe.tools.check.command import in_options, judge, render
 from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.runs import (
@@ -26,38 +34,116 @@ from symmoe.tools.check.runs import (
     CLIPPED,
     GRADIENT,
     LOADED,
-    SAVED,
     STAGES,
     START,
-    UPDATE,
     Job,
     run,
     text_of,
 )
 from symmoe.tools.ranks import Ranks
+from symmoe.torch_internals import pytree
+from symmoe.training.parallel import parallelize
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERTS = (
-    "model.layers.1.mlp.experts.mlp.fc2.weight"  # the last that backward does not change any more
+PYTHONPATH = os.pathsep.join(
+    str(ROOT / folder) for folder in ("tests/tools", "tests/support", "benchmarks", "")
 )
 FIRST_EXPERTS = "model.layers.1.mlp.experts.mlp.fc1.weight"
-TIE = "tie of head.weight to embed.weight"
-FC1 = "moe.0.experts.fc1.weight"
 
 
-def run_job(rank: int, num_ranks: int, job: Job, most: int = runs._MOST) -> None:
-    """most: numbers that are kept of a parameter."""
-    with (
-        mock.patch.object(runs, "_MOST", most),
-        contextlib.suppress(CheckpointError),  # of what differs already
-    ):
+if (
+    RouterOutput not in pytree.SUPPORTED_NODES
+):  # as after parallelize, which ranks of other numbers may have called
+    pytree.register_dataclass(RouterOutput)
+
+
+def right(context: Context) -> Trained:
+    model = random_model("qwen3_moe", dtype=context.dtype, output_router_logits=False)
+    return Trained(model=swap_moe(model, context.heap))
+
+
+def clipped_alone(context: Context) -> Trained:
+    """By the norm over one rank's experts, as torch's function does."""
+    trained = right(context)
+    clip = torch.nn.utils.clip_grad_norm_
+    return dataclasses.replace(
+        trained, clip=lambda max_norm: clip(trained.model.parameters(), max_norm)
+    )
+
+
+def saved_alone(context: Context) -> Trained:
+    """Rank 0 saves its own experts, for all."""
+    trained = right(context)
+
+    def save(folder: str) -> None:
+        if context.rank == 0:
+            torch.save(trained.model.state_dict(), Path(folder, "model.pt"))
+
+    def load(folder: str) -> None:
+        trained.model.load_state_dict(torch.load(Path(folder, "model.pt")))
+
+    return dataclasses.replace(trained, save=save, load=load)
+
+
+def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
+    """A layer whose experts are drawn rank by rank; right if ranks load what one rank has saved."""
+    config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2)
+    torch.manual_seed(context.rank)
+    model = torch.nn.Sequential(torch.nn.Embedding(128, 16), symmoe.MoELayer(config, context.heap))
+    if loads and context.num_ranks == 1:
+        save_checkpoint(context.folder, 0, model=model)
+    elif loads:
+        load_checkpoint(context.folder, model=model)
+
+    def backward(tokens: torch.Tensor) -> None:
+        model(tokens)[0].square().mean().backward()
+        symmoe.reduce_gradients(model)
+
+    return Trained(model=model, backward=backward)
+
+
+drawn_and_loaded = partial(drawn_by_rank, loads=True)
+
+
+def sharded(context: Context) -> Trained:
+    """Right: under FSDP2, with experts and everything else in DTensors."""
+    model = parallelize(drawn_and_loaded(context).model, open_mesh(1, context.num_ranks))
+
+    def backward(tokens: torch.Tensor) -> None:
+        model(tokens)[0].square().mean().backward()
+
+    return Trained(
+        model=model,
+        backward=backward,
+        save=lambda folder: dcp.save(model.state_dict(), checkpoint_id=folder),
+        load=lambda folder: dcp.load(model.state_dict(), checkpoint_id=folder),
+    )
+
+
+def raises_on_rank_1(context: Context) -> Trained:
+    if context.rank == 1:
+        torch.nn.Module()(1)  # which raises, in torch's file
+    return right(context)
+
+
+def leaves_no_gradient(context: Context) -> Trained:
+    return dataclasses.replace(right(context), backward=lambda tokens: None)
+
+
+def returns_nothing(context: Context) -> None:
+    right(context)
+
+
+# -- the models are compared ------------------------------------------------------------------------------------------
+def run_job(rank: int, num_ranks: int, job: Job) -> None:
+    with contextlib.suppress(CheckpointError):  # of what differs already
         run(job, Ranks(torch.device("cpu")), 60.0)
 
 
 def checked(
     cluster, folder: Path, target: str, *, dtype: str = "fp32", **changes
 ) -> list[Compared]:
-    """All tensors of a model of check_cases on one rank and on two, or what `changes` say of the job."""
+    """All tensors of a model of this file on one rank and on two, or what `changes` say of the job."""
     options = {"ranks": 2, "layers": None, "length": 32, "heap_mib": 16} | changes
     job = Job(target=target, dtype=dtype, folder=str(folder), **options)
     for num_ranks in (1, job.ranks):
@@ -66,20 +152,6 @@ def checked(
 
 
 DEFECTS = [
-    ("averaged", GRADIENT, EXPERTS, "the mean over ranks, of different experts"),
-    (
-        "not_divided",
-        GRADIENT,
-        EXPERTS,
-        "2 times the one-rank value on all ranks: a factor of 1/num_ranks is missing",
-    ),
-    (
-        "divided_twice",
-        GRADIENT,
-        EXPERTS,
-        "0.5 times the one-rank value on all ranks: a factor of num_ranks",
-    ),
-    ("shared_adapter", GRADIENT, "1.b", "the sum is 1 times the one-rank value: nothing adds them"),
     ("clipped_alone", CLIPPED, "lm_head.weight", "ranks have factors of their own"),
     (
         "saved_alone",
@@ -90,123 +162,12 @@ DEFECTS = [
     ("drawn_by_rank", START, "0.weight", "on rank 1"),
 ]
 
-# Of check_defects: each is planted on several ranks, and one rank, which is right, has run once for all.
-PLANTED = [
-    ("takes_turns", START, FC1, "experts are in another order: [0, 2, 1, 3]"),
-    ("scalars_differ", START, "scale", "ranks have factors of their own"),
-    ("counts_on", START, "num_steps", "on rank 1"),
-    ("unties", START, TIE, "on 0 of the ranks, and has shape [] on one rank"),
-    (
-        "norm_of_other_dtype",
-        START,
-        "norms.0.weight",
-        "has torch.float64 on rank 0, torch.float64 on the last, and torch.float32",
-    ),
-    ("tokens_of_the_next", ACTIVATION, "embed", "rank 0 has the part of rank 1"),
-    (
-        "sees_all_tokens",
-        ACTIVATION,
-        "frozen",
-        "on rank 0, 1: often dropout, or a forward that sees",
-    ),
-    (
-        "scalar_not_averaged",
-        GRADIENT,
-        "scale",
-        "their mean is the one-rank value: nothing averages",
-    ),
-    (
-        "own_loss_twice",
-        GRADIENT,
-        "moe.1.router.weight",
-        "the same on all ranks, and another on one",
-    ),
-    (
-        "freezes_on_rank_1",
-        GRADIENT,
-        "norms.1.bias",
-        "has shapes [[16]] on 1 of the ranks, and has shape [16] on one rank: often it is frozen",
-    ),
-    ("without_a_bias", UPDATE, "norms.1.bias", "0 times the one-rank value on all ranks: nothing"),
-    (
-        "decays_on_rank_1",
-        UPDATE,
-        "moe.1.router.weight",
-        "on rank [1] another than on rank 0, by less than is allowed",
-    ),
-    ("decays_no_experts_on_rank_1", SAVED, f"weight_decay of {FC1}", "on rank 1"),
-    (
-        "bias_by_own_load",
-        SAVED,
-        "moe.0.router.expert_bias",
-        "on rank 1: often a count or a statistic",
-    ),
-    ("rate_falls_twice", SAVED, "lr of scale", "0.998 times the one-rank value on all ranks"),
-    ("masters_in_bf16", UPDATE, "moe.1.experts.fc2.weight", "master weights of another dtype"),
-    ("counts_ranks", SAVED, "num_steps", "2 times the one-rank value on all ranks"),
-    ("experts_in_turns", LOADED, FC1, "has experts in another order: [0, 2] on rank 0"),
-    (
-        "experts_of_before",
-        LOADED,
-        FC1,
-        "is as it was before the step: a checkpoint of an older step, on rank 0, 1",
-    ),
-    (
-        "exchanges_norms",
-        LOADED,
-        "norms.0.bias",
-        "is what norms.1.bias was: names are exchanged on rank 0, 1",
-    ),
-    ("saved_in_bf16", LOADED, FC1, "was rounded to torch.bfloat16 on rank 0, 1"),
-    ("forgets_an_integer", LOADED, "num_steps", "was not loaded on rank 0, 1"),
-    ("scalar_of_rank", LOADED, "scale", "has other bits on rank 1"),
-    ("one_number_of_many", LOADED, "embed.weight", "has other bits, of numbers that are not kept"),
-    ("forgets_the_optimizer", LOADED, "step of scale", "was not loaded on rank 0, 1"),
-    ("unties_in_load", LOADED, TIE, "is not there any more on rank 0"),
-]
-WELL_TRAINED = ["plain", "from_meta", "loads_by_assignment", "with_masters", "statistics_of_rank_0"]
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("one")
-
-
-def against_one(cluster, one_rank: Path, target: str, dtype: str = "fp32") -> list[Compared]:
-    """All tensors of a model of check_defects on two ranks, and of the right one on one rank."""
-    job = Job(f"check_defects:{target}", 2, dtype, None, 32, 16, str(one_rank))
-    if not job.file(dtype, 1, 0, LOADED).exists():
-        cluster(1).run(run_job, job._replace(target="check_defects:plain"), 256)
-    for stale in one_rank.glob("*-2-*.pt"):
-        stale.unlink()
-    cluster(2).run(run_job, job, 256)
-    return judge(job)
-
-
-@pytest.mark.parametrize(
-    ("target", "stage", "name", "text"), PLANTED, ids=[defect[0] for defect in PLANTED]
-)
-def test_what_is_planted_is_named(
-    cluster, one_rank: Path, target: str, stage: str, name: str, text: str
-):
-    first = next(each for each in against_one(cluster, one_rank, target) if each.text)
-    assert (first.stage, first.name) == (stage, name)
-    assert text in first.text
-
-
-@pytest.mark.parametrize("target", WELL_TRAINED)
-def test_what_is_well_trained_passes(cluster, one_rank: Path, target: str):
-    found = against_one(cluster, one_rank, target, "bf16")
-    assert [each for each in found if each.text] == []
-    assert {each.stage for each in found} == set(STAGES)
-    assert {each.name for each in found if each.note} <= {"running_mean (a rank's own)"}
-
 
 @pytest.mark.parametrize(
     ("target", "stage", "name", "text"), DEFECTS, ids=[defect[0] for defect in DEFECTS]
 )
 def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, name: str, text: str):
-    found = checked(cluster, tmp_path, f"check_cases:{target}")
+    found = checked(cluster, tmp_path, f"test_check:{target}")
     first = next(each for each in found if each.text)
     assert (first.dtype, first.stage, first.name) == ("fp32", stage, name)
     assert text in first.text
@@ -223,7 +184,7 @@ RIGHT = [
 
 @pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)
 def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, changes: dict):
-    found = checked(cluster, tmp_path, f"check_cases:{target}", dtype=dtype, **changes)
+    found = checked(cluster, tmp_path, f"test_check:{target}", dtype=dtype, **changes)
     assert [each for each in found if each.text] == []
     assert {(each.dtype, each.stage) for each in found} == {
         (its, stage) for its in ("fp32", dtype) for stage in STAGES
@@ -283,7 +244,7 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         (
             "raises_on_rank_1",
-            r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*check_cases.py:\d+\)",
+            r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*test_check.py:\d+\)",
         ),
         (
             "leaves_no_gradient",
@@ -294,8 +255,8 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_a_rank_raises_is_shown(
     target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
-    assert main(["check", f"check_cases:{target}", "--dtype=fp32"]) == 2
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    assert main(["check", f"test_check:{target}", "--dtype=fp32"]) == 2
     assert re.search(text, capsys.readouterr().out)
 
 
@@ -341,10 +302,10 @@ def test_masked_scores():
             for target in ("missing.py:make", "model", "train.py", "a/train.py")
         ),
         *((target, "is no file with :function") for target in ("/missing/model", "./model")),
-        ("check_cases:rihgt", "check_cases.py has no function 'rihgt'"),
+        ("test_check:rihgt", "test_check.py has no function 'rihgt'"),
         ("chekc_cases:right", "there is no module chekc_cases"),
         (
-            "check_cases:returns_nothing",
+            "test_check:returns_nothing",
             "returns NoneType; it must return a Trained, or a torch Module",
         ),
     ],
@@ -352,7 +313,7 @@ def test_masked_scores():
 def test_a_bad_target_is_a_usage_error(
     target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     with pytest.raises(SystemExit) as ended:
         main(["check", target])
     assert ended.value.code == 2

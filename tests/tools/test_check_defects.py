@@ -1,21 +1,40 @@
-"""A small model for `symmoe check` with all that a checkpoint has to keep, ways to train it that are right, and defects
-that training code has had on several ranks. All are planted where there are several: one rank is always right."""
+"""`symmoe check` on a small model with all that a checkpoint has to keep: ways to train it that are right, and defects
+that training code has had on several ranks: each is named, at its stage and tensor. All are planted where there are
+several ranks: one is always right. What is said of tensors that differ is compared by tensors made by hand."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import symmoe
-from symmoe.tools.check import Context, Trained
+from symmoe.errors import CheckpointError
+from symmoe.tools.check import Context, Trained, runs
+from symmoe.tools.check.command import judge
+from symmoe.tools.check.compare import Compared, compare
+from symmoe.tools.check.runs import (
+    ACTIVATION,
+    GRADIENT,
+    LOADED,
+    OPTION,
+    SAVED,
+    STAGES,
+    START,
+    UPDATE,
+    Job,
+    Tensors,
+    run,
+)
+from symmoe.tools.ranks import Ranks
 
 RATE = 1e-3
-EXPERTS = "moe.0.experts.fc1.weight"
-State = dict[str, torch.Tensor]
 
 
 class Small(nn.Module):
@@ -57,21 +76,15 @@ class Small(nn.Module):
         return loss, loss + sum(own)
 
 
-def fill(
-    model: Small, context: Context, *, takes_turns: bool = False, assign: bool = False
-) -> Small:
-    """Weights that do not depend on the number of ranks. takes_turns: experts r, r + num_ranks, ... are rank r's."""
+def fill(model: Small, context: Context) -> Small:
+    """Weights that do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(1)
     for name, its in model.named_parameters():
         is_expert = ".experts." in name
         shape = (its.shape[0] * context.num_ranks, *its.shape[1:]) if is_expert else its.shape
         whole = torch.randn(shape, generator=generator) / 4
-        part = whole
-        if is_expert and takes_turns:
-            part = whole[context.rank :: context.num_ranks]
-        elif is_expert:
-            part = whole.chunk(context.num_ranks)[context.rank]
-        model.load_state_dict({name: part.to(its.dtype)}, strict=False, assign=assign)
+        part = whole.chunk(context.num_ranks)[context.rank] if is_expert else whole
+        model.load_state_dict({name: part.to(its.dtype)}, strict=False)
     return model
 
 
@@ -102,10 +115,8 @@ class Training:
     def save(self, folder: str) -> None:
         torch.save(self.state(), Path(folder, f"{self.context.rank}.pt"))
 
-    def load(self, folder: str, change: Callable = lambda it, state: None) -> None:
-        """With something done to the model's state on its way."""
+    def load(self, folder: str) -> None:
         stored = torch.load(Path(folder, f"{self.context.rank}.pt"))
-        change(self, stored["model"])
         self.model.load_state_dict(stored["model"], strict=False)
         self.optimizer.load_state_dict(stored["optimizer"])
 
@@ -114,8 +125,8 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=RATE)
 
 
-def training(context: Context, optimizer: Callable = adam, **options: bool) -> Training:
-    model = fill(Small(context.heap).to(context.dtype), context, **options)
+def training(context: Context, optimizer: Callable = adam) -> Training:
+    model = fill(Small(context.heap).to(context.dtype), context)
     return Training(context, model, optimizer(list(model.parameters())))
 
 
@@ -138,11 +149,6 @@ def planted(part: str, change: Callable, context: Context) -> Trained:
 def plants(part: str) -> Callable:
     """Makes what check is told to run of a defect, which gets the training and what the part gets."""
     return lambda change: partial(planted, part, change)
-
-
-def on_the_way(change: Callable[[Training, State], object]) -> Callable:
-    """The same of a change of the model's state between saving and loading."""
-    return plants("load")(partial(Training.load, change=change))
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
@@ -222,16 +228,6 @@ def statistics_of_rank_0(it: Training, folder: str) -> None:
 # -- at the start -----------------------------------------------------------------------------------------------------
 
 
-def takes_turns(context: Context) -> Trained:
-    return trained(training(context, takes_turns=True))
-
-
-@plants("start")
-def scalars_differ(it: Training) -> None:
-    """By rank; their mean is right."""
-    it.model.scale.data += (-1) ** it.context.rank / 8
-
-
 @plants("start")
 def counts_on(it: Training) -> None:
     it.model.num_steps += it.context.rank
@@ -256,13 +252,6 @@ def freezes_on_rank_1(context: Context) -> Trained:
     return trained(it, backward=backward)
 
 
-@plants("start")
-def norm_of_other_dtype(it: Training) -> None:
-    norm = it.model.norms[0].double()
-    norm.register_forward_pre_hook(lambda _, args: (args[0].double(),))
-    norm.register_forward_hook(lambda _, args, y: y.to(it.context.dtype))
-
-
 # -- forward and backward ---------------------------------------------------------------------------------------------
 
 
@@ -271,19 +260,6 @@ def tokens_of_the_next(it: Training, tokens: torch.Tensor) -> None:
     every = [torch.empty_like(tokens) for _ in range(it.context.num_ranks)]
     dist.all_gather(every, tokens.contiguous())
     reduce(it.model, every[(it.context.rank + 1) % it.context.num_ranks])
-
-
-@plants("backward")
-def sees_all_tokens(it: Training, tokens: torch.Tensor) -> None:
-    """A mixing of positions over the sequences of all ranks."""
-
-    def mix(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor:
-        every = y.detach().clone()
-        dist.all_reduce(every)
-        return y + every / 8
-
-    it.model.frozen.register_forward_hook(mix, prepend=True)
-    reduce(it.model, tokens)
 
 
 def _keeps_its_own(name: str, it: Training, tokens: torch.Tensor) -> None:
@@ -298,21 +274,7 @@ def _keeps_its_own(name: str, it: Training, tokens: torch.Tensor) -> None:
 scalar_not_averaged = plants("backward")(partial(_keeps_its_own, "scale"))
 
 
-@plants("backward")
-def own_loss_twice(it: Training, tokens: torch.Tensor) -> None:
-    """The layers' loss counts num_ranks times."""
-    loss, whole = it.model(tokens)
-    (loss + (whole - loss) * it.context.num_ranks).backward()
-    symmoe.reduce_gradients(it.model)
-
-
 # -- the step ---------------------------------------------------------------------------------------------------------
-
-
-@plants("step")
-def without_a_bias(it: Training) -> None:
-    it.model.norms[1].bias.grad = None
-    it.step()
 
 
 @plants("step")
@@ -322,66 +284,19 @@ def decays_on_rank_1(it: Training) -> None:
 
 
 @plants("step")
-def decays_no_experts_on_rank_1(it: Training) -> None:
-    (group,) = it.optimizer.param_groups
-    experts = [its for name, its in it.model.named_parameters() if ".experts." in name]
-    group["params"] = [its for its in group["params"] if all(its is not e for e in experts)]
-    decay = 0.01 if it.context.rank == 0 else 0.0
-    it.optimizer.add_param_group({"params": experts, "weight_decay": decay})
-    it.step()
-
-
-@plants("step")
-def bias_by_own_load(it: Training) -> None:
-    it.step()
-    it.model.moe[0].router.expert_bias += 1e-3 * it.context.rank
-
-
-@plants("step")
 def rate_falls_twice(it: Training) -> None:
     it.step()
     it.optimizer.param_groups[0]["lr"] *= 0.999**it.context.num_ranks
 
 
-@plants("step")
-def counts_ranks(it: Training) -> None:
-    it.step()
-    it.model.num_steps += it.context.num_ranks - 1
-
-
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
-@on_the_way
-def experts_in_turns(it: Training, state: State) -> None:
-    ours = state[EXPERTS].contiguous()
-    every = [torch.empty_like(ours) for _ in range(it.context.num_ranks)]
-    dist.all_gather(every, ours)
-    state[EXPERTS] = torch.cat(every)[it.context.rank :: it.context.num_ranks]
-
-
-@on_the_way
-def exchanges_norms(it: Training, state: State) -> None:
-    first = state["norms.0.bias"]
-    state["norms.0.bias"] = state["norms.1.bias"]
-    state["norms.1.bias"] = first
-
-
-@on_the_way
-def one_number_of_many(it: Training, state: State) -> None:
+@plants("load")
+def one_number_of_many(it: Training, folder: str) -> None:
     """Not one of those that are kept of large parameters."""
-    state["embed.weight"] = state["head.weight"] = state["embed.weight"].clone()
-    state["embed.weight"][1, 1] += 1e-6
-
-
-@on_the_way
-def experts_of_before(it: Training, state: State) -> None:
-    state[EXPERTS] = training(it.context).model.state_dict()[EXPERTS]
-
-
-saved_in_bf16 = on_the_way(lambda it, state: state.update({EXPERTS: state[EXPERTS].bfloat16()}))
-forgets_an_integer = on_the_way(lambda it, state: state.pop("num_steps"))
-scalar_of_rank = on_the_way(lambda it, state: state["scale"].add_(1e-6 * it.context.rank))
+    it.load(folder)
+    it.model.embed.weight.data[1, 1] += 1e-6
 
 
 @plants("load")
@@ -398,3 +313,153 @@ def unties_in_load(it: Training, folder: str) -> None:
 def masters_in_bf16(context: Context) -> Trained:
     dtype = torch.float32 if context.num_ranks == 1 else torch.bfloat16
     return with_masters(context, dtype=dtype)
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+def run_job(rank: int, num_ranks: int, job: Job) -> None:
+    """A few numbers are kept of a parameter."""
+    with (
+        mock.patch.object(runs, "_MOST", 256),
+        contextlib.suppress(CheckpointError),  # of what differs already
+    ):
+        run(job, Ranks(torch.device("cpu")), 60.0)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of the run on one rank, which is made once for all."""
+    return tmp_path_factory.mktemp("one")
+
+
+def against_one(cluster, one_rank: Path, target: str, dtype: str = "fp32") -> list[Compared]:
+    """All tensors of a model of this file on two ranks, and of the right one on one rank."""
+    job = Job(f"test_check_defects:{target}", 2, dtype, None, 32, 16, str(one_rank))
+    if not job.file(dtype, 1, 0, LOADED).exists():
+        cluster(1).run(run_job, job._replace(target="test_check_defects:plain"))
+    for stale in one_rank.glob("*-2-*.pt"):
+        stale.unlink()
+    cluster(2).run(run_job, job)
+    return judge(job)
+
+
+TIE = "tie of head.weight to embed.weight"
+PLANTED = [
+    ("counts_on", START, "num_steps", "on rank 1"),
+    ("unties", START, TIE, "on 0 of the ranks, and has shape [] on one rank"),
+    ("tokens_of_the_next", ACTIVATION, "embed", "rank 0 has the part of rank 1"),
+    ("scalar_not_averaged", GRADIENT, "scale", "their mean is the one-rank value: nothing"),
+    (
+        "freezes_on_rank_1",
+        GRADIENT,
+        "norms.1.bias",
+        "has shapes [[16]] on 1 of the ranks, and has shape [16] on one rank: often it is frozen",
+    ),
+    (
+        "decays_on_rank_1",
+        UPDATE,
+        "moe.1.router.weight",
+        "on rank [1] another than on rank 0, by less than is allowed",
+    ),
+    ("rate_falls_twice", SAVED, "lr of scale", "0.998 times the one-rank value on all ranks"),
+    ("masters_in_bf16", UPDATE, "moe.1.experts.fc2.weight", "master weights of another dtype"),
+    ("one_number_of_many", LOADED, "embed.weight", "has other bits, of numbers that are not kept"),
+    ("forgets_the_optimizer", LOADED, "step of scale", "was not loaded on rank 0, 1"),
+    ("unties_in_load", LOADED, TIE, "is not there any more on rank 0"),
+]
+WELL_TRAINED = ["plain", "from_meta", "loads_by_assignment", "with_masters", "statistics_of_rank_0"]
+
+
+@pytest.mark.parametrize(
+    ("target", "stage", "name", "text"), PLANTED, ids=[defect[0] for defect in PLANTED]
+)
+def test_what_is_planted_is_named(
+    cluster, one_rank: Path, target: str, stage: str, name: str, text: str
+):
+    first = next(each for each in against_one(cluster, one_rank, target) if each.text)
+    assert (first.stage, first.name) == (stage, name)
+    assert text in first.text
+
+
+@pytest.mark.parametrize("target", WELL_TRAINED)
+def test_what_is_well_trained_passes(cluster, one_rank: Path, target: str):
+    found = against_one(cluster, one_rank, target, "bf16")
+    assert [each for each in found if each.text] == []
+    assert {each.stage for each in found} == set(STAGES)
+    assert {each.name for each in found if each.note} <= {"running_mean (a rank's own)"}
+
+
+W = torch.tensor([[1.0, -2.0, 3.0], [4.0, 0.5, -1.0], [-3.0, 2.0, 5.0], [0.25, 7.0, -6.0]])
+OTHER = W.roll(1, 1)
+LOW, HIGH = W.chunk(2)
+ONE = torch.tensor(1)
+DECAY = torch.tensor(0.01, dtype=OPTION)
+DIFFERENCES = [  # stage; what one rank has, and what two have, the same or their parts; what is said of it
+    (START, W, (W[0::2], W[1::2]), "experts are in another order: [0, 2, 1, 3]"),
+    (START, W, (1.125 * W, 0.875 * W), "ranks have factors of their own: 1.125 on rank 0"),
+    (START, W, (W.double(), W), "has torch.float64 on rank 0, torch.float32 on the last, and"),
+    (START, W, (W, W[:2]), "has shapes [[4, 3], [2, 3]] on 2 of the ranks, and has shape [4, 3]"),
+    (ACTIVATION, W, (HIGH, LOW), "rank 0 has the part of rank 1"),
+    (ACTIVATION, W, (LOW + HIGH / 8, HIGH + LOW / 8), "on rank 0, 1: often dropout, or a forward"),
+    (GRADIENT, W, ((LOW + HIGH) / 2,) * 2, "the mean over ranks, of different experts"),
+    (GRADIENT, W, (2 * LOW, 2 * HIGH), "2 times the one-rank value on all ranks: a factor of 1/"),
+    (GRADIENT, W, (LOW / 2, HIGH / 2), "0.5 times the one-rank value on all ranks: a factor of n"),
+    (GRADIENT, W, (0 * W, 0 * W), "0 times the one-rank value on all ranks: nothing computes it"),
+    (GRADIENT, W, (W + OTHER, W - OTHER), "their mean is the one-rank value: nothing averages"),
+    (GRADIENT, W, (OTHER, W - OTHER), "the sum is 1 times the one-rank value: nothing adds them"),
+    (GRADIENT, W, (W + OTHER,) * 2, "the same on all ranks, and another on one rank: often a term"),
+    (UPDATE, W, (W + OTHER,) * 2, "another on one rank: often another rate or decay, master"),
+    (UPDATE, W, (W, W * 1.0001), "on rank [1] another than on rank 0, by less than is allowed"),
+    (SAVED, W, (W, W + OTHER), "on rank 1: often a count or a statistic"),
+    (SAVED, ONE, (2 * ONE,) * 2, "2 times the one-rank value on all ranks"),
+    (SAVED, DECAY, (DECAY, 0 * DECAY), "ranks have factors of their own: 1 on rank 0, 0 on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("stage", "one", "ranks", "text"), DIFFERENCES)
+def test_what_is_said_of_a_difference(
+    stage: str, one: torch.Tensor, ranks: tuple[torch.Tensor, ...], text: str
+):
+    def found(its: torch.Tensor) -> dict[str, Tensors]:
+        before = STAGES[: STAGES.index(stage)]
+        return {**{each: {} for each in before}, stage: {"w": its}}
+
+    (told,) = compare("fp32", found(one), {}, [found(its) for its in ranks])
+    assert text in told.text
+
+
+LOADS = [  # what two ranks load instead of W, their parts of it or all of it; what is said of it
+    ((W, W), (OTHER, OTHER), "is what other was: names are exchanged on rank 0, 1"),
+    ((W, W), (-W, -W), "is as it was before the step: a checkpoint of an older step, on rank 0, 1"),
+    (
+        (W / 3, W / 3),
+        ((W / 3).bfloat16().float(),) * 2,
+        "was rounded to torch.bfloat16 on rank 0, 1",
+    ),
+    ((ONE, ONE), (~ONE, ~ONE), "was not loaded on rank 0, 1"),
+    ((W, W), (W * torch.nan, W), "was not loaded on rank 0"),
+    ((LOW, HIGH), (LOW, LOW), "is the part of rank 0: a checkpoint of one rank's, on rank 1"),
+    ((LOW, HIGH), (W[0::2], W[1::2]), "has experts in another order: [0, 2] on rank 0"),
+    ((W, W), (W, W + 1e-6), "has other bits on rank 1"),
+    ((W, W), (W.double(), W), "is torch.float64 [4, 3], and was torch.float32 [4, 3], on rank 0"),
+    ((W, W), (W[:0], W), "is not there any more on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded", "text"), LOADS)
+def test_what_is_said_of_a_load(
+    saved: tuple[torch.Tensor, ...], loaded: tuple[torch.Tensor, ...], text: str
+):
+    ranks = []
+    for its, now in zip(saved, loaded, strict=True):
+        found: dict[str, Tensors] = {each: {} for each in STAGES}
+        found[START] = {"w": -its}
+        found[SAVED] = {"w": its, "other": OTHER}
+        found[LOADED] = {} if now is its else {"w": now}
+        ranks.append(found)
+    told = {
+        each.name: each.text
+        for each in compare("fp32", ranks[0], {}, ranks)
+        if each.stage == LOADED
+    }
+    assert text in told["w"]
+    assert told["other"] == ""
