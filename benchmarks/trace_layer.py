@@ -33,9 +33,8 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Timeline, table
 from symmoe.timeline.phases import COMMUNICATION
 from symmoe.timeline.recording import record
-from symmoe.tools.ranks import join
+from symmoe.tools.ranks import WARM_UP, join
 from symmoe.tools.shapes import PRESETS, Options, config_options, shape_of, shape_options
-from symmoe.tools.timing import WARM_UP
 from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 
 _Outputs = TypeVar("_Outputs")

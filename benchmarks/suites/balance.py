@@ -17,7 +17,7 @@ from suites.records import Record, case_record
 from suites.steps import Choice, heap_bytes, make_experts
 from suites.timing import Run
 from symmoe.moe.layer import MoELayer
-from symmoe.tools.timing import times_in_a_row_ms
+from symmoe.tools.ranks import times_in_a_row_ms
 
 PLACES = 4  # of a rank, for replicas
 BALANCES = {

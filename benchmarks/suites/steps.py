@@ -30,9 +30,8 @@ from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
+from symmoe.tools.ranks import Ranks, times_in_a_row_ms
 from symmoe.tools.shapes import Shape, config_of
-from symmoe.tools.timing import times_in_a_row_ms
 from symmoe.training.memory_plan import plan_memory
 
 Forward = Callable[[], Any]

@@ -19,8 +19,7 @@ from suites.records import rounded
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.errors import WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
-from symmoe.tools.timing import WARM_UP
+from symmoe.tools.ranks import WARM_UP, Ranks
 from symmoe.torch_internals import gpu_sleep
 
 DIRECTIONS = ("forward", "backward")

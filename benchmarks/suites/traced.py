@@ -12,8 +12,7 @@ import torch
 
 from suites.problem import Problem
 from suites.records import Record, rounded
-from symmoe.tools.ranks import Ranks
-from symmoe.tools.timing import Step
+from symmoe.tools.ranks import Ranks, Step
 
 _HOST_STEPS = 10  # steps whose launches are timed
 _TRACED = "traced step"

@@ -23,9 +23,8 @@ from suites.timing import HostEvent, Run, Variant, measure
 
 from symmoe import GroupedMLP, SymmetricHeap
 from symmoe.errors import WrongResult
-from symmoe.tools.ranks import Ranks
+from symmoe.tools.ranks import WARM_UP, Ranks
 from symmoe.tools.shapes import PRESETS, Shape
-from symmoe.tools.timing import WARM_UP
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000

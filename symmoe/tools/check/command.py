@@ -101,12 +101,8 @@ def run(args: argparse.Namespace) -> int:
                 num_ranks,
                 {"CUDA_VISIBLE_DEVICES": ""},
                 deadline_s=args.timeout_s,
-                command=(
-                    sys.executable,
-                    "-m",
-                    "symmoe.tools.check.runs",
-                    f"--job={json.dumps(job)}",
-                ),
+                command=(sys.executable, "-m", "symmoe.tools.check.runs"),
+                job=job,
             )
             if trial.error == BadTarget.__name__:
                 raise ArgumentError(trial.text)
