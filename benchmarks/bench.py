@@ -41,7 +41,7 @@ from suites.variants import VARIANTS, bench_precision, precision_heap_bytes
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks, join
-from symmoe.tools.shapes import PRESETS, Options, config_of, shape_options
+from symmoe.tools.shapes import PRESETS, Options, config_of, number, shape_options
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,16 @@ OPTIONS: Options = {
         "help": f"comma-separated routings: {', '.join(SKEWS)} (%(default)s)",
     },
     "--repetitions": {
-        "type": int,
+        "type": number,
         "default": 30,
         "help": "of each variant (%(default)s; show none of fewer)",
     },
-    "--heap-gib": {"type": float, "help": "GiB of the symmetric heap (what the cases need)"},
+    "--heap-gib": {
+        "type": partial(number, kind=float),
+        "help": "GiB of the symmetric heap (what the cases need)",
+    },
     "--ranks-per-node": {
-        "type": int,
+        "type": number,
         "help": "cuts machines into virtual nodes, see docs/nodes.md",
     },
     "--json": {"metavar": "FILE", "help": "write the records to FILE"},
@@ -120,12 +123,6 @@ def run(args: argparse.Namespace) -> None:
     cases = [
         Case(shape, count, skew) for shape in shapes for count in map(int, tokens) for skew in skews
     ]
-    if args.repetitions < 1:
-        raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
-    if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
-        raise ArgumentError(
-            f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30"
-        )
     if args.json and not os.access(
         os.path.dirname(args.json) or ".", os.W_OK
     ):  # before an hour of measuring

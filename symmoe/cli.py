@@ -26,6 +26,7 @@ from symmoe.tools.shapes import (
     add_options,
     config_of,
     config_options,
+    number,
     shape_of,
     shape_options,
 )
@@ -90,7 +91,7 @@ _OPTIONS: Options = {
         "help": "micro-batches in flight, 1F1B (default 1)",
     },
     "--capacity-factor": {
-        "type": float,
+        "type": lambda text: number(text, float),
         "default": 1.2,
         "help": "static capacity, in T * K rows (default 1.2)",
     },
@@ -167,10 +168,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
-        raise ArgumentError(
-            f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0"
-        )
     exact = config_of(
         shape_of(args),
         stash=args.stash,

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from suites.memory import step_record
-from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Places, Problem, row_error
 from suites.records import Record
 from suites.reference import Reference
-from suites.rows import LocalRows, Places
 from suites.steps import Step, records_of
 from suites.stock_torch import ByHand, torch_experts
 from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure

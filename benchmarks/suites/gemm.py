@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem, relative_error
 from suites.records import Record, case_record, tflops
-from suites.rows import LocalRows
 from suites.stock_torch import STOCK, grouped_mm, swiglu
 from suites.timing import Run, Variant, align_ahead, in_steps, largest, measure
 from symmoe import kernels

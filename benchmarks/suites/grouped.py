@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from suites.gemm import groups_error, spans_of
-from suites.problem import DTYPE, MAX_ERROR, Problem
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem
 from suites.records import Record, case_record, tflops
 from suites.reference import expert_outputs
-from suites.rows import LocalRows
 from suites.steps import Step
 from suites.stock_torch import grouped_mm, torch_experts
-from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
+from suites.timing import Run, Variant, in_steps, measure, median_ms
 from suites.traced import of_step
 from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
@@ -189,7 +188,7 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     for name, (variant, about) in (
         ours | {name: (variant, {}) for name, variant in others.items()}
     ).items():
-        launched = of_step(functools.partial(variant.call, HostEvent), problem, run.ranks)
+        launched = of_step(variant.once, problem, run.ranks)
         for column, direction in enumerate(variant.directions):
             taken, flops = times[name][:, column], (1 + column) * layer.flops
             figures: Record = {
@@ -217,7 +216,7 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
             skipped[name] = str(unfit)
             continue
         variant, weights = layer.ours(name, choice)
-        num_bytes = copied_bytes(functools.partial(variant.call, HostEvent), weights)
+        num_bytes = copied_bytes(variant.once, weights)
         variants[name] = variant, choice.about | {"weight_copy_bytes": num_bytes}
     return variants, skipped
 
@@ -229,7 +228,7 @@ def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     for name, make in ({_stock_name(layer): stock_variant} | of_linear).items():
         try:
             variant = make(name, layer)
-            variant.call(HostEvent)
+            variant.once()
             usable[name] = variant
         except (ImportError, RuntimeError) as error:
             skipped[name] = textwrap.shorten(str(error), _NOTE_WIDTH)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from suites.figures import MemoryMeter, combine_bytes, dispatch_bytes, wire_bytes
-from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
+from suites.problem import DTYPE, MAX_ERROR, Problem, all_tokens, row_error, rows_of
 from suites.records import Record, case_record, tflops
 from suites.reference import Reference
-from suites.rows import all_tokens, rows_of
 from suites.steps import Choice, Step, make_experts, stock_step
 from suites.stock_torch import STOCK
 from suites.timing import (

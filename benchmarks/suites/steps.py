@@ -195,7 +195,7 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
             else layer_step(name, choice, problem, run.heap, reference, routes=name in LAYERS)
         )
         errors[name] = step_error(step, run.ranks)
-        calls[name] = _captured(step.results) if choice.captured else step.results
+        calls[name] = step.captured().once if choice.captured else step.results
     records = records_of(problem, run, calls, errors)
     calls.clear()  # ends the graphs before their memory is freed
     run.heap.release_graphs()
@@ -263,18 +263,3 @@ def layer_step(
     return Step(
         name, forward, parameters, d_out, lambda *_: reference.step_error(*routed.results())
     )
-
-
-def _captured(step: Callable[[], object]) -> Callable[[], object]:
-    """A step that replays a graph."""
-    step()  # compiles its kernels
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    def replay() -> object:
-        graph.replay()
-        return step, results  # as long as the graph, what it reads and writes lives too
-
-    return replay

@@ -86,6 +86,10 @@ class Variant:
         False  # marks are those of the call before: a captured graph records the same events
     )
 
+    def once(self) -> None:
+        """Does it once, without a wait."""
+        self.call(HostEvent)
+
 
 def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
     """A Variant's call: the steps one after the other, with marks around each."""

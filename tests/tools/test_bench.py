@@ -10,7 +10,7 @@ import bench
 import pytest
 import torch
 from example_runs import output_of
-from suites import grouped, pointer_loading, stock_torch
+from suites import grouped, overhead, stock_torch
 from suites.gemm import groups_error
 from suites.grouped import copied_bytes
 
@@ -403,4 +403,4 @@ def test_copies_are_counted_forward_and_backward():
 def test_the_swizzle_of_pointer_loading_is_that_of_the_package(shape: tuple[int, int]):
     scale = torch.randint(256, shape, dtype=torch.uint8)
     wanted = swizzle_scales(scale, torch.tensor([0, shape[0]], dtype=torch.int32))
-    assert torch.equal(pointer_loading._swizzled(scale), wanted.flatten())
+    assert torch.equal(overhead._swizzled(scale), wanted.flatten())

@@ -15,9 +15,17 @@ from cluster import run_on
 from suites import records
 from suites.cases import HOT_EXPERT, Case, choose_experts, shapes_of
 from suites.layer import CEILING, Choice, bench_layer, experts_only
-from suites.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
+from suites.problem import (
+    MAX_ERROR,
+    Places,
+    Problem,
+    Routing,
+    packed_rows_of,
+    relative_error,
+    row_error,
+    rows_of,
+)
 from suites.reference import Reference
-from suites.rows import Places, packed_rows_of, rows_of
 from suites.stock_torch import STOCK
 from suites.timing import HostEvent, Run, Variant, measure
 

@@ -21,7 +21,7 @@ from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
-from symmoe.tools.shapes import Options
+from symmoe.tools.shapes import Options, number
 
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
@@ -35,18 +35,12 @@ The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed
 """
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
-    return int(text)
-
-
 OPTIONS: Options = {
     "target": {
         "help": "a model of transformers, file.py:function, or package.module:function",
     },
     "--ranks": {
-        "type": _number,
+        "type": lambda text: number(text, above=1),
         "default": 2,
         "help": "number of ranks to compare with one (%(default)s)",
     },
@@ -55,19 +49,19 @@ OPTIONS: Options = {
         "default": "bf16",
         "help": "dtype of a second comparison beside fp32 (%(default)s)",
     },
-    "--layers": {"type": _number, "help": "number of layers of a transformers model (all)"},
+    "--layers": {"type": number, "help": "number of layers of a transformers model (all)"},
     "--length": {
-        "type": _number,
+        "type": number,
         "default": 32,
         "help": "tokens of a rank, one sequence (%(default)s)",
     },
     "--heap-mib": {
-        "type": _number,
+        "type": number,
         "default": 256,
         "help": "MiB of the symmetric heap (%(default)s)",
     },
     "--timeout-s": {
-        "type": _number,
+        "type": number,
         "default": 600,
         "help": "limit of each run: of one rank, and of all (%(default)s)",
     },
@@ -81,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
         os.path.dirname(args.json) or ".", os.W_OK
     ):  # before minutes of running
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
-    if args.ranks < 2:
-        raise ArgumentError(f"ranks ({args.ranks}) must be at least 2: they are compared with one")
     where, failure = args.target.rpartition(":")[0], ""
     is_name = (
         re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.py)", args.target) is not None
