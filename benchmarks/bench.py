@@ -25,7 +25,7 @@ from suites.deepep import bench_deepep, bench_deepep_trips
 from suites.fp8 import bench_fp8
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
-from suites.layer import LAYER, bench_layer
+from suites.layer import LAYER, VARIANTS, bench_layer, bench_precision, precision_heap_bytes
 from suites.memory import bench_memory
 from suites.overhead import bench_overhead
 from suites.problem import Problem, routing_of
@@ -36,7 +36,6 @@ from suites.steps import bench_steps, heap_bytes
 from suites.suspend import bench_suspend
 from suites.timing import Run
 from suites.trips import bench_combine, bench_dispatch, bench_plan
-from suites.variants import VARIANTS, bench_precision, precision_heap_bytes
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap

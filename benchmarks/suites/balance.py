@@ -52,8 +52,12 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
         for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
             meter = MemoryMeter(ranks.device, run.heap)
             steps[name]()
-            figures = {"skew": f"{load:.2f}", "load": round(load, 3), "places": PLACES}
-            figures |= meter.peak()
+            figures = {
+                "skew": f"{load:.2f}",
+                "load": round(load, 3),
+                "places": PLACES,
+                **meter.peak(),
+            }
             records.append(case_record(problem, "balance", name, "step", taken, **figures))
     return records
 

@@ -19,15 +19,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
+from suites.layer import E4M3_ERROR
 from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem
 from suites.records import Record, case_record, tflops
 from suites.reference import expert_outputs
 from suites.steps import Step
 from suites.stock_torch import grouped_mm, torch_experts
 from suites.timing import Run, Variant, in_steps, measure, median_ms
-from suites.traced import of_step
-from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
@@ -194,14 +194,17 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
             figures: Record = {
                 "tflops": tflops(flops, taken),
                 "error": errors[name],
+                "skipped": skipped | unusable,
                 **about,
                 **launched,
             }
             if name in ours and stock is not None:
                 against = stock[:, column]
-                figures |= {"stock_tflops": tflops(flops, against), "stock_ms": median_ms(against)}
-                figures["yardstick"] = "stock_tflops"
-            figures["skipped"] = skipped | unusable
+                figures |= {
+                    "stock_tflops": tflops(flops, against),
+                    "stock_ms": median_ms(against),
+                    "yardstick": "stock_tflops",
+                }
             records.append(case_record(problem, "grouped", name, direction, taken, **figures))
     return records
 
@@ -216,8 +219,9 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
             skipped[name] = str(unfit)
             continue
         variant, weights = layer.ours(name, choice)
-        num_bytes = copied_bytes(variant.once, weights)
-        variants[name] = variant, choice.about | {"weight_copy_bytes": num_bytes}
+        with CopiesOf(weights) as copies:
+            variant.once()
+        variants[name] = variant, choice.about | {"weight_copy_bytes": copies.num_bytes}
     return variants, skipped
 
 
@@ -336,19 +340,12 @@ _LINEAR_YARDSTICKS = {
 }
 
 
-def copied_bytes(step: Callable[[], object], tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of these tensors' memory that torch's operators copy in one call of `step`, on any device.
+class CopiesOf(TorchDispatchMode):
+    """Adds up the bytes of these tensors' memory that torch's operators copy in a block, on any device. It is passed on
+    to the threads in which autograd runs backward.
 
     Counts copy_, clone, cat and stack; no casts, and not what kernels of this package or of others copy.
     """
-    copies = _CopiesOf(tensors)
-    with copies:
-        step()
-    return copies.num_bytes
-
-
-class _CopiesOf(TorchDispatchMode):
-    """Adds up the bytes of copies of some tensors. It is passed on to the threads in which autograd runs backward."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from suites.cases import Case
+from suites.figures import of_step
 from suites.problem import DTYPE, MAX_ERROR, Problem
 from suites.records import Record, case_record, tflops
 from suites.reference import Reference
 from suites.stock_torch import STOCK, stock_layer, torch_experts
 from suites.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps, largest_error, plan_of
-from suites.traced import of_step
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.ep_step import expert_parallel_mlp

@@ -126,9 +126,7 @@ def trip_records(
     records = []
     for name, taken in times.items():
         for column in range(taken.shape[1]):
-            figures: Record = {"error": errors[name]}
-            if name in wires:
-                figures |= {"wire_bytes": wires[name]}
+            figures: Record = {"error": errors[name], "wire_bytes": wires.get(name)}
             if copies.get(name) in times:
                 figures |= {
                     "copy_gbs": gbs(wires[name], times[copies[name]]),

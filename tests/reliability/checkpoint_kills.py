@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import bits as content
 from checkpoint_cases import fill
-from suites.machine import machine
+from suites.records import machine
 from torch import nn
 
 import symmoe
