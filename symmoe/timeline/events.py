@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -149,11 +150,8 @@ def length(spans: Sequence[Span]) -> float:
 def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
     """Spans in which an event of these phases runs: non-empty, disjoint, not adjacent, in order."""
     merged: list[Span] = []
-    for begin, end in sorted(
-        (event.begin_us, event.end_us) for event in events if event.phase in phases
-    ):
-        if begin == end:
-            continue
+    chosen = [event for event in events if event.phase in phases and event.begin_us < event.end_us]
+    for begin, end in sorted((event.begin_us, event.end_us) for event in chosen):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -163,14 +161,8 @@ def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """The parts of `spans` outside all `others`; both from _spans_of."""
-    left: list[Span] = []
-    for begin, end in spans:
-        for other_begin, other_end in others:
-            if other_end <= begin or end <= other_begin:
-                continue
-            if begin < other_begin:
-                left.append((begin, other_begin))
-            begin = min(end, other_end)
-        if begin < end:
-            left.append((begin, end))
-    return left
+    begins = [-math.inf, *(end for _, end in others)]
+    ends = [*(begin for begin, _ in others), math.inf]
+    gaps = list(zip(begins, ends, strict=True))
+    parts = ((max(a, c), min(b, d)) for a, b in spans for c, d in gaps)
+    return [(begin, end) for begin, end in parts if begin < end]
