@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -86,52 +86,62 @@ def table(timeline: Timeline) -> str:
     """Busy and exposed microseconds by direction and phase, and the exposed communication in total."""
     num_ranks, error_us = len(timeline.ranks), max(timeline.clock_error_us)
     ranks = range(num_ranks)
+    totals = {
+        "communication, exposed": [length(timeline.exposed_communication(rank)) for rank in ranks],
+        "nothing runs": [timeline.idle_us(rank) for rank in ranks],
+    }
     lines = [
         f"{timeline.device}, {num_ranks} ranks, {timeline.end_us:.1f} us; rank clocks agree within {error_us:.1f} us",
         "exposed: of the time that a phase runs on a rank, the part in which no GEMM of its experts runs",
         "",
         f"{'':9} {'phase':16} {'launches':>8} {'busy us':>10}"
         + "".join(f" {f'exposed {r}':>11}" for r in ranks),
+        *(
+            f"{times.direction:9} {times.phase:16} {times.num_events:8} {fmean(times.busy_us):10.1f}"
+            + "".join(f" {exposed:11.1f}" for exposed in times.exposed_us)
+            for times in timeline.phases()
+        ),
+        *(
+            f"{text:45} " + "".join(f" {value:11.1f}" for value in values)
+            for text, values in totals.items()
+        ),
+        "launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time",
     ]
-    for times in timeline.phases():
-        start = f"{times.direction:9} {times.phase:16} {times.num_events:8} {fmean(times.busy_us):10.1f}"
-        lines.append(start + "".join(f" {exposed:11.1f}" for exposed in times.exposed_us))
-    exposed = [length(timeline.exposed_communication(rank)) for rank in ranks]
-    for text, values in (
-        ("communication, exposed", exposed),
-        ("nothing runs", map(timeline.idle_us, ranks)),
-    ):
-        lines.append(f"{text:45} " + "".join(f" {value:11.1f}" for value in values))
-    lines.append(
-        "launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time"
-    )
     return "\n".join(line.rstrip() for line in lines)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """In the Trace Event Format: a process per rank, a thread per lane, and one that shows exposed communication."""
-    items: list[dict[str, Any]] = []
-    for rank, events in enumerate(timeline.ranks):
-        lanes = [*lanes_of(timeline, rank), EXPOSED_LANE]
-        named = [
-            ("process", 0, f"rank {rank}", rank),
-            *(("thread", n, lane, n) for n, lane in enumerate(lanes)),
-        ]
-        for what, thread, text, order in named:
-            where = {"ph": "M", "pid": rank, "tid": thread}
-            items.append(where | {"name": f"{what}_name", "args": {"name": text}})
-            items.append(where | {"name": f"{what}_sort_index", "args": {"sort_index": order}})
-        exposed = [
-            Event(EXPOSED_LANE, "exposed", "exposed", "", *s)
-            for s in timeline.exposed_communication(rank)
-        ]
-        for e in (*events, *exposed):
-            times = {"ts": round(e.begin_us, 3), "dur": round(e.end_us - e.begin_us, 3)}
-            about = {"operator or kernel": e.name, "direction": e.direction} if e.name else {}
-            shown = {"name": e.phase, "cat": e.direction or "step", "args": about}
-            items.append({"ph": "X", "pid": rank, "tid": lanes.index(e.lane), **shown, **times})
+    items = [item for rank in range(len(timeline.ranks)) for item in _items_of(timeline, rank)]
     recorded = {"device": timeline.device, "clock_error_us": list(timeline.clock_error_us)}
     return {"traceEvents": items, "displayTimeUnit": "ms", "otherData": recorded}
+
+
+def _items_of(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    lanes = [*lanes_of(timeline, rank), EXPOSED_LANE]
+    named = [
+        ("process", 0, f"rank {rank}", rank),
+        *(("thread", n, lane, n) for n, lane in enumerate(lanes)),
+    ]
+    for what, thread, text, order in named:
+        where = {"ph": "M", "pid": rank, "tid": thread}
+        yield where | {"name": f"{what}_name", "args": {"name": text}}
+        yield where | {"name": f"{what}_sort_index", "args": {"sort_index": order}}
+    exposed = [
+        Event(EXPOSED_LANE, "exposed", "exposed", "", *s)
+        for s in timeline.exposed_communication(rank)
+    ]
+    for e in (*timeline.ranks[rank], *exposed):
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": lanes.index(e.lane),
+            "name": e.phase,
+            "cat": e.direction or "step",
+            "args": {"operator or kernel": e.name, "direction": e.direction} if e.name else {},
+            "ts": round(e.begin_us, 3),
+            "dur": round(e.end_us - e.begin_us, 3),
+        }
 
 
 def lanes_of(timeline: Timeline, rank: int) -> list[str]:

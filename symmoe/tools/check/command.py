@@ -156,26 +156,31 @@ def render(tensors: Sequence[Compared], failure: str) -> str:
     head = (
         f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
     )
-    lines = [head] if tensors else []
-    for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
-        its = list(group)
-        known = [each for each in its if each.error is not None]
-        counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
-        worst = max(known, key=Compared.excess, default=its[0])
-        lines.append(
-            f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
-        )
-    lines += [
+    stages = itertools.groupby(tensors, lambda each: (each.dtype, each.stage))
+    notes = [
         f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}"
         for each in tensors
         if each.note
-    ][:1]
-    different = [each for each in tensors if each.text][:1]
-    lines += [
-        f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}"
-        for each in different
     ]
-    lines += (
-        [failure] if failure else ["the same: no tensor differs beyond rounding"] * (not different)
-    )
+    different = [
+        f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}"
+        for each in tensors
+        if each.text
+    ]
+    verdict = failure or "the same: no tensor differs beyond rounding" * (not different)
+    lines = [
+        *[head] * bool(tensors),
+        *(_stage_line(dtype, stage, list(group)) for (dtype, stage), group in stages),
+        *notes[:1],
+        *different[:1],
+        *[verdict] * bool(verdict),
+    ]
     return "\n".join(lines)
+
+
+def _stage_line(dtype: str, stage: str, its: Sequence[Compared]) -> str:
+    known = [each for each in its if each.error is not None]
+    counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
+    worst = max(known, key=Compared.excess, default=its[0])
+    errors = f"{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}"
+    return f"{dtype:6}{stage:20}{counts}{errors}  {worst.name}"
