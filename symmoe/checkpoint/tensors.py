@@ -278,20 +278,16 @@ def _of_module(
         ]  # innermost first
         heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
-        owner = module.get_submodule(path)
-        discrete = _DISCRETE.fullmatch(leaf)
-        if discrete and isinstance(owner, GroupedLinear):
-            start = ep_rank * owner.num_groups + int(discrete[1])
-            packed = key.removesuffix(leaf) + "weight"
-            num_rows = ep_size * owner.num_groups
-            place = Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
-        else:
-            place = Place(
-                key=key,
-                tensor=tensor,
-                start=ep_rank * len(tensor),
-                num_rows=ep_size * len(tensor),
-            )
+        owner: Any = module.get_submodule(path)
+        discrete = _DISCRETE.fullmatch(leaf) if isinstance(owner, GroupedLinear) else None
+        num_local = owner.num_groups if discrete else len(tensor)
+        place = Place(
+            key=key.removesuffix(leaf) + "weight" if discrete else key,
+            tensor=tensor,
+            start=ep_rank * num_local + (int(discrete[1]) if discrete else 0),
+            num_rows=ep_size * num_local,
+            is_row=discrete is not None,
+        )
         yield plain, place
 
 
