@@ -6,13 +6,13 @@ import itertools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from symmoe.kernels import architectures
-from symmoe.tools.doctor.findings import Said, about, first
+from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
 from symmoe.tools.doctor.versions import release
 from symmoe.tools.facts import output_of
 
@@ -106,10 +106,9 @@ def read_gpus(smi: Report) -> Gpus:
         return Gpus(error=str(error).split("\n", 1)[0])
 
 
-@about("gpus")
 def check_gpus(
     gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str | None
-) -> Iterable[Said]:
+) -> list[Finding]:
     """The GPUs, and whether torch can use them. torch_cuda: torch's CUDA version, None for a CPU build; visible:
     CUDA_VISIBLE_DEVICES, None if not set."""
     version = next((each["driver_version"] for each in smi.devices.values()), "")
@@ -121,16 +120,17 @@ def check_gpus(
         f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}",
     )
     if not gpus.gpus:
-        return _check_none(gpus.error, smi, torch_cuda, visible, driver)
+        return findings_about("gpus", *_check_none(gpus.error, smi, torch_cuda, visible, driver))
     if torch_cuda is None:
         text = f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs"
-        return [(True, "problem", text, _REINSTALL)]
+        return findings_about("gpus", (True, "problem", text, _REINSTALL))
     used = {smi.index_of(gpu) for gpu in gpus.gpus}
     names = Counter((gpu.name, gpu.major, gpu.minor, gpu.total_memory) for gpu in gpus.gpus)
     kinds = [
         f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()
     ]
-    return [
+    return findings_about(
+        "gpus",
         driver,
         *(row for index, gpu in enumerate(gpus.gpus) for row in _check_kind(index, gpu)),
         *(
@@ -151,7 +151,7 @@ def check_gpus(
             f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}",
             "",
         ),
-    ]
+    )
 
 
 def _check_kind(index: int, gpu: Any) -> list[Said]:
@@ -223,10 +223,9 @@ def _check_none(
     )
 
 
-@about("links")
 def check_links(
     pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None
-) -> Iterable[Said]:
+) -> list[Finding]:
     """The connections between GPUs; links of the used GPUs, by nvidia-smi's index."""
     blocked = [pair for pair in pairs if not pair.can_access]
     reached = [pair for pair in pairs if pair.can_access]
@@ -244,7 +243,8 @@ def check_links(
     kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
     rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
     rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
-    return [
+    return findings_about(
+        "links",
         (
             blocked,
             "problem",
@@ -264,7 +264,7 @@ def check_links(
             "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot",
         ),
         (fine, "ok", f"peer access between {which}, by {', '.join(kinds)}{rate}", ""),
-    ]
+    )
 
 
 def ask() -> Report:

@@ -7,12 +7,12 @@ import platform
 import resource
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from symmoe.symm_mem import host_backend
-from symmoe.tools.doctor.findings import Said, about, first
+from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default, minus used space
@@ -144,13 +144,12 @@ def read_system(environment: Mapping[str, str]) -> System:
     )
 
 
-@about("system")
-def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
+def check_system(system: System, *, has_gpu: bool) -> list[Finding]:
     """Findings about the host, and whether the kernels' launchers can be compiled."""
     problem = system.host_problem
     if problem and system.os_name != "Linux":
         fix = "run it on Linux: a container or a virtual machine will do"
-        return [(True, "problem", problem, fix)]
+        return findings_about("system", (True, "problem", problem, fix))
     no_heap = "note" if has_gpu else "problem", f"no heap in host memory: {problem}"
     allow = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
     move = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
@@ -161,7 +160,8 @@ def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
         f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, "
         f"{system.num_cores} core{'s' * (system.num_cores != 1)}{free}"
     )
-    return [
+    return findings_about(
+        "system",
         *first(("memfd" in problem, *no_heap, allow), (problem, *no_heap, move)),
         (
             has_gpu and system.compiler is None,
@@ -176,11 +176,10 @@ def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
             headers,
         ),
         (True, "ok", has, ""),
-    ]
+    )
 
 
-@about("limits")
-def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
+def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
     """Memory, /dev/shm (for NCCL's buffers, not for the host heap), open files and processes."""
     files = system.max_files
     free = system.shm_free_bytes or 0
@@ -229,13 +228,12 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
         ),
     ]
     fine = f"/dev/shm {_size(free)} of {_size(total)} free, open files {files or 'no limit'}"
-    return [*found, (not first(*found), "ok", fine, "")]
+    return findings_about("limits", *found, (not first(*found), "ok", fine, ""))
 
 
-@about("environment")
 def check_environment(
     environment: Mapping[str, str], *, has_gpu: bool, num_cores: int
-) -> Iterable[Said]:
+) -> list[Finding]:
     """Problems of relevant variables, then one line with their values. symmoe sets NVSHMEM's variables unless the
     environment already has them: its values win."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
@@ -245,7 +243,8 @@ def check_environment(
         for name, v in values.items()
     }
     threads = environment.get("OMP_NUM_THREADS", "")
-    return [
+    return findings_about(
+        "environment",
         *(
             (
                 has_gpu and name in environment and _is_harmful(environment[name], wrong),
@@ -282,7 +281,7 @@ def check_environment(
             "export OMP_NUM_THREADS=1",
         ),
         (True, "ok", " ".join(shown.values()) or "no variable that matters is set", ""),
-    ]
+    )
 
 
 def _is_harmful(value: str, wrong: str) -> bool:

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from symmoe.dispatch.plan import make_plan
 from symmoe.errors import PeerError, WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.doctor.findings import Said, about
+from symmoe.tools.doctor.findings import Finding, findings_about
 from symmoe.tools.ranks import Ranks, join, times_in_a_row_ms
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
@@ -138,8 +138,7 @@ def _first_error(
     return min(causes, key=lambda cause: cause[0])[1]
 
 
-@about("self-test")
-def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterable[Said]:
+def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
     """Findings from the self-test; link_gbs: GB/s of all NVLinks of a GPU in one direction, None is unknown."""
     where = "GPU" if on_gpus else "CPU"
     ranks = (
@@ -153,7 +152,9 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
             fix = "give it memory: end other jobs, or docker run --memory=8g"
         elif trial.error == "WrongResult":
             fix = "symmoe doctor --json > doctor.json, and open an issue with it"
-        return [(True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)]
+        return findings_about(
+            "self-test", (True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)
+        )
     # One rank moves no rows: it has no such figures.
     dispatch, combine, copy = (
         trial.figures.get(f"{name}_gbs", 0.0) for name in ("dispatch", "combine", "copy")
@@ -163,7 +164,8 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
         link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
         text += f"; dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
     known_gbs = link_gbs or 0.0
-    return [
+    return findings_about(
+        "self-test",
         (
             on_gpus and copy < _MODEST_LINK * known_gbs and "copy_gbs" in trial.figures,
             "note",
@@ -177,7 +179,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
             f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length",
         ),
         (True, "ok", f"{text} ({trial.took_s:.0f} s in all)", ""),
-    ]
+    )
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------

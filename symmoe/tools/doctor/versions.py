@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
 
 import torch
 
 from symmoe.kernels.architectures import TRITON_VERSIONS
-from symmoe.tools.doctor.findings import Said, about, first
+from symmoe.tools.doctor.findings import Finding, findings_about, first
 from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
@@ -66,8 +66,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.group().split("."))) if match else (0,)
 
 
-@about("versions")
-def check_versions(versions: Versions, *, has_gpu: bool) -> Iterable[Said]:
+def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
     """Problems of the versions, then one line that lists them."""
     installed, pins, cuda = versions.installed, versions.torch_pins, versions.torch_cuda
     torch_version, triton = installed["torch"], installed.get("triton", "")
@@ -91,7 +90,8 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterable[Said]:
     }
     parts = [f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()]
     built = f"CUDA {cuda}" if cuda else "CPUs"
-    return [
+    return findings_about(
+        "versions",
         *first(
             (
                 release(torch_version) < release(_TORCH[0]),
@@ -189,4 +189,4 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterable[Said]:
             "pip install 'psutil>=5'",
         ),
         (True, "ok", f"{', '.join(parts)}; torch is built for {built}", ""),
-    ]
+    )
