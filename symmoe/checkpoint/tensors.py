@@ -19,6 +19,9 @@ from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")
+REPLICAS = (  # a note of ranks that have the same part
+    ", which must have the same bits (unless it is an expert's: then its module has to say holds_experts = True)"
+)
 COMPILED = "_orig_mod."  # torch.compile's prefix of names in compiled modules
 
 
@@ -195,18 +198,17 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def check_replicas(
-    parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]
-) -> None:
-    """Compares ranks with the same part. `parts`: key and ranks of each part; `digests`: by rank, digests of its parts
-    by key; both are equal on every rank. CheckpointError: the bits of a part differ; the text names two ranks."""
-    for key, (first, *others) in parts:
-        for rank in others:
-            if digests[rank][key] != digests[first][key]:
-                raise CheckpointError(
-                    f"{key} differs between rank {first} and rank {rank}, which must have the same bits (unless it "
-                    "is an expert's: then its module has to say holds_experts = True)"
-                )
+def agreed(tables: Sequence[Mapping[str, Any]], note: str = "") -> dict[str, Any]:
+    """The values of all ranks, by key. tables: by rank, the values that it has. CheckpointError: ranks have different
+    values of a key; the text names two ranks, and has the note, or both values."""
+    found: dict[str, tuple[int, Any]] = {}
+    for rank, table in enumerate(tables):
+        for key, value in table.items():
+            first, known = found.setdefault(key, (rank, value))
+            if known != value:
+                differs = f"{key} differs between rank {first} and rank {rank}"
+                raise CheckpointError(differs + (note or f": {known} and {value}"))
+    return {key: value for key, (_, value) in found.items()}
 
 
 def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:

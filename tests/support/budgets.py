@@ -25,8 +25,8 @@ STATEMENTS: dict[str, tuple[int, int]] = {
     "checks + precision": (550, 630),
     "dispatch + combine": (750, 980),
     "grouped + moe + training + lora + metrics + pointers + routing": (3_600, 5_240),
-    "checkpoint + integrations": (2_100, 2_670),
-    "tools + timeline": (1_400, 1_770),
+    "checkpoint + integrations": (2_100, 2_660),
+    "tools + timeline": (1_400, 1_760),
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
