@@ -25,7 +25,7 @@ from suites.deepep import bench_deepep, bench_deepep_trips
 from suites.fp8 import bench_fp8
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
-from suites.layer import LAYER, bench_layer
+from suites.layer import LAYER, VARIANTS, bench_layer, bench_precision, precision_heap_bytes
 from suites.memory import bench_memory
 from suites.overhead import bench_overhead
 from suites.problem import Problem, routing_of
@@ -36,12 +36,11 @@ from suites.steps import bench_steps, heap_bytes
 from suites.suspend import bench_suspend
 from suites.timing import Run
 from suites.trips import bench_combine, bench_dispatch, bench_plan
-from suites.variants import VARIANTS, bench_precision, precision_heap_bytes
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks, join
-from symmoe.tools.shapes import PRESETS, Options, config_of, shape_options
+from symmoe.tools.shapes import PRESETS, Options, config_of, number, shape_options
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,16 @@ OPTIONS: Options = {
         "help": f"comma-separated routings: {', '.join(SKEWS)} (%(default)s)",
     },
     "--repetitions": {
-        "type": int,
+        "type": number,
         "default": 30,
         "help": "of each variant (%(default)s; show none of fewer)",
     },
-    "--heap-gib": {"type": float, "help": "GiB of the symmetric heap (what the cases need)"},
+    "--heap-gib": {
+        "type": partial(number, kind=float),
+        "help": "GiB of the symmetric heap (what the cases need)",
+    },
     "--ranks-per-node": {
-        "type": int,
+        "type": number,
         "help": "cuts machines into virtual nodes, see docs/nodes.md",
     },
     "--json": {"metavar": "FILE", "help": "write the records to FILE"},
@@ -120,12 +122,6 @@ def run(args: argparse.Namespace) -> None:
     cases = [
         Case(shape, count, skew) for shape in shapes for count in map(int, tokens) for skew in skews
     ]
-    if args.repetitions < 1:
-        raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
-    if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
-        raise ArgumentError(
-            f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30"
-        )
     if args.json and not os.access(
         os.path.dirname(args.json) or ".", os.W_OK
     ):  # before an hour of measuring

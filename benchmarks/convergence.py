@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from pictures import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
 from suites.cases import parser_of
-from suites.machine import machine
+from suites.records import machine
 
 from symmoe.tools.shapes import Options
 

@@ -359,10 +359,10 @@ Training = tuple[
 ]  # whose trainer and which way, tokens per second, losses by step
 
 
-def trainings() -> Iterable[tuple[Training, Training]]:
-    """Each, and the trainer's own to compare it with."""
+def trainings() -> Iterable[list[Training]]:
+    """The ways of each trainer; the last is its own, to compare the others with."""
     titan, megatron, trainer = map(load, TRAINERS)
-    of_trainers: Iterable[list[Training]] = (
+    return (
         [(f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan],
         [of_megatron(one) for one in megatron],
         [
@@ -370,8 +370,6 @@ def trainings() -> Iterable[tuple[Training, Training]]:
             for one in trainer["results"]
         ],
     )
-    for each in of_trainers:
-        yield from ((one, each[-1]) for one in each)
 
 
 def of_megatron(one: Record) -> Training:
@@ -382,13 +380,10 @@ def of_megatron(one: Record) -> Training:
 
 
 def trainers() -> Iterable[list[object]]:
-    for (name, rate, losses), (_, own, _) in trainings():
-        yield [
-            name,
-            f"{rate:,.0f}",
-            f"{rate / own:.2f}x",
-            *(f"{losses[step]:.3f}" for step in ("20", "100", "200")),
-        ]
+    for ways in trainings():
+        for name, rate, losses in ways:
+            shown = (f"{losses[step]:.3f}" for step in ("20", "100", "200"))
+            yield [name, f"{rate:,.0f}", f"{rate / ways[-1][1]:.2f}x", *shown]
 
 
 # -- reliability ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,8 @@ def draw_bars(axis: Axes, mine: Records, along: str, figure: str) -> None:
     groups = known + [value for value in values if value not in GROUPS]
     looks = {variant: (label, look) for variant, (label, _, look) in shown_in(mine).items()}
     of = {(record[along], record["variant"]): record[figure] for record in mine}
-    draw_groups(axis, groups, looks, of, number_text(record[figure] for record in mine))
+    digits = "{:.0f}" if min(of.values()) >= 100 else "{:.3g}"  # whole numbers where all are large
+    draw_groups(axis, groups, looks, of, digits.format)
 
 
 def draw_groups(
@@ -125,11 +126,6 @@ def draw_groups(
         axis.bar_label(bars, fmt=text, padding=1, fontsize=7)
     axis.set_xticks(range(len(groups)), groups)
     axis.margins(y=0.1)
-
-
-def number_text(values: Iterable[float]) -> Callable[[float], str]:
-    """How figures are written: whole where all are large, else three digits."""
-    return "{:.0f}".format if min(values) >= 100 else "{:.3g}".format
 
 
 def draw_lines(axis: Axes, mine: Records) -> None:
@@ -160,52 +156,40 @@ LAYERS = {  # of steps, and of what they hold
 }
 
 
-def draw_speed(path: str) -> None:
-    of = {
-        (one["preset"], one["variant"]): one["tflops"]
-        for one in records("steps-h200-ep2", "deepep-h200-ep2")
-        if one["suite"] == "steps" and one["tokens"] == 8192
-    }
-    title = (
-        "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better"
-    )
-    draw_presets(path, title, "TFLOP/s per GPU", of)
-
-
-def draw_memory(path: str) -> None:
-    of = {(one["preset"], one["variant"]): held_mib(one) for one in records("memory-h100-ep2")}
-    title = "What a MoE layer keeps until its backward, bf16, 2 NVIDIA H100s, 8192 tokens per GPU; less is better"
-    draw_presets(path, title, "MiB per GPU", of)
-
-
 def held_mib(record: dict[str, Any]) -> float:
     """Ordinary memory, and leases of the heap."""
     return float(record["held_ordinary_bytes"] + record["held_heap_bytes"]) / 2**20
 
 
-def draw_presets(path: str, title: str, unit: str, of: dict[tuple[str, str], float]) -> None:
-    """Bars of each preset for the variants of LAYERS that `of` has."""
+def draw_presets(
+    title: str,
+    unit: str,
+    suite: str,
+    names: Sequence[str],
+    figure: Callable[[dict[str, Any]], float],
+    path: str,
+) -> None:
+    """Bars of each preset for the variants of LAYERS, by a figure of a suite's records of 8192 tokens."""
+    of = {
+        (one["preset"], one["variant"]): figure(one)
+        for one in records(*names)
+        if one["suite"] == suite and one["tokens"] == 8192
+    }
     measured = {variant for _, variant in of}
     looks = {variant: look for variant, look in LAYERS.items() if variant in measured}
-    with picture(path, height_inches=3.4) as figure:
-        axis = figure.subplots()
+    with picture(path, height_inches=3.4) as figures:
+        axis = figures.subplots()
         draw_groups(axis, GROUPS[:3], looks, of, "{:.0f}".format)
         axis.set_ylabel(unit)
         axis.set_title(title, loc="left")
-        figure.legend(loc="outside lower center", ncols=2)
+        figures.legend(loc="outside lower center", ncols=2)
 
 
 def draw_records(title: str, names: Sequence[str], along: str, path: str) -> None:
-    draw(path, title, records(*names), along)
-
-
-def draw_skew(path: str) -> None:
-    uneven = records("layer-skew-h200-ep2")
-    even = [
-        record for record in records("layer-h200-ep2") if record["preset"] == uneven[0]["preset"]
-    ]
-    title = "Time of a MoE layer on NVIDIA H200s by routing, 8192 tokens per GPU; less is better"
-    draw(path, title, even + uneven, "skew")
+    """All records of the layer; along routings, those of the first one's preset."""
+    found = records(*names)
+    alike = [r for r in found if along != "skew" or r["preset"] == found[0]["preset"]]
+    draw(path, title, alike, along)
 
 
 def draw_own(path: str, files: list[str]) -> None:
@@ -225,8 +209,22 @@ def draw_own(path: str, files: list[str]) -> None:
 
 
 PICTURES = {
-    "speed-h200.png": draw_speed,
-    "memory-h100.png": draw_memory,
+    "speed-h200.png": partial(
+        draw_presets,
+        "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better",
+        "TFLOP/s per GPU",
+        "steps",
+        ("steps-h200-ep2", "deepep-h200-ep2"),
+        lambda one: one["tflops"],
+    ),
+    "memory-h100.png": partial(
+        draw_presets,
+        "What a MoE layer keeps until its backward, bf16, 2 NVIDIA H100s, 8192 tokens per GPU; less is better",
+        "MiB per GPU",
+        "memory",
+        ("memory-h100-ep2",),
+        held_mib,
+    ),
     "layer-h200.png": partial(
         draw_records,
         "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better",
@@ -239,7 +237,12 @@ PICTURES = {
         ("layer-tokens-h200-ep2",),
         "tokens",
     ),
-    "skew-h200.png": draw_skew,
+    "skew-h200.png": partial(
+        draw_records,
+        "Time of a MoE layer on NVIDIA H200s by routing, 8192 tokens per GPU; less is better",
+        ("layer-skew-h200-ep2", "layer-h200-ep2"),
+        "skew",
+    ),
 }
 
 if __name__ == "__main__":

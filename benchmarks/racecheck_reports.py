@@ -28,7 +28,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -55,23 +54,15 @@ _ACCESS = re.compile(r"(Read|Write) access at (\w+)(?:\(.*\))?\+0x[0-9a-f]+ in (
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Lines (file name, number) that the accesses of a kernel's dispatch have."""
-
-    reads: frozenset[tuple[str, int]]
-    writes: frozenset[tuple[str, int]]
-
-
-def dispatch_lines(kernel: str) -> Lines:
-    """Of a listed kernel, as its source is now."""
+def dispatch_lines(kernel: str) -> dict[str, set[tuple[str, int]]]:
+    """Lines (file name, number) of the reads and the writes of a listed kernel's dispatch, as its source is now."""
     file, helper = KERNELS[kernel]
     function = _function(file, kernel)
     name, start = Path(file).name, function.lineno
     writes = {(name, start), (name, function.body[-1].lineno)}
     if helper is not None:
         writes.add((Path(helper[0]).name, _function(*helper).lineno))
-    return Lines(frozenset({(name, start)}), frozenset(writes))
+    return {"Read": {(name, start)}, "Write": writes}
 
 
 def _function(file: str, name: str) -> ast.FunctionDef:
@@ -79,11 +70,6 @@ def _function(file: str, name: str) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     raise LookupError(f"{file} has no function {name}")
-
-
-def reports_of(log: str) -> list[list[str]]:
-    """The accesses of each report, as racecheck words them."""
-    return [re.split(_AND, accesses) for accesses in _REPORT.findall(log)]
 
 
 def is_dispatch(accesses: list[str]) -> bool:
@@ -94,8 +80,7 @@ def is_dispatch(accesses: list[str]) -> bool:
         if parsed is None or parsed[2] not in KERNELS:
             return False
         kind, kernel, place = parsed[1], parsed[2], (parsed[3], int(parsed[4]))
-        lines = dispatch_lines(kernel)
-        if place not in (lines.reads if kind == "Read" else lines.writes):
+        if place not in dispatch_lines(kernel)[kind]:
             return False
         kinds.add(kind)
     return kinds == {"Read", "Write"}
@@ -106,7 +91,7 @@ def count(log: str) -> tuple[int, int] | None:
     summaries = _SUMMARY.findall(log)
     if not summaries:
         return None
-    reports = reports_of(log)
+    reports = [re.split(_AND, accesses) for accesses in _REPORT.findall(log)]
     dispatch = sum(map(is_dispatch, reports))
     return dispatch, max(len(reports), sum(map(int, summaries[-1]))) - dispatch
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torchtitan
 from lm.data import VOCABULARY, load_corpus, train_batch
 from suites.cases import parser_of
-from suites.machine import machine
+from suites.records import machine
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss

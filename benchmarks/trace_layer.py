@@ -27,15 +27,13 @@ from suites.reference import Reference
 from suites.steps import Choice, heap_bytes, layer_step
 
 from symmoe import RouterConfig
-from symmoe.errors import ArgumentError
 from symmoe.precision import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Timeline, table
 from symmoe.timeline.phases import COMMUNICATION
 from symmoe.timeline.recording import record
-from symmoe.tools.ranks import join
-from symmoe.tools.shapes import PRESETS, Options, config_options, shape_of, shape_options
-from symmoe.tools.timing import WARM_UP
+from symmoe.tools.ranks import WARM_UP, join
+from symmoe.tools.shapes import PRESETS, Options, config_options, number, shape_of, shape_options
 from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 
 _Outputs = TypeVar("_Outputs")
@@ -50,7 +48,7 @@ _GEMMS = {
 
 OPTIONS: Options = {
     **shape_options(default=next(iter(PRESETS))),
-    "--tokens": {"type": int, "default": 8192, "help": "T, tokens of a rank (%(default)s)"},
+    "--tokens": {"type": number, "default": 8192, "help": "T, tokens of a rank (%(default)s)"},
     "--schedule": {
         "choices": ("overlapped", "serial"),
         "default": "overlapped",
@@ -73,8 +71,6 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace) -> None:
     """Records, writes and prints."""
     shape = shape_of(args, next(iter(PRESETS)))
-    if args.tokens < 1:
-        raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
     options = {
         "overflow": "drop",
         "schedule": args.schedule,

@@ -26,6 +26,7 @@ from symmoe.tools.shapes import (
     add_options,
     config_of,
     config_options,
+    number,
     shape_of,
     shape_options,
 )
@@ -90,7 +91,7 @@ _OPTIONS: Options = {
         "help": "micro-batches in flight, 1F1B (default 1)",
     },
     "--capacity-factor": {
-        "type": float,
+        "type": lambda text: number(text, float),
         "default": 1.2,
         "help": "static capacity, in T * K rows (default 1.2)",
     },
@@ -167,10 +168,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
-        raise ArgumentError(
-            f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0"
-        )
     exact = config_of(
         shape_of(args),
         stash=args.stash,
@@ -206,25 +203,27 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _forward(plan: NetworkPlan) -> str:
-    lines = [
-        f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}"
-    ]
-    for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
-        for label, field in TRAFFIC_SHOWN:
-            it = getattr(trip, field)
-            figures = f"{it.rows:16.2f}{it.num_bytes / 1e6:10.0f}{it.seconds * 1e6:10.0f}"
-            lines.append(f"{f'{name}: {label}':40}{figures}")
-    lines.append(f"{'GEMMs of the forward pass':40}{plan.exact.gemms_s * 1e6:36.0f}")
-    for name, it in (("exact", plan.exact), ("fixed size", plan.fixed)):
-        lines.append(
-            f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
-            f"bound by {it.bound}"
-        )
+    traffic = {
+        f"{name}: {label}": getattr(trip, field)
+        for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine))
+        for label, field in TRAFFIC_SHOWN
+    }
     forward_us = plan.step_forward_s * 1e6
     backward_us = plan.step_backward_s * 1e6
-    lines.append(
-        f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us"
-    )
+    lines = [
+        f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}",
+        *(
+            f"{label:40}{it.rows:16.2f}{it.num_bytes / 1e6:10.0f}{it.seconds * 1e6:10.0f}"
+            for label, it in traffic.items()
+        ),
+        f"{'GEMMs of the forward pass':40}{plan.exact.gemms_s * 1e6:36.0f}",
+        *(
+            f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
+            f"bound by {it.bound}"
+            for name, it in (("exact", plan.exact), ("fixed size", plan.fixed))
+        ),
+        f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us",
+    ]
     return "\n".join(lines)
 
 

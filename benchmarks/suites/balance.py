@@ -17,7 +17,7 @@ from suites.records import Record, case_record
 from suites.steps import Choice, heap_bytes, make_experts
 from suites.timing import Run
 from symmoe.moe.layer import MoELayer
-from symmoe.tools.timing import times_in_a_row_ms
+from symmoe.tools.ranks import times_in_a_row_ms
 
 PLACES = 4  # of a rank, for replicas
 BALANCES = {
@@ -52,8 +52,12 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
         for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
             meter = MemoryMeter(ranks.device, run.heap)
             steps[name]()
-            figures = {"skew": f"{load:.2f}", "load": round(load, 3), "places": PLACES}
-            figures |= meter.peak()
+            figures = {
+                "skew": f"{load:.2f}",
+                "load": round(load, 3),
+                "places": PLACES,
+                **meter.peak(),
+            }
             records.append(case_record(problem, "balance", name, "step", taken, **figures))
     return records
 

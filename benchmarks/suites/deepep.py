@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from suites.memory import step_record
-from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Places, Problem, row_error
 from suites.records import Record
 from suites.reference import Reference
-from suites.rows import LocalRows, Places
-from suites.steps import Step, records_of
+from suites.steps import Forward, Step, records_of
 from suites.stock_torch import ByHand, torch_experts
 from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
 from suites.trips import trip_records
@@ -87,29 +86,26 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
     def combine() -> torch.Tensor:
         return first.combine(arrived)[0]
 
-    def dispatch_error() -> float:
-        # Both have their rows ordered by source rank and token.
-        return max(
-            row_error(got, LocalRows.of(problem).packed) for got in (dispatch(), dispatch_again())
+    def variant(expected: torch.Tensor, max_error: float, *steps: Forward) -> Variant:
+        directions = DIRECTIONS[: len(steps)]
+        return Variant(
+            NAME,
+            directions,
+            in_steps(*steps),
+            lambda: max(row_error(step(), expected) for step in steps),
+            max_error,
         )
-
-    def combine_error() -> float:
-        copies = Places.of(problem.routing).goes_to[problem.rank].sum(1).to(problem.device)
-        return row_error(combine(), tokens.float() * copies[:, None])
 
     goes_to, rank = Places.of(problem.routing).goes_to, problem.rank
     leave, come = goes_to[rank].sum(0), goes_to[:, :, rank].sum(1)  # rows, by rank
-    both_ways = in_steps(dispatch, dispatch_again)
+    packed = LocalRows.of(problem).packed  # both have their rows ordered by source rank and token
+    sums = tokens.float() * goes_to[rank].sum(1).to(problem.device)[:, None]
     records = []
-    for suite, moved, variant in (
-        ("dispatch", leave, Variant(NAME, DIRECTIONS, both_ways, dispatch_error)),
-        (
-            "combine",
-            come,
-            Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR),
-        ),
+    for suite, moved, measured in (
+        ("dispatch", leave, variant(packed, 0.0, dispatch, dispatch_again)),
+        ("combine", come, variant(sums, MAX_ERROR, combine)),
     ):
-        times, errors = measure(run, [variant], align=align_ahead)
+        times, errors = measure(run, [measured], align=align_ahead)
         moved_bytes = {NAME: (moved * x.shape[1] * x.element_size()).numpy()}
         records += trip_records(suite, problem, run, times, errors, moved_bytes)
     return records

@@ -1,14 +1,117 @@
-"""What is measured of a step besides its time: bytes that travel, and memory at the peak."""
+"""What is measured of a step besides its time: what it asks of the host, which is its time and what torch.profiler sees
+it launch, wait for and copy; bytes that travel, and memory at the peak."""
 
 from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from suites.problem import Problem
+from suites.records import Record, rounded
 from symmoe.dispatch.plan import Plan
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
+from symmoe.tools.ranks import Ranks, Step
+
+_HOST_STEPS = 10  # steps whose launches are timed
+_TRACED = "traced step"
+# CUDA runtime and driver calls that return only when the GPU has got somewhere.
+_WAITING_CALLS = {
+    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    *(
+        "cuCtxSynchronize",
+        "cuStreamSynchronize",
+        "cuEventSynchronize",
+        "cuMemcpyDtoH_v2",
+        "cuMemcpyHtoD_v2",
+    ),
+}
+_COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
+
+
+def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
+    """`host_us`: the median time until a step's call returns, with an idle GPU before it. On GPUs also its kernels,
+    calls that wait for the GPU, copies from device to device and allocations. Collective."""
+    host_us, counted = list[float](), ("launches", "waits", "copies", "allocations")
+    for _ in range(_HOST_STEPS):
+        ranks.barrier()
+        start = time.perf_counter()
+        step()
+        host_us.append((time.perf_counter() - start) * 1e6)
+    figures: Record = {"host_us": rounded(statistics.median(host_us))}
+    if ranks.device.type != "cuda":
+        return figures | dict.fromkeys(counted)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    step()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
+    counts = (
+        trace.kernels.total(),
+        trace.waits.total(),
+        trace.copies_on_device.total(),
+        allocations,
+    )
+    return figures | dict(zip(counted, counts, strict=True))
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step as torch.profiler saw it, by name how often: kernels; copies by the driver ("Memcpy DtoD (Device ->
+    Device)", "Memset (Device)", ...); calls that wait for the GPU; copies of large tensors by torch's operators."""
+
+    kernels: Counter[str]
+    copies: Counter[str]
+    waits: Counter[str]
+    row_copies: Counter[str]
+
+    @property
+    def copies_on_device(self) -> Counter[str]:
+        """Copies from device to device, by whatever."""
+        return (
+            Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k})
+            + self.row_copies
+        )
+
+    @property
+    def findings(self) -> list[str]:
+        """What a zero-copy step with static capacity must not have."""
+        return [f"{count} x {name}" for name, count in (self.copies_on_device + self.waits).items()]
+
+
+def trace_step(step: Step, *, row_numel: int) -> StepTrace:
+    """Profiles one call of `step`, which has run before. Synchronises.
+
+    Args:
+        row_numel: elements from which a copy by a torch operator counts.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        with torch.profiler.record_function(_TRACED):
+            step()
+        torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
+    events = profiler.events()
+    whole = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
+    trace = StepTrace(*(Counter[str]() for _ in range(4)))
+    for event in events:
+        if event.device_type.name == "CUDA":
+            if event.name != _TRACED:
+                (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[
+                    event.name
+                ] += 1
+        elif whole.start <= event.time_range.start <= whole.end:
+            shape = event.input_shapes[0] if event.input_shapes else None
+            if event.name in _WAITING_CALLS:
+                trace.waits[event.name] += 1
+            elif event.name in _COPYING_OPERATORS and shape and math.prod(shape) >= row_numel:
+                trace.row_copies[f"{event.name} {shape}"] += 1
+    return trace
 
 
 def dispatch_bytes(plan: Plan, row_bytes: int) -> npt.NDArray[np.int64]:

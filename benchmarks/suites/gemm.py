@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from suites.problem import DTYPE, MAX_ERROR, Problem, relative_error
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem, relative_error
 from suites.records import Record, case_record, tflops
-from suites.rows import LocalRows
 from suites.stock_torch import STOCK, grouped_mm, swiglu
 from suites.timing import Run, Variant, align_ahead, in_steps, largest, measure
 from symmoe import kernels
@@ -49,8 +48,10 @@ def bench_products(
         times, errors = measure(run, product.variants, align=align_ahead)
         for variant in product.variants:
             taken = times[variant.name][:, 0]
-            figures: Record = {"tflops": tflops(product.flops, taken)}
-            figures["error"] = errors[variant.name] if variant.max_error else None
+            figures: Record = {
+                "tflops": tflops(product.flops, taken),
+                "error": errors[variant.name] if variant.max_error else None,
+            }
             if product.stock not in (None, variant.name):
                 stock_tflops = tflops(product.flops, times[product.stock][:, 0])
                 figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
@@ -111,12 +112,6 @@ def products(problem: Problem) -> list[Product]:
         value = torch.nn.functional.silu(gate) * up * factor[:, None]
         gradients = torch.autograd.grad(value, (hidden, factor), of(d_rows_in, g) @ w2[g].float())
         return [gradients[0], value.detach(), gradients[1]]
-
-    def dfc2_stock() -> list[torch.Tensor]:
-        return swiglu_grad(grouped_mm(d_rows_in, w2, ends), h_in, scale)
-
-    def dgrad2(g: int) -> list[torch.Tensor]:
-        return [of(d_rows_in, g) @ w2[g].float()]
 
     def wgrad(
         left: torch.Tensor, right: torch.Tensor
@@ -202,7 +197,7 @@ def products(problem: Problem) -> list[Product]:
             ),
             [dh, a, dscale],
             dfc2_reference,
-            dfc2_stock,
+            lambda: swiglu_grad(grouped_mm(d_rows_in, w2, ends), h_in, scale),
         ),
         pair(
             "dfc2-plain",
@@ -210,7 +205,7 @@ def products(problem: Problem) -> list[Product]:
             1,
             lambda: ops.grouped_gemm_dgrad(d_rows_in, w2, row_range, da),
             [da],
-            dgrad2,
+            lambda g: [of(d_rows_in, g) @ w2[g].float()],
             lambda: [grouped_mm(d_rows_in, w2, ends)],
         ),
         pair(

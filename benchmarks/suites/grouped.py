@@ -19,16 +19,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
-from suites.problem import DTYPE, MAX_ERROR, Problem
+from suites.layer import E4M3_ERROR
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem
 from suites.records import Record, case_record, tflops
 from suites.reference import expert_outputs
-from suites.rows import LocalRows
 from suites.steps import Step
 from suites.stock_torch import grouped_mm, torch_experts
-from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
-from suites.traced import of_step
-from suites.variants import E4M3_ERROR
+from suites.timing import Run, Variant, in_steps, measure, median_ms
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
@@ -189,20 +188,23 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     for name, (variant, about) in (
         ours | {name: (variant, {}) for name, variant in others.items()}
     ).items():
-        launched = of_step(functools.partial(variant.call, HostEvent), problem, run.ranks)
+        launched = of_step(variant.once, problem, run.ranks)
         for column, direction in enumerate(variant.directions):
             taken, flops = times[name][:, column], (1 + column) * layer.flops
             figures: Record = {
                 "tflops": tflops(flops, taken),
                 "error": errors[name],
+                "skipped": skipped | unusable,
                 **about,
                 **launched,
             }
             if name in ours and stock is not None:
                 against = stock[:, column]
-                figures |= {"stock_tflops": tflops(flops, against), "stock_ms": median_ms(against)}
-                figures["yardstick"] = "stock_tflops"
-            figures["skipped"] = skipped | unusable
+                figures |= {
+                    "stock_tflops": tflops(flops, against),
+                    "stock_ms": median_ms(against),
+                    "yardstick": "stock_tflops",
+                }
             records.append(case_record(problem, "grouped", name, direction, taken, **figures))
     return records
 
@@ -217,8 +219,9 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
             skipped[name] = str(unfit)
             continue
         variant, weights = layer.ours(name, choice)
-        num_bytes = copied_bytes(functools.partial(variant.call, HostEvent), weights)
-        variants[name] = variant, choice.about | {"weight_copy_bytes": num_bytes}
+        with CopiesOf(weights) as copies:
+            variant.once()
+        variants[name] = variant, choice.about | {"weight_copy_bytes": copies.num_bytes}
     return variants, skipped
 
 
@@ -229,7 +232,7 @@ def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     for name, make in ({_stock_name(layer): stock_variant} | of_linear).items():
         try:
             variant = make(name, layer)
-            variant.call(HostEvent)
+            variant.once()
             usable[name] = variant
         except (ImportError, RuntimeError) as error:
             skipped[name] = textwrap.shorten(str(error), _NOTE_WIDTH)
@@ -337,19 +340,12 @@ _LINEAR_YARDSTICKS = {
 }
 
 
-def copied_bytes(step: Callable[[], object], tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of these tensors' memory that torch's operators copy in one call of `step`, on any device.
+class CopiesOf(TorchDispatchMode):
+    """Adds up the bytes of these tensors' memory that torch's operators copy in a block, on any device. It is passed on
+    to the threads in which autograd runs backward.
 
     Counts copy_, clone, cat and stack; no casts, and not what kernels of this package or of others copy.
     """
-    copies = _CopiesOf(tensors)
-    with copies:
-        step()
-    return copies.num_bytes
-
-
-class _CopiesOf(TorchDispatchMode):
-    """Adds up the bytes of copies of some tensors. It is passed on to the threads in which autograd runs backward."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()

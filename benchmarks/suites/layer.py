@@ -1,4 +1,5 @@
-"""The suite "layer": a step from the router's output to y, and back to every gradient.
+"""The suite "layer": a step from the router's output to y, and back to every gradient. The suites "variants" and
+"precision": such steps with every choice, and FP8 steps against bf16 ones.
 
 A step makes its plan, dispatches, runs the experts and combines; backward gives dx, dprobs and both weight gradients.
 FLOPs are 6 T H I K forward and twice that backward, of the mean rank.
@@ -8,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from suites.cases import Case
 from suites.figures import MemoryMeter, combine_bytes, dispatch_bytes, wire_bytes
-from suites.problem import DTYPE, MAX_ERROR, Problem, row_error
+from suites.problem import DTYPE, MAX_ERROR, Problem, all_tokens, row_error, rows_of
 from suites.records import Record, case_record, tflops
 from suites.reference import Reference
-from suites.rows import all_tokens, rows_of
-from suites.steps import Choice, Step, make_experts, stock_step
+from suites.steps import Choice, Forward, Step, heap_bytes, make_experts, stock_step
 from suites.stock_torch import STOCK
 from suites.timing import (
     DIRECTIONS,
@@ -31,13 +33,21 @@ from suites.timing import (
     median_ms,
     plan_of,
 )
+from symmoe.dispatch.plan import Plan
 from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, SavedActivations
+from symmoe.grouped.linear import cache_quantized_weights
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import LayerWeights
 from symmoe.kernels.activation import Activation
+from symmoe.precision.recipes import Float8Block
+from symmoe.tokens import combine_tokens, dispatch_tokens
+from symmoe.training.precision_choice import AUTO, choose_precision
 
 CEILING = "gemms alone"
-
+# An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and
+# their gradients make by 5 to 9.
+E4M3_ERROR = 0.15
 
 SERIAL = {"schedule": "serial"}
 LAYER = {
@@ -171,24 +181,83 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
         out.fill_(torch.nan)
         d_rows.fill_(torch.nan)
         forward()
-        return experts_error(
-            reference, out, d_rows, *backward(partial(torch.full_like, fill_value=torch.nan))
-        )
+        gradients = backward(partial(torch.full_like, fill_value=torch.nan))
+        pairs = [(out[e.rows], e.out) for e in reference.experts]
+        pairs += [(d_rows[e.rows], e.d_rows) for e in reference.experts]
+        rows = [row_error(*pair) for pair in pairs]  # before they are summed
+        return largest([*rows, reference.weight_error(*gradients)])
 
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
 
-def experts_error(
-    reference: Reference,
-    out: torch.Tensor,
-    d_rows: torch.Tensor,
-    dw1: torch.Tensor,
-    dw2: torch.Tensor,
-) -> float:
-    """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""
-    pairs = [
-        pair
-        for e in reference.experts
-        for pair in ((out[e.rows], e.out), (d_rows[e.rows], e.d_rows))
-    ]
-    return largest([*(row_error(*pair) for pair in pairs), reference.weight_error(dw1, dw2)])
+# -- other choices -----------------------------------------------------------------------------------------------------
+
+
+class PublicParts(Choice):
+    """dispatch_tokens, GroupedMLP and combine_tokens: rows arrive one per slot, in the order of the experts."""
+
+    def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
+        x, probs, _, _ = problem.inputs
+
+        def buffer(plan: Plan, name: str) -> torch.Tensor:
+            return run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
+
+        def forward() -> torch.Tensor:
+            plan = plan_of(run, problem, problem.static_capacity)
+            received, out, d_out, d_rows = (
+                buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows")
+            )
+            rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
+            y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
+            return combine_tokens(y, plan, grad_out=d_out)
+
+        return forward
+
+
+VARIANTS = {
+    **LAYER,
+    "order=slot": Choice(options={"order": "slot"}),
+    "stash=rows": Choice(options={"stash": "rows"}),
+    "stash=hidden": Choice(options={"stash": "hidden"}),
+    "stash=none": Choice(options={"stash": "none"}),
+    "packed": Choice(options={"layout": "packed"}),
+    "expert-major": Choice(options={"layout": "expert-major"}),
+    "serial packed": Choice(options={"layout": "packed", **SERIAL}),
+    "serial expert-major": Choice(options={"layout": "expert-major", **SERIAL}),
+    "public parts": PublicParts(),
+}
+_FP8 = {"precision": Float8Block(), "max_error": E4M3_ERROR}
+_WIRE = _FP8 | {"options": {"quantized_wire": "both"}}
+PRECISION = {
+    "static": Choice(),
+    "graph": Choice(captured=True, apart=True),
+    "float8-block": Choice(**_FP8),
+    "float8-block, wire": Choice(**_WIRE),
+    "float8-block, wire, graph": Choice(captured=True, apart=True, **_WIRE),
+    "float8-block, wire, constant weights": Choice(
+        apart=True, block=cache_quantized_weights, **_WIRE
+    ),
+    AUTO: Choice(**_WIRE),  # what choose_precision makes of it
+}
+
+
+def precision_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
+    """Bytes of the heap for the largest of what is measured apart, and everything else."""
+    together = {name: choice for name, choice in PRECISION.items() if not choice.apart}
+    apart = (together | {name: choice} for name, choice in PRECISION.items() if choice.apart)
+    return max(heap_bytes(case, num_ranks, num_rows, choices) for choices in apart)
+
+
+def bench_precision(problem: Problem, run: Run) -> list[Record]:
+    """FP8 steps and bf16 steps."""
+    choices = PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}
+    return bench_layer(problem, run, choices, "precision")
+
+
+def picked(choice: Choice, problem: Problem) -> Choice:
+    """The choice with the precision that choose_precision decides on."""
+    numbers = {"num_ranks": problem.num_ranks, "num_tokens": problem.case.num_tokens}
+    config = choose_precision(choice.config(problem.case.shape), **numbers, device=problem.device)
+    options = {**choice.options, "quantized_wire": config.quantized_wire}
+    max_error = MAX_ERROR if config.precision is None else choice.max_error
+    return replace(choice, precision=config.precision, options=options, max_error=max_error)

@@ -17,8 +17,7 @@ from suites.reference import Reference
 from suites.steps import Choice, Step, layer_step, step_error, stock_step
 from suites.timing import Run
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
-from symmoe.tools.timing import WARM_UP
+from symmoe.tools.ranks import WARM_UP, Ranks
 
 _LAYERS = {
     "layer": Choice(static=False),

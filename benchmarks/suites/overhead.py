@@ -2,7 +2,9 @@
 
 64 experts, hidden 128, ffn 128, 16 rows each, SwiGLU times a scale per row, splits on the device. Compared with a loop
 over pairs of nn.Linear, whose splits are a list on the host, and with torch._grouped_mm, each with the same activation
-made of torch's operations. pointer_loading.py has what loads pointers, for matrices of the same sizes.
+made of torch's operations. Pointer loading puts the addresses of experts' weights, of the same sizes, on the device,
+and swizzles their scales. It is compared with torch.tensor of all addresses, and with a copy for each address; both
+swizzle one expert after the other.
 
 Calls are timed on the host without waiting for the GPU. Between short blocks the host waits for it, so that its queue
 never fills up; what loads pointers is timed in longer blocks of one kind too. On CPUs the work itself is inside of the
@@ -15,19 +17,26 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from suites.grouped import Choice, Layer, stock_variant
-from suites.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
 from suites.problem import DTYPE, Problem
 from suites.records import Record, new_record, rounded
 from suites.reference import expert_outputs
 from suites.stock_torch import swiglu, torch_experts
-from suites.timing import HostEvent, Run, Variant, measure, median_ms
+from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.pointers import (
+    PackedPointers,
+    Swizzle,
+    copy_data_ptrs_to_device,
+    copy_host_to_device,
+    pack_weight_ptrs,
+)
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
@@ -37,6 +46,20 @@ IN_A_ROW, BLOCK_MS = (
     50.0,
 )  # most calls of a block of one kind, and about how long a block takes
 LINEAR_LOOP, TORCH_MODULE = "nn.Linear loop", "torch._grouped_mm"
+
+NUM_EXPERTS = (8, 64, 256)
+# Layout, elements in a byte of data, elements that share a scale.
+_SCALES: dict[str, tuple[Swizzle, int, int]] = {
+    "mxfp8 scales": ("mxfp8_rowwise", 1, 32),
+    "nvfp4 scales": ("nvfp4", 2, 16),
+}
+LOADED = ("one layer", "both layers", *_SCALES)
+_TORCH, _COPIES = "torch.tensor", "a copy each"
+
+Matrices = list[torch.Tensor]
+Loaded = tuple[
+    torch.Tensor, Matrices
+]  # addresses of the weights and then of swizzled scales, and what these point at
 
 
 def bench_overhead(problem: Problem, run: Run) -> list[Record]:
@@ -61,7 +84,7 @@ def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
         run.ranks.barrier()
         start = time.perf_counter()
         for _ in range(num_calls):
-            variant.call(HostEvent)
+            variant.once()
         times_us.append((time.perf_counter() - start) * 1e6 / num_calls)
     run.ranks.barrier()
     return rounded(statistics.median(times_us))
@@ -157,3 +180,116 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
     )
     layer.weight = nn.Parameter(weight)
     return layer
+
+
+# -- pointer loading --------------------------------------------------------------------------------------------------
+
+
+def yardsticks(loaded: str) -> tuple[str, str]:
+    """The names of the variants that are not ours; torch.tensor is the first."""
+    return f"{_TORCH}, {loaded}", f"{_COPIES}, {loaded}"
+
+
+def pointer_variants(
+    num_experts: int, shapes: Sequence[tuple[int, int]], loaded: str, device: torch.device
+) -> list[Variant]:
+    """All ways to load the same addresses.
+
+    Args:
+        shapes: numbers in an expert's matrix, of either layer.
+        loaded: one of LOADED.
+    """
+    layout, in_byte, block = _SCALES.get(loaded, (None, 1, 1))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrices(num_rows: int, num_columns: int) -> Matrices:
+        size = (num_rows, num_columns)
+        draw = (
+            torch.randint(256, size, dtype=torch.uint8, generator=generator, device=device)
+            for _ in everyone
+        )
+        return list(draw)
+
+    everyone, shapes = range(num_experts), shapes[:1] if loaded == "one layer" else shapes
+    weights = [matrices(rows, columns // in_byte) for rows, columns in shapes]
+    scales = [matrices(rows, -(-columns // block)) for rows, columns in shapes if layout]
+    all_weights, all_scales = (
+        list(itertools.chain.from_iterable(each)) for each in (weights, scales)
+    )
+    expected = [_swizzled(scale) for scale in all_scales]
+
+    def variant(name: str, load: Callable[[], Any], looked_at: Callable[[Any], Loaded]) -> Variant:
+        def num_wrong() -> float:
+            pointers, swizzled = looked_at(load())
+            wanted = torch.tensor([tensor.data_ptr() for tensor in (*all_weights, *swizzled)])
+            pairs = zip(swizzled, expected, strict=True)
+            return float((pointers.cpu() != wanted).sum()) + sum(
+                not torch.equal(*pair) for pair in pairs
+            )
+
+        return Variant(name, ("forward",), in_steps(load), num_wrong)
+
+    def by_torch() -> Loaded:
+        swizzled = [_swizzled(scale) for scale in all_scales]
+        return torch.tensor(
+            [tensor.data_ptr() for tensor in (*all_weights, *swizzled)], device=device
+        ), swizzled
+
+    def by_copies() -> Loaded:
+        swizzled = [_swizzled(scale) for scale in all_scales]
+        pointers = torch.empty(len(all_weights) + len(swizzled), dtype=torch.int64, device=device)
+        for tensor, pointer in zip((*all_weights, *swizzled), pointers, strict=True):
+            pointer.copy_(torch.tensor(tensor.data_ptr()))
+        return pointers, swizzled
+
+    others = zip(yardsticks(loaded), (by_torch, by_copies), strict=True)
+    theirs = [variant(name, load, lambda result: result) for name, load in others]
+    if loaded != "one layer":
+        sizes = [tiles.numel() for tiles in expected]
+        packed = variant(
+            f"pack_weight_ptrs, {loaded}",
+            lambda: _pack(weights, scales, layout),
+            lambda got: _looked_at(got, sizes),
+        )
+        return [packed, *theirs]
+    on_host = torch.tensor([tensor.data_ptr() for tensor in all_weights]).numpy().tobytes()
+    destination = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    return [
+        variant(
+            f"copy_data_ptrs_to_device, {loaded}",
+            lambda: copy_data_ptrs_to_device(all_weights, device),
+            lambda pointers: (pointers, []),
+        ),
+        variant(
+            f"copy_host_to_device, {loaded}",
+            lambda: copy_host_to_device(on_host, destination),
+            lambda _: (destination, []),
+        ),
+        *theirs,
+    ]
+
+
+def _pack(
+    weights: list[Matrices], scales: list[Matrices], layout: Swizzle | None
+) -> PackedPointers:
+    fc1_scales, fc2_scales = scales or (None, None)
+    return pack_weight_ptrs(*weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout)
+
+
+def _looked_at(packed: PackedPointers, sizes: list[int]) -> Loaded:
+    """What the addresses of swizzled scales point at is taken from the memory that holds it."""
+    pointers = [packed.fc1, packed.fc2]
+    if packed.fc1_scales is None or packed.fc2_scales is None or packed.swizzled is None:
+        return torch.cat(pointers), []
+    of_scales, memory = torch.cat([packed.fc1_scales, packed.fc2_scales]), packed.swizzled.view(-1)
+    starts = (of_scales - memory.data_ptr()).tolist()
+    return torch.cat([*pointers, of_scales]), [
+        memory[s : s + n] for s, n in zip(starts, sizes, strict=True)
+    ]
+
+
+def _swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """One-byte scales [M, Q] in 128x4 tiles, zeros for padding, by torch's operators: uint8 [.]."""
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from suites.problem import Problem, Tokens, relative_error, row_error
-from suites.rows import all_tokens, rows_of
+from suites.problem import Problem, Tokens, all_tokens, relative_error, row_error, rows_of
 from suites.timing import largest
 
 _SAMPLED_TOKENS = 4

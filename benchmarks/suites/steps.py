@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from suites.cases import Case
+from suites.figures import of_step
 from suites.problem import DTYPE, MAX_ERROR, Problem
 from suites.records import Record, case_record, tflops
 from suites.reference import Reference
 from suites.stock_torch import STOCK, stock_layer, torch_experts
 from suites.timing import DIRECTIONS, Clock, Mark, Run, Variant, in_steps, largest_error, plan_of
-from suites.traced import of_step
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -30,9 +30,8 @@ from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
+from symmoe.tools.ranks import Ranks, times_in_a_row_ms
 from symmoe.tools.shapes import Shape, config_of
-from symmoe.tools.timing import times_in_a_row_ms
 from symmoe.training.memory_plan import plan_memory
 
 Forward = Callable[[], Any]
@@ -196,7 +195,7 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
             else layer_step(name, choice, problem, run.heap, reference, routes=name in LAYERS)
         )
         errors[name] = step_error(step, run.ranks)
-        calls[name] = _captured(step.results) if choice.captured else step.results
+        calls[name] = step.captured().once if choice.captured else step.results
     records = records_of(problem, run, calls, errors)
     calls.clear()  # ends the graphs before their memory is freed
     run.heap.release_graphs()
@@ -264,18 +263,3 @@ def layer_step(
     return Step(
         name, forward, parameters, d_out, lambda *_: reference.step_error(*routed.results())
     )
-
-
-def _captured(step: Callable[[], object]) -> Callable[[], object]:
-    """A step that replays a graph."""
-    step()  # compiles its kernels
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    def replay() -> object:
-        graph.replay()
-        return step, results  # as long as the graph, what it reads and writes lives too
-
-    return replay

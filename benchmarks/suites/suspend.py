@@ -45,6 +45,11 @@ def bench_suspend(problem: Problem, run: Run) -> list[Record]:
             if name == "suspend":
                 given_back.append(-ranks.largest(held_mib(ranks.device) - held))
     gib, back = heap.num_bytes / 2**30, min(given_back)
-    about = {"suite": "suspend", "variant": f"{gib:g} GiB, {back:.0f} MiB back"}
-    about |= {"ep": ranks.num_ranks, "heap_gib": gib, "given_back_mib": back}
+    about = {
+        "suite": "suspend",
+        "variant": f"{gib:g} GiB, {back:.0f} MiB back",
+        "ep": ranks.num_ranks,
+        "heap_gib": gib,
+        "given_back_mib": back,
+    }
     return [new_record(np.array(taken), direction=name, **about) for name, taken in times.items()]

@@ -19,8 +19,7 @@ from suites.records import rounded
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.errors import WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import Ranks
-from symmoe.tools.timing import WARM_UP
+from symmoe.tools.ranks import WARM_UP, Ranks
 from symmoe.torch_internals import gpu_sleep
 
 DIRECTIONS = ("forward", "backward")
@@ -86,6 +85,10 @@ class Variant:
     reuses_marks: bool = (
         False  # marks are those of the call before: a captured graph records the same events
     )
+
+    def once(self) -> None:
+        """Does it once, without a wait."""
+        self.call(HostEvent)
 
 
 def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:

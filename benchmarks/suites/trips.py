@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
-from suites.problem import DTYPE, Problem
+from suites.problem import DTYPE, LocalRows, Places, Problem
 from suites.records import Record, case_record, gbs
-from suites.rows import LocalRows, Places
 from suites.stock_torch import STOCK, all_to_all, plan_exchange
 from suites.timing import (
     DIRECTIONS,
@@ -127,9 +126,7 @@ def trip_records(
     records = []
     for name, taken in times.items():
         for column in range(taken.shape[1]):
-            figures: Record = {"error": errors[name]}
-            if name in wires:
-                figures |= {"wire_bytes": wires[name]}
+            figures: Record = {"error": errors[name], "wire_bytes": wires.get(name)}
             if copies.get(name) in times:
                 figures |= {
                     "copy_gbs": gbs(wires[name], times[copies[name]]),

@@ -167,9 +167,12 @@ def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorSto
             if not isinstance(tensor, TensorStorageMetadata):
                 raise ValueError(f"{key} is no tensor")
             size = tensor.size
-            chunks = tensor.chunks
-            runs = [(chunk.offsets[0], chunk.sizes[0]) if size else (0, 1) for chunk in chunks]
-            if any(any(chunk.offsets[1:]) or chunk.sizes[1:] != size[1:] for chunk in chunks):
+            runs = [
+                (chunk.offsets[0], chunk.sizes[0]) if size else (0, 1) for chunk in tensor.chunks
+            ]
+            if any(
+                any(chunk.offsets[1:]) or chunk.sizes[1:] != size[1:] for chunk in tensor.chunks
+            ):
                 raise ValueError(f"{key} is not cut into rows")
             if (problem := rows_problem(runs, size[0] if size else 1)) is not None:
                 raise ValueError(f"{key} is not whole: {problem}")

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from symmoe.checkpoint.manifest import StoredGroup, StoredOptimizer
-from symmoe.checkpoint.tensors import Place
+from symmoe.checkpoint.tensors import Place, agreed
 from symmoe.errors import ArgumentError, CheckpointError
 
 PREFIX = "optimizer."
@@ -81,11 +81,7 @@ def told_of(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
 
 def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredOptimizer:
     """Merges all ranks' descriptions to the stored record without tensors. CheckpointError: ranks disagree."""
-    values: dict[str, Any] = {}
-    for table in told:
-        for key, value in table["values"].items():
-            if values.setdefault(key, value) != value:
-                raise CheckpointError(f"{key} is {values[key]} on one rank and {value} on another")
+    values = agreed([table["values"] for table in told])
     groups = [
         StoredGroup(_merged(tables), its)
         for its, tables in zip(

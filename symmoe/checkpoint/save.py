@@ -28,9 +28,10 @@ from symmoe.checkpoint.optimizer_state import (
 )
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import (
+    REPLICAS,
     ModuleState,
     Place,
-    check_replicas,
+    agreed,
     digest,
     places_of,
     rows_problem,
@@ -105,7 +106,8 @@ def save_checkpoint(
                 "rank_extra": _json("rank_extra", rank_extra),
             }
         with peers.step() as had:
-            _check_common(given.by_rank)
+            everywhere = "; it must be the same everywhere"
+            agreed([table["common"] for table in given.by_rank], everywhere)
             stored = [place for place in places if place.is_stored]
             record = None
             if optimizer is not None:
@@ -117,14 +119,12 @@ def save_checkpoint(
         with peers.step() as compared:
             holders = _holders(had.by_rank)
             compared.mine = {
-                key: digest(_to_host(parts[key]))
-                for (key, _, _), ranks in holders.items()
+                f"{key} from row {start}" if start else key: digest(_to_host(parts[key]))
+                for (key, start, _), ranks in holders.items()
                 if len(ranks) > 1 and peers.rank in ranks
             }
         with peers.step() as prepared:
-            check_replicas(
-                ((key, ranks) for (key, _, _), ranks in holders.items()), compared.by_rank
-            )
+            agreed(compared.by_rank, REPLICAS)
             if peers.rank == 0:  # keeps the lock until all ranks know the result
                 prepared.mine = held.enter_context(folder.saving(place, step)).name
         unfinished = place / prepared.by_rank[0]
@@ -218,26 +218,12 @@ def _to_host(part: list[Place]) -> torch.Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _check_common(tables: list[dict[str, Any]]) -> None:
-    """CheckpointError: ranks have different arguments."""
-    for name, text in tables[0]["common"].items():
-        for rank, table in enumerate(tables):
-            if table["common"][name] != text:
-                raise CheckpointError(
-                    f"{name} differs between rank 0 and rank {rank}; it must be the same everywhere"
-                )
-
-
 def _holders(told: list[dict[str, Any]]) -> _Holders:
     """The ranks of every part; checks that ranks agree and no row is missing."""
-    tensors: dict[str, list[Any]] = {}
+    tensors = agreed([{key: each[:2] for key, each in parts.items()} for parts in told])
     holders: _Holders = {}
     for rank, parts in enumerate(told):
-        for key, (dtype, shape, start, length, _) in parts.items():
-            if tensors.setdefault(key, [dtype, shape]) != [dtype, shape]:
-                raise CheckpointError(
-                    f"{key} is {[dtype, shape]} on rank {rank} and {tensors[key]} on another"
-                )
+        for key, (_, shape, start, length, _) in parts.items():
             if (
                 length or 0 in shape[:1]
             ):  # a part without rows counts only if the whole tensor has none

@@ -19,6 +19,9 @@ from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")
+REPLICAS = (  # a note of ranks that have the same part
+    ", which must have the same bits (unless it is an expert's: then its module has to say holds_experts = True)"
+)
 COMPILED = "_orig_mod."  # torch.compile's prefix of names in compiled modules
 
 
@@ -195,18 +198,17 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def check_replicas(
-    parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]
-) -> None:
-    """Compares ranks with the same part. `parts`: key and ranks of each part; `digests`: by rank, digests of its parts
-    by key; both are equal on every rank. CheckpointError: the bits of a part differ; the text names two ranks."""
-    for key, (first, *others) in parts:
-        for rank in others:
-            if digests[rank][key] != digests[first][key]:
-                raise CheckpointError(
-                    f"{key} differs between rank {first} and rank {rank}, which must have the same bits (unless it "
-                    "is an expert's: then its module has to say holds_experts = True)"
-                )
+def agreed(tables: Sequence[Mapping[str, Any]], note: str = "") -> dict[str, Any]:
+    """The values of all ranks, by key. tables: by rank, the values that it has. CheckpointError: ranks have different
+    values of a key; the text names two ranks, and has the note, or both values."""
+    found: dict[str, tuple[int, Any]] = {}
+    for rank, table in enumerate(tables):
+        for key, value in table.items():
+            first, known = found.setdefault(key, (rank, value))
+            if known != value:
+                differs = f"{key} differs between rank {first} and rank {rank}"
+                raise CheckpointError(differs + (note or f": {known} and {value}"))
+    return {key: value for key, (_, value) in found.items()}
 
 
 def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
@@ -278,20 +280,16 @@ def _of_module(
         ]  # innermost first
         heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
-        owner = module.get_submodule(path)
-        discrete = _DISCRETE.fullmatch(leaf)
-        if discrete and isinstance(owner, GroupedLinear):
-            start = ep_rank * owner.num_groups + int(discrete[1])
-            packed = key.removesuffix(leaf) + "weight"
-            num_rows = ep_size * owner.num_groups
-            place = Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
-        else:
-            place = Place(
-                key=key,
-                tensor=tensor,
-                start=ep_rank * len(tensor),
-                num_rows=ep_size * len(tensor),
-            )
+        owner: Any = module.get_submodule(path)
+        discrete = _DISCRETE.fullmatch(leaf) if isinstance(owner, GroupedLinear) else None
+        num_local = owner.num_groups if discrete else len(tensor)
+        place = Place(
+            key=key.removesuffix(leaf) + "weight" if discrete else key,
+            tensor=tensor,
+            start=ep_rank * num_local + (int(discrete[1]) if discrete else 0),
+            num_rows=ep_size * num_local,
+            is_row=discrete is not None,
+        )
         yield plain, place
 
 

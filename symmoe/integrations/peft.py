@@ -18,9 +18,9 @@ from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import bare
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError
-from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
+from symmoe.integrations.transformers.forms import PeftNames, unwrapped
 from symmoe.integrations.transformers.swap import adapt, heap_of, refuse_methods_of_peft
 from symmoe.lora import LoRAGroupedLinear
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp

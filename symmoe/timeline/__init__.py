@@ -2,7 +2,6 @@
 launches of calls. See docs/timeline.md."""
 
 from symmoe.kernels.launches import record_launches
-from symmoe.timeline.ranges import annotate
-from symmoe.timeline.recording import Recording, record
+from symmoe.timeline.recording import Recording, annotate, record
 
 __all__ = ["Recording", "annotate", "record", "record_launches"]

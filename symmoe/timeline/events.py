@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -85,52 +86,62 @@ def table(timeline: Timeline) -> str:
     """Busy and exposed microseconds by direction and phase, and the exposed communication in total."""
     num_ranks, error_us = len(timeline.ranks), max(timeline.clock_error_us)
     ranks = range(num_ranks)
+    totals = {
+        "communication, exposed": [length(timeline.exposed_communication(rank)) for rank in ranks],
+        "nothing runs": [timeline.idle_us(rank) for rank in ranks],
+    }
     lines = [
         f"{timeline.device}, {num_ranks} ranks, {timeline.end_us:.1f} us; rank clocks agree within {error_us:.1f} us",
         "exposed: of the time that a phase runs on a rank, the part in which no GEMM of its experts runs",
         "",
         f"{'':9} {'phase':16} {'launches':>8} {'busy us':>10}"
         + "".join(f" {f'exposed {r}':>11}" for r in ranks),
+        *(
+            f"{times.direction:9} {times.phase:16} {times.num_events:8} {fmean(times.busy_us):10.1f}"
+            + "".join(f" {exposed:11.1f}" for exposed in times.exposed_us)
+            for times in timeline.phases()
+        ),
+        *(
+            f"{text:45} " + "".join(f" {value:11.1f}" for value in values)
+            for text, values in totals.items()
+        ),
+        "launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time",
     ]
-    for times in timeline.phases():
-        start = f"{times.direction:9} {times.phase:16} {times.num_events:8} {fmean(times.busy_us):10.1f}"
-        lines.append(start + "".join(f" {exposed:11.1f}" for exposed in times.exposed_us))
-    exposed = [length(timeline.exposed_communication(rank)) for rank in ranks]
-    for text, values in (
-        ("communication, exposed", exposed),
-        ("nothing runs", map(timeline.idle_us, ranks)),
-    ):
-        lines.append(f"{text:45} " + "".join(f" {value:11.1f}" for value in values))
-    lines.append(
-        "launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time"
-    )
     return "\n".join(line.rstrip() for line in lines)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """In the Trace Event Format: a process per rank, a thread per lane, and one that shows exposed communication."""
-    items: list[dict[str, Any]] = []
-    for rank, events in enumerate(timeline.ranks):
-        lanes = [*lanes_of(timeline, rank), EXPOSED_LANE]
-        named = [
-            ("process", 0, f"rank {rank}", rank),
-            *(("thread", n, lane, n) for n, lane in enumerate(lanes)),
-        ]
-        for what, thread, text, order in named:
-            where = {"ph": "M", "pid": rank, "tid": thread}
-            items.append(where | {"name": f"{what}_name", "args": {"name": text}})
-            items.append(where | {"name": f"{what}_sort_index", "args": {"sort_index": order}})
-        exposed = [
-            Event(EXPOSED_LANE, "exposed", "exposed", "", *s)
-            for s in timeline.exposed_communication(rank)
-        ]
-        for e in (*events, *exposed):
-            times = {"ts": round(e.begin_us, 3), "dur": round(e.end_us - e.begin_us, 3)}
-            about = {"operator or kernel": e.name, "direction": e.direction} if e.name else {}
-            shown = {"name": e.phase, "cat": e.direction or "step", "args": about}
-            items.append({"ph": "X", "pid": rank, "tid": lanes.index(e.lane), **shown, **times})
+    items = [item for rank in range(len(timeline.ranks)) for item in _items_of(timeline, rank)]
     recorded = {"device": timeline.device, "clock_error_us": list(timeline.clock_error_us)}
     return {"traceEvents": items, "displayTimeUnit": "ms", "otherData": recorded}
+
+
+def _items_of(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    lanes = [*lanes_of(timeline, rank), EXPOSED_LANE]
+    named = [
+        ("process", 0, f"rank {rank}", rank),
+        *(("thread", n, lane, n) for n, lane in enumerate(lanes)),
+    ]
+    for what, thread, text, order in named:
+        where = {"ph": "M", "pid": rank, "tid": thread}
+        yield where | {"name": f"{what}_name", "args": {"name": text}}
+        yield where | {"name": f"{what}_sort_index", "args": {"sort_index": order}}
+    exposed = [
+        Event(EXPOSED_LANE, "exposed", "exposed", "", *s)
+        for s in timeline.exposed_communication(rank)
+    ]
+    for e in (*timeline.ranks[rank], *exposed):
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": lanes.index(e.lane),
+            "name": e.phase,
+            "cat": e.direction or "step",
+            "args": {"operator or kernel": e.name, "direction": e.direction} if e.name else {},
+            "ts": round(e.begin_us, 3),
+            "dur": round(e.end_us - e.begin_us, 3),
+        }
 
 
 def lanes_of(timeline: Timeline, rank: int) -> list[str]:
@@ -149,11 +160,8 @@ def length(spans: Sequence[Span]) -> float:
 def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
     """Spans in which an event of these phases runs: non-empty, disjoint, not adjacent, in order."""
     merged: list[Span] = []
-    for begin, end in sorted(
-        (event.begin_us, event.end_us) for event in events if event.phase in phases
-    ):
-        if begin == end:
-            continue
+    chosen = [event for event in events if event.phase in phases and event.begin_us < event.end_us]
+    for begin, end in sorted((event.begin_us, event.end_us) for event in chosen):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -163,14 +171,8 @@ def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """The parts of `spans` outside all `others`; both from _spans_of."""
-    left: list[Span] = []
-    for begin, end in spans:
-        for other_begin, other_end in others:
-            if other_end <= begin or end <= other_begin:
-                continue
-            if begin < other_begin:
-                left.append((begin, other_begin))
-            begin = min(end, other_end)
-        if begin < end:
-            left.append((begin, end))
-    return left
+    begins = [-math.inf, *(end for _, end in others)]
+    ends = [*(begin for begin, _ in others), math.inf]
+    gaps = list(zip(begins, ends, strict=True))
+    parts = ((max(a, c), min(b, d)) for a, b in spans for c, d in gaps)
+    return [(begin, end) for begin, end in parts if begin < end]

@@ -1,22 +1,32 @@
-"""Records every rank's work in a context with torch.profiler, and merges the records on one clock."""
+"""Records every rank's work in a context with torch.profiler, and merges the records on one clock. While it records,
+ranges lie around operators of `symmoe.kernels`; they turn the profiler's trace into events."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import tempfile
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Event, Span, Timeline, chrome_trace, table
-from symmoe.timeline.ranges import START, annotate, events_of
-from symmoe.torch_internals import gpu_sleep
+from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, OTHER
+from symmoe.torch_internals import gpu_sleep, graph_task_id
 
+_PREFIX = "symmoe"
+START = "symmoe/start"  # a range that marks where a recording starts
+_NAME_LENGTH = 120  # names of templates are longer
 _ALIGNING_BARRIERS = 16
 _BARRIERS = ("barrier", "barrier_kernel")
 _NOT_STARTED = (
@@ -25,6 +35,8 @@ _NOT_STARTED = (
 # About thirty milliseconds: the host needs them to launch the aligning barriers and, slowed by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
+
+Trace = dict[str, Any]
 
 
 class Recording:
@@ -114,13 +126,15 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
     ]
     offsets, errors = align(barriers)
     start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
-    moved = []
-    for events, mine, offset in zip(ranks, barriers, offsets, strict=True):
-        after, by_us = [e for e in events if e.begin_us >= mine[-1][1]], offset + start
-        moved.append(
-            tuple(e._replace(begin_us=e.begin_us - by_us, end_us=e.end_us - by_us) for e in after)
-        )
-    return Timeline(ranks=tuple(moved), clock_error_us=tuple(errors), device=device)
+    moved = tuple(
+        tuple(_earlier(e, offset + start) for e in events if e.begin_us >= mine[-1][1])
+        for events, mine, offset in zip(ranks, barriers, offsets, strict=True)
+    )
+    return Timeline(ranks=moved, clock_error_us=tuple(errors), device=device)
+
+
+def _earlier(event: Event, by_us: float) -> Event:
+    return event._replace(begin_us=event.begin_us - by_us, end_us=event.end_us - by_us)
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
@@ -150,3 +164,77 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
     with heap.one_call:
         for _ in range(number):
             heap.barrier(control.PHASE_START)
+
+
+def _ranged(operator: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """A hook (kernels/select.py): the kernel runs in a range, if it is an operator of a timeline."""
+    if operator not in BY_OPERATOR:
+        return kernel(*args, **kwargs)
+    # Inside autograd's backward pass there is a graph task.
+    direction = "forward" if graph_task_id() == -1 else "backward"
+    name = f"{_PREFIX}/{direction}/{operator}"
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        return kernel(*args, **kwargs)
+
+
+@contextmanager
+def annotate(heap: SymmetricHeap) -> Iterator[None]:
+    """Ranges for your own profilers around this process's launches: `symmoe/<forward or backward>/<operator>`, in
+    torch.profiler as user annotations, in Nsight Systems as NVTX ranges. Local; does not synchronise. Costs nothing
+    outside of the context. ArgumentError: ranges are already on, as in :func:`symmoe.timeline.record`."""
+    if kernels.has_hook(heap.device, _ranged):
+        raise ArgumentError(
+            "a timeline is being recorded, or ranges are on, already in this process"
+        )
+    with kernels.hooked(heap.device, _ranged):
+        yield
+
+
+def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
+    """A trace's events by begin, on the clock of the trace (Kineto's Chrome format); in a recording, only launches
+    after its start. A kernel has the phase and the direction of its launch's range; without a range, as in a CUDA
+    graph, its name determines the phase. A host computes an operator while its range lasts."""
+    of_category: dict[Any, list[Trace]] = defaultdict(list)
+    for item in trace["traceEvents"]:
+        if item.get("ph") == "X":
+            of_category[item.get("cat")].append(item)
+    # By correlation: the thread, and the time.
+    launches: dict[Any, tuple[Any, float]] = {
+        item["args"].get("correlation"): ((item["pid"], item["tid"]), float(item["ts"]))
+        for item in (*of_category["cuda_runtime"], *of_category["cuda_driver"])
+    }
+    starts = [item for item in of_category["user_annotation"] if item["name"] == START]
+    started = max((float(item["ts"]) for item in starts), default=-math.inf)
+    # By thread: span, direction, operator.
+    ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)
+    for item in of_category["user_annotation"]:
+        prefix, *named = item["name"].split("/")
+        if prefix == _PREFIX and len(named) == 2 and named[1] in BY_OPERATOR:
+            begin, end = float(item["ts"]), float(item["ts"]) + float(item["dur"])
+            ranges[item["pid"], item["tid"]].append((begin, end, *named))
+    events = []
+    for of_thread in ranges.values():
+        of_thread.sort()
+        spans = [] if on_gpu else [span for span in of_thread if span[0] >= started]
+        events += [
+            Event("host", BY_OPERATOR[name], direction, name, *span)
+            for *span, direction, name in spans
+        ]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ()
+    for item in itertools.chain.from_iterable(of_category[kind] for kind in kinds):
+        begin, name = float(item["ts"]), item["name"]
+        thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
+        if launched >= started:
+            candidates = ranges.get(thread, [])
+            place = bisect_right(candidates, launched, key=lambda found: found[0]) - 1
+            is_in_range = place >= 0 and launched <= candidates[place][1]
+            direction, operator = candidates[place][2:] if is_in_range else ("", "")
+            phase = BY_OPERATOR.get(operator) or BY_KERNEL.get(name, OTHER)
+            lane = f"stream {item['args'].get('stream', item['tid'])}"
+            events.append(
+                Event(
+                    lane, phase, direction, name[:_NAME_LENGTH], begin, begin + float(item["dur"])
+                )
+            )
+    return sorted(events, key=lambda event: (event.begin_us, event.end_us))

@@ -1,8 +1,10 @@
-"""The ranks of a run: started by torchrun, or only one process."""
+"""The ranks of a run, started by torchrun or only one process, and the wall time of their steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -14,6 +16,9 @@ import torch.distributed as dist
 
 from symmoe.symm_mem.bootstrap import Bootstrap
 
+STEPS = 20  # in a row
+WARM_UP = 3
+Step = Callable[[], object]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _GROUP_TIMEOUT = timedelta(minutes=10)  # of the process group: a rank may compile for minutes
 
@@ -23,16 +28,18 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self._messages = Bootstrap(None)
-        self.rank, self.num_ranks, self.device = (
-            self._messages.rank,
-            self._messages.num_ranks,
-            device,
-        )
+        self.rank = self._messages.rank
+        self.num_ranks = self._messages.num_ranks
+        self.device = device
+
+    def synchronize(self) -> None:
+        """Waits until this rank's device is idle. Local."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
         """Waits until every rank's host arrives and its device is idle."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.synchronize()
         self._messages.barrier()
 
     def gather(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
@@ -71,3 +78,24 @@ def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) ->
     finally:
         if makes_group:
             dist.destroy_process_group()
+
+
+def times_in_a_row_ms(
+    steps: Mapping[str, Step], ranks: Ranks, repetitions: int
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Milliseconds [repetitions] of a step, by name: mean of STEPS in a row, as in a training loop, on the slowest
+    rank. Collective."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repetition in range(repetitions):
+        for name in random.Random(repetition).sample(sorted(steps), len(steps)):
+            ranks.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                steps[name]()
+            ranks.synchronize()
+            times[name].append((time.perf_counter() - start) * 1e3 / STEPS)
+    ranks.barrier()
+    return {name: ranks.gather(np.array(taken)).max(axis=0) for name, taken in times.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,20 @@ def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
     """Adds the options of a table."""
     for name, its in options.items():
         parser.add_argument(name, **its)
+
+
+def number(text: str, kind: Callable[[str], float] = int, above: int = 0) -> float:
+    """An option's number, e.g. an integer of at least 1. ArgumentTypeError: the text is none, or not finite, or too
+    small."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not above < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be {'an integer' if kind is int else 'finite and'} greater than {above}"
+        )
+    return value
 
 
 def shape_options(*, default: str = "", what: str = "one") -> Options:

@@ -271,7 +271,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {  # what rank 1 has, and what is s
     ),
     "a dtype": (
         {"x": torch.arange(4.0).double()},
-        "CheckpointError: on rank 0: model.x is ['torch.float64', [4]] on rank 1",
+        "CheckpointError: on rank 0: model.x differs between rank 0 and rank 1: ['torch.float32', [4]] and",
     ),
     "an expert": (
         {"e": part_of_four(3, 1)},

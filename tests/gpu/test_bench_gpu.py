@@ -11,7 +11,7 @@ import bench
 import pytest
 import torch
 from suites.grouped import CHOICES
-from suites.variants import PRECISION
+from suites.layer import PRECISION
 
 SIZES = [
     "--hidden",

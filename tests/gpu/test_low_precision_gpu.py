@@ -12,7 +12,7 @@ import grouped_cases as cases
 from gpu_steps import check_replays
 from layers import WAYS
 from low_precision_cases import CASES, TINY, every_recipe
-from suites.traced import trace_step
+from suites.figures import trace_step
 
 from symmoe import GroupedLinear, GroupedMLP
 from symmoe.precision import MXFP8, NVFP4, Float8Block

@@ -10,9 +10,8 @@ from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from heap_calls import expect, outcome
 from layers import WAYS, layer_config
-from suites.figures import MemoryMeter
+from suites.figures import MemoryMeter, StepTrace, trace_step
 from suites.layer import Step
-from suites.traced import StepTrace, trace_step
 from worker import Findings, open_heap
 
 from symmoe import MoELayer, SymmetricHeap, plan_memory

@@ -28,8 +28,8 @@ def of_dispatch(kernel: str) -> str:
     lines = dispatch_lines(kernel)
     return report(
         kernel,
-        *(("Read", *place) for place in lines.reads),
-        *(("Write", *place) for place in lines.writes),
+        *(("Read", *place) for place in lines["Read"]),
+        *(("Write", *place) for place in lines["Write"]),
     )
 
 
@@ -39,7 +39,7 @@ def log_of(*reports: str, errors: int | None = None) -> str:
     return "".join(["========= COMPUTE-SANITIZER\n", *reports, end])
 
 
-(READ,), (WRITE, *_) = dispatch_lines(PUSH).reads, sorted(dispatch_lines(PUSH).writes)
+(READ,), (WRITE, *_) = dispatch_lines(PUSH)["Read"], sorted(dispatch_lines(PUSH)["Write"])
 FILE, LINE = READ
 LOGS = {  # reports of the dispatch, and others
     "nothing": (log_of(), (0, 0)),
@@ -157,15 +157,15 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
             order += "B"
         elif (
             re.match(r"(LDS|STS|LDSM|STSM|ATOMS)\b", operation)
-            and place in lines.reads | lines.writes
+            and place in lines["Read"] | lines["Write"]
         ):
             offset = int(re.search(r"\+(0x[0-9a-f]+)\]", operands)[1], 16)
             if operation == "LDS.U8":
-                assert place in lines.reads
+                assert place in lines["Read"]
                 order, read_at = order + "R", offset
             else:
                 assert re.fullmatch(r"STS(\.64|\.128)?", operation), "nothing else has these lines"
-                assert place in lines.writes
+                assert place in lines["Write"]
                 size = {"STS": 4, "STS.64": 8, "STS.128": 16}[operation]
                 written |= set(range(offset, offset + size))
                 order += "" if order.endswith("W") else "W"
@@ -181,7 +181,7 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
     shared = [
         place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)
     ]
-    others = [place for place in shared if place not in lines.reads | lines.writes]
+    others = [place for place in shared if place not in lines["Read"] | lines["Write"]]
     assert bool(others) == (
         name not in ("planted_dispatch_kernel", "hopper_push_kernel")
     )  # TMA moves all of push

@@ -134,7 +134,7 @@ def test_targets_modules_and_extras_exist():
             )
 
 
-@pytest.mark.parametrize(("page", "number"), [("tuning", 1), ("nodes", 1), ("layouts", 3)])
+@pytest.mark.parametrize(("page", "number"), [("tuning", 1), ("nodes", 1), ("layouts", 2)])
 def test_a_page_shows_what_symmoe_plan_prints(
     page: str, number: int, capsys: pytest.CaptureFixture[str]
 ):

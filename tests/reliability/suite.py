@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from suites.machine import machine
+from suites.records import machine
 
 from reliability.launch import JobFailure, Launcher
 

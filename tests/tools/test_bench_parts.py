@@ -15,17 +15,24 @@ from cluster import run_on
 from suites import records
 from suites.cases import HOT_EXPERT, Case, choose_experts, shapes_of
 from suites.layer import CEILING, Choice, bench_layer, experts_only
-from suites.problem import MAX_ERROR, Problem, Routing, relative_error, row_error
+from suites.problem import (
+    MAX_ERROR,
+    Places,
+    Problem,
+    Routing,
+    packed_rows_of,
+    relative_error,
+    row_error,
+    rows_of,
+)
 from suites.reference import Reference
-from suites.rows import Places, packed_rows_of, rows_of
 from suites.stock_torch import STOCK
 from suites.timing import HostEvent, Run, Variant, measure
 
 from symmoe import GroupedMLP, SymmetricHeap
 from symmoe.errors import WrongResult
-from symmoe.tools.ranks import Ranks
+from symmoe.tools.ranks import WARM_UP, Ranks
 from symmoe.tools.shapes import PRESETS, Shape
-from symmoe.tools.timing import WARM_UP
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000

@@ -41,13 +41,13 @@ WRONG = [
     ),
     ("bench.py CUSTOM --top-k 5", "top_k (5) must be at most num_experts (4)"),
     ("bench.py CUSTOM --ffn 0", "ffn (0) must be at least 1"),
-    ("bench.py --repetitions 0", "repetitions (0) must be greater than 0"),
-    ("bench.py --heap-gib -1", "heap-gib (-1.0) must be greater than 0"),
-    ("bench.py --heap-gib inf", "heap-gib (inf) must be"),
+    ("bench.py --repetitions 0", "--repetitions: 0 must be an integer greater than 0"),
+    ("bench.py --heap-gib -1", "--heap-gib: -1 must be finite and greater than 0"),
+    ("bench.py --heap-gib inf", "--heap-gib: inf must be"),
     ("bench.py CUSTOM --json nowhere/x.json", "cannot be written"),  # before anything is measured
     ("doctor --nodes", "RANK, WORLD_SIZE, LOCAL_RANK not set"),
     ("doctor --nodes --read x.json", "--nodes and --read exclude each other"),
-    ("doctor --nodes --ranks-per-node 0", "ranks-per-node (0) must be at least 1"),
+    ("doctor --nodes --ranks-per-node 0", "--ranks-per-node: 0 must be"),
     ("doctor --read .", "cannot read .: Is a directory"),
     ("doctor --read missing.json", "cannot read missing.json: No such file"),
     (
@@ -55,7 +55,7 @@ WRONG = [
         "quantized_wire ('both'): precision (None) must be a recipe",
     ),
     ("trace_layer.py CUSTOM --top-k 5", "top_k (5)"),
-    ("trace_layer.py --tokens 0", "tokens (0) must be at least 1"),
+    ("trace_layer.py --tokens 0", "--tokens: 0 must be"),
     ("trace_layer.py --preset all", "preset (all) must be one of qwen3-30b, "),
     ("plan --ranks 2 --tokens 8", "name a --preset, or sizes"),
     (
@@ -72,7 +72,10 @@ WRONG = [
         "would need a heap of more than",
     ),
     ("plan CUSTOM --ranks 2 --tokens 99999999999999999999", "would need a heap of more than"),
-    ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor inf", "must be finite"),
+    (
+        "plan CUSTOM --ranks 2 --tokens 8 --capacity-factor inf",
+        "--capacity-factor: inf must be finite",
+    ),
     ("plan CUSTOM --ranks 2 --tokens 8 --layers 0", "num_layers (0) must be at least 1"),
     ("plan CUSTOM --tokens 8 --ranks 3", "must be divisible by the number of ranks (3)"),
     ("plan LARGE --precision fp8", "invalid choice: 'fp8'"),
@@ -92,9 +95,9 @@ WRONG = [
         "plan LARGE --ranks 3",
         "num_experts (128) must be divisible by the number of ranks (3)",
     ),
-    ("plan LARGE --capacity-factor 0", "capacity-factor (0.0) must be"),
+    ("plan LARGE --capacity-factor 0", "--capacity-factor: 0 must be"),
     ("plan LARGE --top-k 200", "top_k (200) must be at most num_experts (128)"),
-    ("check missing.py:make --ranks 1", "ranks (1) must be at least 2"),
+    ("check missing.py:make --ranks 1", "--ranks: 1 must be an integer greater than 1"),
 ]
 
 

@@ -644,8 +644,8 @@ def test_ranks_of_the_self_test(
 
 HEAD = """
 import json, os, signal, sys, time
-args = dict(arg[2:].split("=", 1) for arg in sys.argv[1:])
-rank = int(args["rank"])
+args = json.loads(sys.argv[-1])
+rank = args["rank"]
 def tell(**found):
     open(args["out"], "w").write(json.dumps(found))
 """
@@ -697,12 +697,8 @@ def test_a_rank_that_was_told_ends_last(
     monkeypatch.setattr(self_test.signal, "alarm", lambda _: None)
     monkeypatch.setattr(self_test.time, "sleep", slept.append)
     out = tmp_path / "found"
-    assert (
-        self_test.be_rank(
-            [f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"], Mock()
-        )
-        == 1
-    )
+    known = {"store": "x", "num_ranks": 2, "deadline_s": 9, "job": None, "rank": 0, "out": str(out)}
+    assert self_test.be_rank(json.dumps(known), Mock()) == 1
     assert json.loads(out.read_text()) == {"error": type(error).__name__, "text": str(error)}
     assert bool(slept) == lingers
 
@@ -715,9 +711,9 @@ def test_a_busy_machine_gets_more_time(
         os, "getloadavg", lambda: (load_per_core * len(os.sched_getaffinity(0)), 0.0, 0.0)
     )
     told = run_trial(
-        1, dict(os.environ), command=fake_rank(tmp_path, "tell(deadline_s=args['deadline-s'])")
+        1, dict(os.environ), command=fake_rank(tmp_path, "tell(deadline_s=args['deadline_s'])")
     )
-    assert told.figures == {"deadline_s": str(180 * times + 1)}
+    assert told.figures == {"deadline_s": 180 * times + 1}
 
 
 def test_nothing_that_ranks_start_is_left(tmp_path: Path):
@@ -725,7 +721,7 @@ def test_nothing_that_ranks_start_is_left(tmp_path: Path):
     body = (
         "import subprocess\n"
         "child = subprocess.Popen(['sleep', '3600'])\n"
-        f"open({str(pids)!r} + args['rank'], 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        f"open(f'{pids}{{rank}}', 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
         f"while not all(os.path.exists({str(pids)!r} + other) for other in '01'): time.sleep(0.02)\n"
         "if not rank: sys.exit(3)\n"
         "time.sleep(3600)\n"
@@ -751,19 +747,9 @@ def is_running(pid: int) -> bool:
 
 def test_a_rank_ends_by_itself_if_nobody_waits_for_it(tmp_path: Path):
     """Rank 1 never comes, and doctor has been killed."""
-    arguments = {
-        "store": tmp_path / "store",
-        "out": tmp_path / "found",
-        "rank": 0,
-        "num-ranks": 2,
-        "deadline-s": 1,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "symmoe.tools.doctor.self_test",
-        *(f"--{k}={v}" for k, v in arguments.items()),
-    ]
+    known = {"store": f"{tmp_path}/store", "num_ranks": 2, "deadline_s": 1, "job": None}
+    known |= {"rank": 0, "out": f"{tmp_path}/found"}
+    command = [sys.executable, "-m", "symmoe.tools.doctor.self_test", json.dumps(known)]
     done = subprocess.run(command, timeout=HANG_S, check=False, capture_output=True)
     assert done.returncode == -14  # SIGALRM
 

@@ -23,8 +23,7 @@ from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
 from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, lanes_of, table
 from symmoe.timeline.phases import _TABLE, BY_KERNEL, BY_OPERATOR, COMMUNICATION, GEMMS, PHASES
-from symmoe.timeline.ranges import events_of
-from symmoe.timeline.recording import align, record, timeline_of
+from symmoe.timeline.recording import align, events_of, record, timeline_of
 from symmoe.tools.shapes import Shape
 
 KERNELS = Path(kernels.__file__).parent

@@ -7,16 +7,19 @@ torch.compile does not trace the two trips: it does not support plans, leases an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from symmoe.checks.arguments import Order, Overflow
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
@@ -30,9 +33,8 @@ from symmoe.integrations.megatron.compat import (
     slots_per_token,
 )
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
-from symmoe.integrations.megatron.replay import give_routing, recorded_by, recorder_of
 from symmoe.kernels import control
-from symmoe.moe.listeners import Listeners, RoutingReport
+from symmoe.moe.listeners import Choose, Listeners, RoutingReport
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -280,3 +282,66 @@ def select_slots(
     topk_idx = torch.where(keys > 0, num_experts - keys, -1)
     # A slot without an expert has no row and so no gradient, whatever its prob.
     return topk_idx, probs.gather(1, topk_idx.clamp(min=0).long()).float()
+
+
+# -- Megatron's RouterReplay: see symmoe.routing ----------------------------------------------------------------------
+
+
+def recorder_of(router: nn.Module) -> RouterReplay | None:
+    """A router's RouterReplay; a missing one is created, and records; None: the router cannot use one."""
+    if (
+        not isinstance(router, TopKRouter)
+        or router.config.moe_router_fusion
+        or router.routing_type == "sinkhorn"
+    ):
+        return None
+    if router.router_replay is None:  # without moe_enable_routing_replay
+        router.router_replay = RouterReplay()
+        RouterReplay.global_router_replay_instances.pop()  # lists only enabled ones
+        router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+    return router.router_replay
+
+
+def recorded_by(recorder: RouterReplay | None) -> torch.Tensor | None:
+    """A router's choice in the current forward, before a capacity factor's drops; None: not recorded."""
+    if recorder is None or recorder.router_replay_action != RouterReplayAction.RECORD:
+        return None  # the record may be of an earlier forward
+    recorded: torch.Tensor | None = recorder.recorded_topk_idx
+    return recorded
+
+
+def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
+    """See Give, for SymmMoELayers. The router's statistics spread tokens without an expert over all experts; its map
+    omits these tokens. ArgumentError: the router has no choice by scores to replace."""
+    router: Any = model.get_submodule(f"{name}.router" if name else "router")
+    if (replay := recorder_of(router)) is None:
+        config = router.config
+        raise ArgumentError(
+            f"moe_router_load_balancing_type ({config.moe_router_load_balancing_type!r}) and moe_router_fusion "
+            f"({config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router cannot be given a choice"
+        )
+    before = replay.router_replay_action
+
+    def give(_router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        ids = choose(args[0].shape[:-1].numel(), router.topk).long()
+        spread = torch.arange(ids.numel(), device=ids.device).view_as(ids) % router.num_experts
+        replay.recorded_topk_idx, replay.target_topk_idx = ids, torch.where(ids < 0, spread, ids)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def drop(
+        _router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        replay.set_router_replay_action(
+            RouterReplayAction.RECORD
+        )  # the layer reports the given choice as this
+        is_none = replay.recorded_topk_idx[:, :1] < 0
+        return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
+
+    hooks = router.register_forward_pre_hook(give), router.register_forward_hook(drop)
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+        replay.set_router_replay_action(before)
+
+    return end

@@ -18,7 +18,7 @@ from torch import nn
 
 from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import bare, check_replicas, digest
+from symmoe.checkpoint.tensors import REPLICAS, agreed, bare, digest
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout
@@ -132,7 +132,7 @@ def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if replicated tensors differ. Collective."""
     with peers.step() as compared:
         compared.mine = {key: digest(tensor) for key, tensor in tensors.items()}
-    check_replicas(((key, range(peers.num_ranks)) for key in tensors), compared.by_rank)
+    agreed(compared.by_rank, REPLICAS)
 
 
 def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:

@@ -23,8 +23,7 @@ from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.given_topk import give_topk
-from symmoe.integrations.transformers.adapters import PeftNames
-from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
+from symmoe.integrations.transformers.forms import ExpertsForm, PeftNames, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule

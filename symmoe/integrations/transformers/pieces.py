@@ -59,35 +59,34 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     read_layout and pieces_of, or keys, shapes or dtypes do not match the model."""
     layout = read_layout(folder)
     pieces = pieces_of(model, layout.tensors)
-    problems = {}  # by key: its pieces share one problem
-    wanted = {piece.key: piece for piece in pieces}
-    for key, piece in wanted.items():
-        stored = layout.tensors.get(key)
-        if stored is None:
-            problems[key] = f"{key} is missing (the model has shape {list(piece.shape)})"
-        elif stored.shape != piece.shape:
-            problems[key] = (
-                f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
-            )
-        elif (
-            stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point
-        ):
-            problems[key] = (
-                f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
-            )
+    wanted = {piece.key: piece for piece in pieces}  # the pieces of a key share one problem
     # Patterns of allowed additional keys, as in transformers.
     ignored = {
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.inv_freq",
     }
-    for key in layout.tensors:
-        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored):
-            problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
+    misfits = (_misfit(piece, layout.tensors.get(key)) for key, piece in wanted.items())
+    problems = [text for text in misfits if text]
+    problems += [
+        f"{key} of shape {list(tensor.shape)} is not in the model"
+        for key, tensor in layout.tensors.items()
+        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored)
+    ]
     if problems:
-        named = "; ".join(list(problems.values())[:_MAX_NAMED])
+        named = "; ".join(problems[:_MAX_NAMED])
         more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         raise CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
     return layout, pieces
+
+
+def _misfit(piece: Piece, stored: StoredTensor | None) -> str:
+    if stored is None:
+        return f"{piece.key} is missing (the model has shape {list(piece.shape)})"
+    if stored.shape != piece.shape:
+        return f"{piece.key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
+    if stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
+        return f"{piece.key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
+    return ""
 
 
 def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> list[Piece]:

@@ -10,13 +10,18 @@ from torch import nn
 
 from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError
-from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.experts import (
     ExpertParallelExperts,
     StepConfig,
     empty_experts,
 )
-from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts, experts_modules
+from symmoe.integrations.transformers.forms import (
+    ExpertsForm,
+    PeftNames,
+    StockExperts,
+    experts_modules,
+    unwrapped,
+)
 from symmoe.kernels import control
 from symmoe.lora import LoRAGroupedLinear
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp

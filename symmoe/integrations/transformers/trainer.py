@@ -87,8 +87,7 @@ class Trainer(transformers.Trainer):
         if has_balance_loss:
             # The token losses are divided by all ranks' token count, so ranks and micro-batches add up. The
             # balance loss, a mean, would add up too.
-            args = self.args
-            times = args.world_size if args.average_tokens_across_devices else 1
+            times = self.args.world_size if self.args.average_tokens_across_devices else 1
             parts = self.current_gradient_accumulation_steps if model.training else 1
             loss = (
                 loss - (times - 1 / parts) * _balance_coefficient(self.model) * outputs["aux_loss"]

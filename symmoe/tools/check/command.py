@@ -21,7 +21,7 @@ from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
-from symmoe.tools.shapes import Options
+from symmoe.tools.shapes import Options, number
 
 HELP = "whether a model trains on n ranks as on one, and which tensor differs first"
 DESCRIPTION = """\
@@ -35,18 +35,12 @@ The exit status is 0 if they agree, 1 if a tensor differs, 2 if a run has failed
 """
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
-    return int(text)
-
-
 OPTIONS: Options = {
     "target": {
         "help": "a model of transformers, file.py:function, or package.module:function",
     },
     "--ranks": {
-        "type": _number,
+        "type": lambda text: number(text, above=1),
         "default": 2,
         "help": "number of ranks to compare with one (%(default)s)",
     },
@@ -55,19 +49,19 @@ OPTIONS: Options = {
         "default": "bf16",
         "help": "dtype of a second comparison beside fp32 (%(default)s)",
     },
-    "--layers": {"type": _number, "help": "number of layers of a transformers model (all)"},
+    "--layers": {"type": number, "help": "number of layers of a transformers model (all)"},
     "--length": {
-        "type": _number,
+        "type": number,
         "default": 32,
         "help": "tokens of a rank, one sequence (%(default)s)",
     },
     "--heap-mib": {
-        "type": _number,
+        "type": number,
         "default": 256,
         "help": "MiB of the symmetric heap (%(default)s)",
     },
     "--timeout-s": {
-        "type": _number,
+        "type": number,
         "default": 600,
         "help": "limit of each run: of one rank, and of all (%(default)s)",
     },
@@ -81,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
         os.path.dirname(args.json) or ".", os.W_OK
     ):  # before minutes of running
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
-    if args.ranks < 2:
-        raise ArgumentError(f"ranks ({args.ranks}) must be at least 2: they are compared with one")
     where, failure = args.target.rpartition(":")[0], ""
     is_name = (
         re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.py)", args.target) is not None
@@ -101,12 +93,8 @@ def run(args: argparse.Namespace) -> int:
                 num_ranks,
                 {"CUDA_VISIBLE_DEVICES": ""},
                 deadline_s=args.timeout_s,
-                command=(
-                    sys.executable,
-                    "-m",
-                    "symmoe.tools.check.runs",
-                    f"--job={json.dumps(job)}",
-                ),
+                command=(sys.executable, "-m", "symmoe.tools.check.runs"),
+                job=job,
             )
             if trial.error == BadTarget.__name__:
                 raise ArgumentError(trial.text)
@@ -168,26 +156,31 @@ def render(tensors: Sequence[Compared], failure: str) -> str:
     head = (
         f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
     )
-    lines = [head] if tensors else []
-    for (dtype, stage), group in itertools.groupby(tensors, lambda each: (each.dtype, each.stage)):
-        its = list(group)
-        known = [each for each in its if each.error is not None]
-        counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
-        worst = max(known, key=Compared.excess, default=its[0])
-        lines.append(
-            f"{dtype:6}{stage:20}{counts}{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
-        )
-    lines += [
+    stages = itertools.groupby(tensors, lambda each: (each.dtype, each.stage))
+    notes = [
         f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}"
         for each in tensors
         if each.note
-    ][:1]
-    different = [each for each in tensors if each.text][:1]
-    lines += [
-        f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}"
-        for each in different
     ]
-    lines += (
-        [failure] if failure else ["the same: no tensor differs beyond rounding"] * (not different)
-    )
+    different = [
+        f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}"
+        for each in tensors
+        if each.text
+    ]
+    verdict = failure or "the same: no tensor differs beyond rounding" * (not different)
+    lines = [
+        *[head] * bool(tensors),
+        *(_stage_line(dtype, stage, list(group)) for (dtype, stage), group in stages),
+        *notes[:1],
+        *different[:1],
+        *[verdict] * bool(verdict),
+    ]
     return "\n".join(lines)
+
+
+def _stage_line(dtype: str, stage: str, its: Sequence[Compared]) -> str:
+    known = [each for each in its if each.error is not None]
+    counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
+    worst = max(known, key=Compared.excess, default=its[0])
+    errors = f"{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}"
+    return f"{dtype:6}{stage:20}{counts}{errors}  {worst.name}"

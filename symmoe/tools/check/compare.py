@@ -187,28 +187,32 @@ def _cause_of_load(name: str, rank: int, ranks: Sequence[Found]) -> str:
     """The cause of a change between saving and loading, from the new values."""
     got = ranks[rank][LOADED][name]
     was = ranks[rank][SAVED][name]
-    if not got.numel():
-        return "is not there any more"
-    if (got.dtype, got.shape) != (was.dtype, was.shape):
-        return f"is {got.dtype} {[*got.shape]}, and was {was.dtype} {[*was.shape]},"
-    if got.is_floating_point() and got.isnan().any():
-        return "was not loaded"
+
+    def same(its: torch.Tensor | None) -> bool:
+        return its is not None and its.dtype == got.dtype and torch.equal(its, got)
+
     causes = [
-        ("has other bits, of numbers that are not kept for a comparison", was),
-        *((_OF_A_RANK.format(at), found[SAVED].get(name)) for at, found in enumerate(ranks)),
+        ("is not there any more", not got.numel()),
+        (
+            f"is {got.dtype} {[*got.shape]}, and was {was.dtype} {[*was.shape]},",
+            (got.dtype, got.shape) != (was.dtype, was.shape),
+        ),
+        ("was not loaded", got.is_floating_point() and bool(got.isnan().any())),
+        ("has other bits, of numbers that are not kept for a comparison", same(was)),
+        *((_OF_A_RANK.format(at), same(found[SAVED].get(name))) for at, found in enumerate(ranks)),
         (
             "is as it was before the step: a checkpoint of an older step,",
-            ranks[rank][START].get(name),
+            same(ranks[rank][START].get(name)),
         ),
-        ("was not loaded", spoilt(was)),
+        ("was not loaded", same(spoilt(was))),
         *(
-            (f"is what {key} was: names are exchanged", its if was.numel() > 1 else None)
+            (f"is what {key} was: names are exchanged", was.numel() > 1 and same(its))
             for key, its in ranks[rank][SAVED].items()
         ),
-        *((f"was rounded to {narrow}", was.to(narrow).to(was.dtype)) for narrow in _NARROW),
+        *((f"was rounded to {narrow}", same(was.to(narrow).to(was.dtype))) for narrow in _NARROW),
     ]
-    for text, its in causes:
-        if its is not None and its.dtype == got.dtype and torch.equal(its, got):
+    for text, is_so in causes:
+        if is_so:
             return text
     order = _order([got], [found[SAVED][name] for found in ranks if name in found[SAVED]], 0.0)
     return f"has experts in another order: {order[:_SHOWN]}" if order else "has other bits"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 import zlib
@@ -295,5 +294,5 @@ def text_of(rank: int, error: Exception) -> str:
 
 if __name__ == "__main__":
     sys.exit(
-        be_rank(None, lambda ranks, wait_s, job: run(Job(*json.loads(job)), ranks, wait_s), text_of)
+        be_rank(sys.argv[-1], lambda ranks, wait_s, job: run(Job(*job), ranks, wait_s), text_of)
     )

@@ -16,7 +16,7 @@ from symmoe.tools.doctor.gpus import ask, check_gpus, check_links, read_gpus
 from symmoe.tools.doctor.machine import check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.self_test import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
-from symmoe.tools.shapes import Options
+from symmoe.tools.shapes import Options, number
 
 HELP = "whether this machine can run symmoe; after a hang, which ranks waited for which"
 DESCRIPTION = """\
@@ -38,7 +38,7 @@ OPTIONS: Options = {
         "help": "instead, check several nodes and their connections",
     },
     "--ranks-per-node": {
-        "type": int,
+        "type": number,
         "help": "with --nodes: divides machines into virtual nodes",
     },
     "--no-self-test": {
@@ -64,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
 
         if args.read:
             raise ArgumentError("--nodes and --read exclude each other")
-        if args.ranks_per_node is not None and args.ranks_per_node < 1:
-            raise ArgumentError(f"ranks-per-node ({args.ranks_per_node}) must be at least 1")
         findings = join_and_examine(
             os.environ, tell, args.ranks_per_node, sends=not args.no_self_test
         )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ParamSpec
 
 LEVELS = ("ok", "note", "problem")
 Said = tuple[object, str, str, str]  # condition, level, text, fix
-_Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True)
@@ -28,22 +25,9 @@ class Finding:
         assert self.fix or self.level != "problem", self.text
 
 
-def about(
-    subject: str,
-) -> Callable[[Callable[_Arguments, Iterable[Said]]], Callable[_Arguments, list[Finding]]]:
-    """Decorates a check that returns a table of rows: the rows with a true condition become its findings."""
-
-    def decorate(
-        check: Callable[_Arguments, Iterable[Said]],
-    ) -> Callable[_Arguments, list[Finding]]:
-        @functools.wraps(check)
-        def found(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[Finding]:
-            rows = check(*args, **kwargs)
-            return [Finding(level, subject, text, fix) for is_so, level, text, fix in rows if is_so]
-
-        return found
-
-    return decorate
+def findings_about(subject: str, *rows: Said) -> list[Finding]:
+    """The rows with a true condition, as findings about a subject."""
+    return [Finding(level, subject, text, fix) for is_so, level, text, fix in rows if is_so]
 
 
 def first(*rows: Said) -> list[Said]:

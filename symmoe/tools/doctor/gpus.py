@@ -6,13 +6,13 @@ import itertools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from symmoe.kernels import architectures
-from symmoe.tools.doctor.findings import Said, about, first
+from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
 from symmoe.tools.doctor.versions import release
 from symmoe.tools.facts import output_of
 
@@ -106,10 +106,9 @@ def read_gpus(smi: Report) -> Gpus:
         return Gpus(error=str(error).split("\n", 1)[0])
 
 
-@about("gpus")
 def check_gpus(
     gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str | None
-) -> Iterator[Said]:
+) -> list[Finding]:
     """The GPUs, and whether torch can use them. torch_cuda: torch's CUDA version, None for a CPU build; visible:
     CUDA_VISIBLE_DEVICES, None if not set."""
     version = next((each["driver_version"] for each in smi.devices.values()), "")
@@ -121,52 +120,55 @@ def check_gpus(
         f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}",
     )
     if not gpus.gpus:
-        yield from _check_none(gpus.error, smi, torch_cuda, visible, driver)
-        return
+        return findings_about("gpus", *_check_none(gpus.error, smi, torch_cuda, visible, driver))
     if torch_cuda is None:
-        yield (
-            True,
-            "problem",
-            f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs",
-            _REINSTALL,
-        )
-        return
-    yield driver
-    for index, gpu in enumerate(gpus.gpus):
-        capability = gpu.major, gpu.minor
-        known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: "
-        known += architectures.status(capability)
-        newer = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
-        measured = f"{known} (docs/doctor.md); measured is 9.0 (Hopper)"
-        yield from first(
-            (capability < architectures.LEAST, "problem", f"{known} below 8.0", newer),
-            (not known.endswith("measured"), "note", measured, ""),
-        )
+        text = f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs"
+        return findings_about("gpus", (True, "problem", text, _REINSTALL))
     used = {smi.index_of(gpu) for gpu in gpus.gpus}
-    for index, device in smi.devices.items():
-        if index in used:
-            yield from _check_device(f"GPU {index} (as nvidia-smi numbers it)", index, device)
     names = Counter((gpu.name, gpu.major, gpu.minor, gpu.total_memory) for gpu in gpus.gpus)
-    yield (
-        len(names) > 1,
-        "note",
-        "the GPUs are not alike: every call of all ranks takes as long as on the slowest",
-        "CUDA_VISIBLE_DEVICES=... with those that are",
-    )
     kinds = [
         f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()
     ]
-    yield (
-        True,
-        "ok",
-        f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}",
-        "",
+    return findings_about(
+        "gpus",
+        driver,
+        *(row for index, gpu in enumerate(gpus.gpus) for row in _check_kind(index, gpu)),
+        *(
+            row
+            for i, device in smi.devices.items()
+            if i in used
+            for row in _check_device(i, device)
+        ),
+        (
+            len(names) > 1,
+            "note",
+            "the GPUs are not alike: every call of all ranks takes as long as on the slowest",
+            "CUDA_VISIBLE_DEVICES=... with those that are",
+        ),
+        (
+            True,
+            "ok",
+            f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}",
+            "",
+        ),
     )
 
 
-def _check_device(label: str, index: int, device: Device) -> list[Said]:
-    used = device["memory.used"]
-    used_mib = int(used) if used.isdigit() else 0
+def _check_kind(index: int, gpu: Any) -> list[Said]:
+    capability = gpu.major, gpu.minor
+    status = architectures.status(capability)
+    known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
+    newer = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
+    measured = f"{known} (docs/doctor.md); measured is 9.0 (Hopper)"
+    return first(
+        (capability < architectures.LEAST, "problem", f"{known} below 8.0", newer),
+        (status != "measured", "note", measured, ""),
+    )
+
+
+def _check_device(index: int, device: Device) -> list[Said]:
+    label = f"GPU {index} (as nvidia-smi numbers it)"
+    used_mib = int(device["memory.used"]) if device["memory.used"].isdigit() else 0
     return [
         (
             device["compute_mode"] == "Prohibited",
@@ -221,10 +223,9 @@ def _check_none(
     )
 
 
-@about("links")
 def check_links(
     pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None
-) -> Iterable[Said]:
+) -> list[Finding]:
     """The connections between GPUs; links of the used GPUs, by nvidia-smi's index."""
     blocked = [pair for pair in pairs if not pair.can_access]
     reached = [pair for pair in pairs if pair.can_access]
@@ -242,7 +243,8 @@ def check_links(
     kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
     rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
     rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
-    return [
+    return findings_about(
+        "links",
         (
             blocked,
             "problem",
@@ -262,7 +264,7 @@ def check_links(
             "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot",
         ),
         (fine, "ok", f"peer access between {which}, by {', '.join(kinds)}{rate}", ""),
-    ]
+    )
 
 
 def ask() -> Report:

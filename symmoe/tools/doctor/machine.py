@@ -7,12 +7,12 @@ import platform
 import resource
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from symmoe.symm_mem import host_backend
-from symmoe.tools.doctor.findings import Said, about, first
+from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default, minus used space
@@ -144,22 +144,24 @@ def read_system(environment: Mapping[str, str]) -> System:
     )
 
 
-@about("system")
-def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
+def check_system(system: System, *, has_gpu: bool) -> list[Finding]:
     """Findings about the host, and whether the kernels' launchers can be compiled."""
     problem = system.host_problem
     if problem and system.os_name != "Linux":
         fix = "run it on Linux: a container or a virtual machine will do"
-        return [(True, "problem", problem, fix)]
+        return findings_about("system", (True, "problem", problem, fix))
     no_heap = "note" if has_gpu else "problem", f"no heap in host memory: {problem}"
     allow = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
     move = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
     use = "Triton compiles a launcher for every kernel"
     headers = f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev"
-    has = f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}"
-    has += f", {system.num_cores} core{'s' * (system.num_cores != 1)}"
-    has += "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
-    return [
+    free = "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
+    has = (
+        f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, "
+        f"{system.num_cores} core{'s' * (system.num_cores != 1)}{free}"
+    )
+    return findings_about(
+        "system",
         *first(("memfd" in problem, *no_heap, allow), (problem, *no_heap, move)),
         (
             has_gpu and system.compiler is None,
@@ -174,15 +176,12 @@ def check_system(system: System, *, has_gpu: bool) -> Iterable[Said]:
             headers,
         ),
         (True, "ok", has, ""),
-    ]
+    )
 
 
-@about("limits")
-def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
+def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
     """Memory, /dev/shm (for NCCL's buffers, not for the host heap), open files and processes."""
-    memory = system.free_bytes
     files = system.max_files
-    processes = system.max_processes
     free = system.shm_free_bytes or 0
     total = system.shm_bytes or 0
     has_shm = None not in (system.shm_free_bytes, system.shm_bytes)
@@ -190,9 +189,9 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
     shm = f"/dev/shm has {_size(free)} of {_size(total)} free"
     found: list[Said] = [
         (
-            memory is not None and memory < _NEEDED_MEMORY_BYTES,
+            system.free_bytes is not None and system.free_bytes < _NEEDED_MEMORY_BYTES,
             "problem",
-            f"{_size(memory or 0)} of memory are free; two ranks take {_size(_NEEDED_MEMORY_BYTES)}",
+            f"{_size(system.free_bytes or 0)} of memory are free; two ranks take {_size(_NEEDED_MEMORY_BYTES)}",
             "end other jobs, or docker run --memory=8g",
         ),
         *first(
@@ -222,20 +221,19 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterable[Said]:
             "ulimit -n 65536, or docker run --ulimit nofile=65536",
         ),
         (
-            processes is not None and processes < _GOOD_PROCESSES,
+            system.max_processes is not None and system.max_processes < _GOOD_PROCESSES,
             "note",
-            f"{processes} more processes and threads may be started; a rank has a hundred or so",
+            f"{system.max_processes} more processes and threads may be started; a rank has a hundred or so",
             "ulimit -u 65536, or docker run --pids-limit=-1",
         ),
     ]
     fine = f"/dev/shm {_size(free)} of {_size(total)} free, open files {files or 'no limit'}"
-    return [*found, (not first(*found), "ok", fine, "")]
+    return findings_about("limits", *found, (not first(*found), "ok", fine, ""))
 
 
-@about("environment")
 def check_environment(
     environment: Mapping[str, str], *, has_gpu: bool, num_cores: int
-) -> Iterator[Said]:
+) -> list[Finding]:
     """Problems of relevant variables, then one line with their values. symmoe sets NVSHMEM's variables unless the
     environment already has them: its values win."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
@@ -244,42 +242,52 @@ def check_environment(
         name: f"{name}={v if len(v) <= _SHOWN else v[: _SHOWN - 3] + '...'}"
         for name, v in values.items()
     }
-    for name, (wrong, level, text) in _HURTS.items():
-        value = environment.get(name, "").strip().lower()
-        hurts = (
-            (value in _ON) == (wrong == "on")
-            if wrong in ("on", "off")
-            else value not in wrong.split()
-        )
-        yield (
-            has_gpu and name in environment and hurts,
-            level,
-            f"{shown.get(name)}: {text}",
-            f"unset {name}",
-        )
-    for name in matters:
-        yield (
-            name.startswith("SYMMOE_") and name not in _FOLDERS,
-            "note",
-            f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR",
-            f"unset {name}",
-        )
-    for name, (level, text) in _FOLDERS.items():
-        folder = environment.get(name, "")
-        yield (
-            folder and (has_gpu or level == "note") and not _is_writable(Path(folder)),
-            level,
-            f"{shown.get(name)} cannot be written to: {text}",
-            f"export {name}=... to a folder of your own",
-        )
     threads = environment.get("OMP_NUM_THREADS", "")
-    yield (
-        threads.isdigit() and int(threads) > num_cores,
-        "note",
-        f"OMP_NUM_THREADS={threads} on {num_cores} cores: every rank starts as many threads",
-        "export OMP_NUM_THREADS=1",
+    return findings_about(
+        "environment",
+        *(
+            (
+                has_gpu and name in environment and _is_harmful(environment[name], wrong),
+                level,
+                f"{shown.get(name)}: {text}",
+                f"unset {name}",
+            )
+            for name, (wrong, level, text) in _HURTS.items()
+        ),
+        *(
+            (
+                name.startswith("SYMMOE_") and name not in _FOLDERS,
+                "note",
+                f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR",
+                f"unset {name}",
+            )
+            for name in matters
+        ),
+        *(
+            (
+                (has_gpu or level == "note")
+                and environment.get(name)
+                and not _is_writable(Path(environment[name])),
+                level,
+                f"{shown.get(name)} cannot be written to: {text}",
+                f"export {name}=... to a folder of your own",
+            )
+            for name, (level, text) in _FOLDERS.items()
+        ),
+        (
+            threads.isdigit() and int(threads) > num_cores,
+            "note",
+            f"OMP_NUM_THREADS={threads} on {num_cores} cores: every rank starts as many threads",
+            "export OMP_NUM_THREADS=1",
+        ),
+        (True, "ok", " ".join(shown.values()) or "no variable that matters is set", ""),
     )
-    yield True, "ok", " ".join(shown.values()) or "no variable that matters is set", ""
+
+
+def _is_harmful(value: str, wrong: str) -> bool:
+    """Whether a value is one of `wrong`, as in _HURTS."""
+    word = value.strip().lower()
+    return (word in _ON) == (wrong == "on") if wrong in ("on", "off") else word not in wrong.split()
 
 
 def _is_writable(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
-from symmoe.tools.doctor.findings import Finding, Said, about, first, worst_level
+from symmoe.tools.doctor.findings import Finding, Said, findings_about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
@@ -126,8 +126,10 @@ def join_and_examine(
         )
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        text = f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
-        text += f"{where}: {_first_line(error)}"
+        text = (
+            f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT={where}: "
+            f"{_first_line(error)}"
+        )
         fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
     found = [Finding("problem", "nodes", text, fix)]
     if local_rank == 0:
@@ -241,27 +243,13 @@ def try_rail(
 # -- findings: pure functions, so that all ranks agree ----------------------------------------------------------------
 
 
-@about("nodes")
-def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
+def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
     """The placement of ranks, and differences in software."""
-    for name in sorted({name for each in facts for name in each.versions}):
-        by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
-        has = "; ".join(
-            f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items()
-        )
-        yield (
-            len(by_version) > 1,
-            "problem",
-            f"{name} is not the same everywhere: {has}",
-            f"pip install {name}==... on every node",
-        )
+    versions = {
+        name: _ranks_by([each.versions.get(name, "none") for each in facts])
+        for name in sorted({name for each in facts for name in each.versions})
+    }
     without = [rank for rank, each in enumerate(facts) if not each.gpu]
-    yield (
-        0 < len(without) < len(facts),
-        "problem",
-        f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own",
-        "torchrun --nproc-per-node with no more than each node's GPUs",
-    )
     num_nodes = topology.num_nodes
     num_machines = len({each.machine for each in facts})
     places = [
@@ -272,14 +260,35 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
     virtual = f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})"
     rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
-    yield from first(
-        (
-            num_nodes == 1,
-            "note",
-            f"{text}: there is no network between ranks to look at",
-            "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes",
+    return findings_about(
+        "nodes",
+        *(
+            (
+                len(its) > 1,
+                "problem",
+                f"{name} is not the same everywhere: "
+                + "; ".join(
+                    f"ranks {listed(ranks)} have {version}" for version, ranks in its.items()
+                ),
+                f"pip install {name}==... on every node",
+            )
+            for name, its in versions.items()
         ),
-        (True, "ok", f"{text}{virtual * (num_machines < num_nodes)}; rails: {rails}", ""),
+        (
+            0 < len(without) < len(facts),
+            "problem",
+            f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own",
+            "torchrun --nproc-per-node with no more than each node's GPUs",
+        ),
+        *first(
+            (
+                num_nodes == 1,
+                "note",
+                f"{text}: there is no network between ranks to look at",
+                "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes",
+            ),
+            (True, "ok", f"{text}{virtual * (num_machines < num_nodes)}; rails: {rails}", ""),
+        ),
     )
 
 
@@ -289,14 +298,13 @@ def check_network(
     """RDMA devices of every machine; network devices between hosts, and pairs of ranks that cannot connect (refused: by
     rank, why it cannot connect to some of its rail); settings for NCCL."""
     return [
-        *_check_nics(facts),
+        *findings_about("nics", *_nic_rows(facts)),
         *_check_sockets(facts, topology, refused),
         *_check_nccl(facts, topology),
     ]
 
 
-@about("nics")
-def _check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
+def _nic_rows(facts: Sequence[Facts]) -> Iterator[Said]:
     has_gpu = any(each.gpu for each in facts)
     by_nics = _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts])
     for (up, down), ranks in by_nics.items():
@@ -318,17 +326,11 @@ def _check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
         )
 
 
-@about("sockets")
 def _check_sockets(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
-) -> Iterator[Said]:
-    for problem, ranks in _ranks_by([each.problem for each in facts]).items():
-        yield (
-            problem,
-            "problem",
-            f"rank {listed(ranks)}: {problem}",
-            f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there",
-        )
+) -> list[Finding]:
+    problems = _ranks_by([each.problem for each in facts])
+    named = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
     where = _places(topology, len(facts))
     shown = [
@@ -338,45 +340,47 @@ def _check_sockets(
     fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
     if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
         fix += "; let the firewall pass all TCP ports between the nodes"
-    yield pairs, "problem", _some(shown), fix
     ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
     names = [
         f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends
     ]
     text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
-    yield (
-        not pairs and not any(each.problem for each in facts),
-        "ok",
-        f"gloo goes by {text}",
-        "",
+    return findings_about(
+        "sockets",
+        *(
+            (problem, "problem", f"rank {listed(ranks)}: {problem}", named)
+            for problem, ranks in problems.items()
+        ),
+        (pairs, "problem", _some(shown), fix),
+        (not pairs and not any(problems), "ok", f"gloo goes by {text}", ""),
     )
 
 
-@about("nccl")
-def _check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
+def _check_nccl(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
     on_gpus = [rank for rank, each in enumerate(facts) if each.gpu and topology.num_nodes > 1]
     unordered = [rank for rank in on_gpus if facts[rank].launch_order != "1"]
-    text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
-    text += (
+    text = (
+        f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
         "rails, GPUs may start the two communicators in different orders, and wait for each other"
     )
-    yield unordered, "note", text, f"export {LAUNCH_ORDER}=1 on every node"
+    fix = f"export {LAUNCH_ORDER}=1 on every node"
+    return findings_about("nccl", (unordered, "note", text, fix))
 
 
-@about("rails")
-def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterable[Said]:
+def check_rails(topology: Topology, rails: Sequence[Rail]) -> list[Finding]:
     """Findings about rails: which connect, their speed, and the slowest one. rails: each rank's result."""
     where = _places(topology, len(rails))
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
     if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
-        return [
+        return findings_about(
+            "rails",
             (
                 True,
                 "problem",
                 f"rails do not connect: {_some(failed)}",
                 f"firewalls; cables; {log}",
-            )
-        ]
+            ),
+        )
     slowest = [
         min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)
     ]
@@ -384,11 +388,12 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterable[Said]:
     usual = median(gbs)
     if math.isinf(usual):
         text = f"rails {listed(range(len(gbs)))} connect; between CPUs nothing is measured"
-        return [(True, "ok", text, "")]
+        return findings_about("rails", (True, "ok", text, ""))
     last = gbs.index(min(gbs))
     place = where[slowest[last]]
     speeds = "; ".join(f"rail {number}: {each:.3g} GB/s" for number, each in enumerate(gbs))
-    return [
+    return findings_about(
+        "rails",
         (
             gbs[last] < _SLOW * usual,
             "note",
@@ -401,7 +406,7 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> Iterable[Said]:
             f"{speeds} (each rank sends and receives; of its slowest); slowest: {place}",
             "",
         ),
-    ]
+    )
 
 
 def _places(topology: Topology, num_ranks: int) -> list[str]:

@@ -3,7 +3,6 @@ symmoe.tools.doctor.self_test` is one rank. docs/doctor.md describes a rank's wo
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -12,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +24,8 @@ from symmoe.dispatch.plan import make_plan
 from symmoe.errors import PeerError, WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.doctor.findings import Said, about
-from symmoe.tools.ranks import Ranks, join
-from symmoe.tools.timing import times_in_a_row_ms
+from symmoe.tools.doctor.findings import Finding, findings_about
+from symmoe.tools.ranks import Ranks, join, times_in_a_row_ms
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
 MAX_GPUS = 8
@@ -63,10 +61,11 @@ def run_trial(
     *,
     deadline_s: float | None = None,
     command: Sequence[str] = _RANK,
+    job: Any = None,
 ) -> Trial:
     """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
-    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, with the
-    arguments of :func:`be_rank`."""
+    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, and passes its
+    last argument to :func:`be_rank`, with the job in it."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     deadline_s = (
         DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
@@ -82,22 +81,15 @@ def run_trial(
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
         known = {
             "store": f"{folder}/store",
-            "num-ranks": num_ranks,
-            "deadline-s": math.ceil(deadline_s) + 1,
+            "num_ranks": num_ranks,
+            "deadline_s": math.ceil(deadline_s) + 1,
+            "job": job,
         }
-
+        its = {rank: known | {"rank": rank, "out": f"{folder}/found-{rank}"} for rank in ranks}
         processes = start_processes(
             "symmoe-doctor",
             command[0],
-            {
-                rank: (
-                    *command[1:],
-                    *(f"--{key}={value}" for key, value in known.items()),
-                    f"--rank={rank}",
-                    f"--out={folder}/found-{rank}",
-                )
-                for rank in ranks
-            },
+            {rank: (*command[1:], json.dumps(its[rank])) for rank in ranks},
             dict.fromkeys(ranks, variables),
             DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
@@ -146,8 +138,7 @@ def _first_error(
     return min(causes, key=lambda cause: cause[0])[1]
 
 
-@about("self-test")
-def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterable[Said]:
+def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
     """Findings from the self-test; link_gbs: GB/s of all NVLinks of a GPU in one direction, None is unknown."""
     where = "GPU" if on_gpus else "CPU"
     ranks = (
@@ -161,7 +152,9 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
             fix = "give it memory: end other jobs, or docker run --memory=8g"
         elif trial.error == "WrongResult":
             fix = "symmoe doctor --json > doctor.json, and open an issue with it"
-        return [(True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)]
+        return findings_about(
+            "self-test", (True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)
+        )
     # One rank moves no rows: it has no such figures.
     dispatch, combine, copy = (
         trial.figures.get(f"{name}_gbs", 0.0) for name in ("dispatch", "combine", "copy")
@@ -171,7 +164,8 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
         link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
         text += f"; dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
     known_gbs = link_gbs or 0.0
-    return [
+    return findings_about(
+        "self-test",
         (
             on_gpus and copy < _MODEST_LINK * known_gbs and "copy_gbs" in trial.figures,
             "note",
@@ -185,43 +179,36 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
             f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length",
         ),
         (True, "ok", f"{text} ({trial.took_s:.0f} s in all)", ""),
-    ]
+    )
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
 def be_rank(
-    argv: Sequence[str] | None,
-    work: Callable[[Ranks, float, str], dict[str, float]],
+    known: str,
+    work: Callable[[Ranks, float, Any], dict[str, float]],
     text_of: Callable[[int, Exception], str] = lambda _, error: str(error),
 ) -> int:
-    """Joins the others, works, and writes the result, or the error and its text by rank, to `--out` as JSON. work:
-    receives the ranks, the time limit of a wait on a heap, and `--job`. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, kind in (
-        ("store", str),
-        ("out", str),
-        ("rank", int),
-        ("num-ranks", int),
-        ("deadline-s", int),
-    ):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--job", default="")
-    args = parser.parse_args(argv)
-    signal.alarm(args.deadline_s)  # ends this process even if its parent is gone
+    """Joins the others, works, and writes the result, or the error and its text by rank, to a file as JSON. known: what
+    :func:`run_trial` passes to a rank, in JSON. work: receives the ranks, the time limit of a wait on a heap, and the
+    job. Returns the exit status."""
+    its = json.loads(known)
+    signal.alarm(its["deadline_s"])  # ends this process even if its parent is gone
     found: dict[str, Any]
     lingers = False
     with contextlib.ExitStack() as stack:
         try:
-            ranks = stack.enter_context(join(f"file://{args.store}", args.rank, args.num_ranks))
-            found = work(ranks, args.deadline_s / _WAITS, args.job)
+            ranks = stack.enter_context(
+                join(f"file://{its['store']}", its["rank"], its["num_ranks"])
+            )
+            found = work(ranks, its["deadline_s"] / _WAITS, its["job"])
         except Exception as error:  # noqa: BLE001 - the parent process must report any error
-            found = {"error": type(error).__name__, "text": text_of(args.rank, error)}
+            found = {"error": type(error).__name__, "text": text_of(its["rank"], error)}
             lingers = isinstance(error, PeerError)
-        with open(f"{args.out}.part", "w", encoding="utf-8") as file:
-            json.dump(found, file)
-        os.replace(f"{args.out}.part", args.out)  # atomic, and before others lose this rank
+        part = Path(f"{its['out']}.part")
+        part.write_text(json.dumps(found), encoding="utf-8")
+        part.replace(its["out"])  # atomic, and before others lose this rank
     if lingers:  # the culprit must end first: torch ends the others after one fails
         time.sleep(_GRACE_S)
     return int("error" in found)
@@ -293,4 +280,4 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(be_rank(None, lambda ranks, wait_s, _: run(ranks, wait_s)))
+    sys.exit(be_rank(sys.argv[-1], lambda ranks, wait_s, _: run(ranks, wait_s)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
 
 import torch
 
 from symmoe.kernels.architectures import TRITON_VERSIONS
-from symmoe.tools.doctor.findings import Said, about, first
+from symmoe.tools.doctor.findings import Finding, findings_about, first
 from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
@@ -66,123 +66,21 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.group().split("."))) if match else (0,)
 
 
-@about("versions")
-def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
+def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
     """Problems of the versions, then one line that lists them."""
     installed, pins, cuda = versions.installed, versions.torch_pins, versions.torch_cuda
-    torch_version, triton = installed["torch"], installed.get("triton")
+    torch_version, triton = installed["torch"], installed.get("triton", "")
     cuda_major = release(cuda)[0] if cuda else 13  # of `symmoe[nvshmem]` for a CPU build
     library, bindings = f"nvidia-nvshmem-cu{cuda_major}", f"nvshmem4py-cu{cuda_major}"
     nvshmem = installed.get(library)
     version = installed.get(bindings)
     core = installed.get("cuda-core")
-    older = release(triton or "0")[:2] == (3, 6)
-    yield from first(
-        (
-            release(torch_version) < release(_TORCH[0]),
-            "problem",
-            f"torch {torch_version} is older than what symmoe is made for, {_TORCH[0]}",
-            f"pip install 'torch>={_TORCH[0]}'",
-        ),
-        (
-            release(torch_version)[:2] > release(_TORCH[1]),
-            "note",
-            f"torch {torch_version} has not been tested, {_TORCH[0]} to {_TORCH[1]} have: where it lacks a private "
-            "name that symmoe reads, there is a slower way, or an error that says so",
-            _OLDER,
-        ),
-        (
-            has_gpu and release(torch_version)[:2] not in map(release, _TORCH_ON_GPUS),
-            "note",
-            f"torch {torch_version} has been tested on CPUs only; on GPUs {', '.join(_TORCH_ON_GPUS)} has",
-            f"pip install 'torch=={_TORCH_ON_GPUS[-1]}.*'",
-        ),
-    )
     pin = pins.get("triton", "")
-    fix = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
-    if triton is None:
-        yield (
-            has_gpu,
-            "problem",
-            "Triton is not installed: the kernels for GPUs are written in it",
-            fix,
-        )
-    else:
-        yield from first(
-            (
-                release(triton)[:2] not in TRITON_VERSIONS,
-                "note",
-                f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
-                "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
-                # If torch requires such a version, others conflict with it.
-                _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else fix,
-            ),
-            (
-                pin and release(triton)[: len(release(pin))] != release(pin),
-                "note",
-                f"Triton {triton} is not the one that torch {torch_version} asks for, {pin}",
-                fix,
-            ),
-        )
-    fix = f"pip install {library}=={pins.get(library, '3.4.5')}"
-    yield from first(
-        (
-            nvshmem and older and release(nvshmem) >= (3, 7),
-            "problem",
-            f"NVSHMEM {nvshmem} with Triton {triton} is known to be bad: from 3.7 on torch does not find NVSHMEM's "
-            "device library, and Triton 3.6 cannot read that of 3.8",
-            fix,
-        ),
-        (
-            nvshmem and library in pins and release(nvshmem) != release(pins[library]),
-            "note",
-            f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins.get(library)}",
-            fix,
-        ),
-    )
+    other_triton = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
+    other_library = f"pip install {library}=={pins.get(library, '3.4.5')}"
     newer = f"pip install '{bindings}>=0.4.1,<0.5'"
     others = [each for each in installed if each.startswith("nvshmem4py-")]
-    if version is None:
-        besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
-        yield (
-            has_gpu and cuda is not None,
-            "problem",
-            f"{bindings} is not installed{besides}: heaps on GPUs need it",
-            newer,
-        )
-    else:
-        yield from first(
-            (
-                release(version) < (0, 3, 1),
-                "problem",
-                f"{bindings} {version} does not work: 0.4.1 does",
-                newer,
-            ),
-            (
-                release(version) < (0, 4, 1),
-                "note",
-                f"{bindings} {version} is older than what was tested: 0.4.1 does",
-                newer,
-            ),
-        )
-        yield (
-            release(core or "0") < (0, 5),  # has cuda.core; older: cuda.core.experimental
-            "problem",
-            f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
-            "pip install 'cuda-core>=0.7'",
-        )
-        yield (
-            nvshmem is None,
-            "problem",
-            f"{bindings} is installed without {library}, the library that it binds",
-            fix,
-        )
-    yield (
-        "megatron-core" in installed and "psutil" not in installed,
-        "note",
-        "megatron-core without psutil: its distributed checkpoints hang",
-        "pip install 'psutil>=5'",
-    )
+    besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
     shown = {
         "symmoe": "symmoe",
         "torch": "torch",
@@ -192,4 +90,103 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     }
     parts = [f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()]
     built = f"CUDA {cuda}" if cuda else "CPUs"
-    yield True, "ok", f"{', '.join(parts)}; torch is built for {built}", ""
+    return findings_about(
+        "versions",
+        *first(
+            (
+                release(torch_version) < release(_TORCH[0]),
+                "problem",
+                f"torch {torch_version} is older than what symmoe is made for, {_TORCH[0]}",
+                f"pip install 'torch>={_TORCH[0]}'",
+            ),
+            (
+                release(torch_version)[:2] > release(_TORCH[1]),
+                "note",
+                f"torch {torch_version} has not been tested, {_TORCH[0]} to {_TORCH[1]} have: where it lacks a private "
+                "name that symmoe reads, there is a slower way, or an error that says so",
+                _OLDER,
+            ),
+            (
+                has_gpu and release(torch_version)[:2] not in map(release, _TORCH_ON_GPUS),
+                "note",
+                f"torch {torch_version} has been tested on CPUs only; on GPUs {', '.join(_TORCH_ON_GPUS)} has",
+                f"pip install 'torch=={_TORCH_ON_GPUS[-1]}.*'",
+            ),
+        ),
+        *first(
+            (
+                has_gpu and not triton,
+                "problem",
+                "Triton is not installed: the kernels for GPUs are written in it",
+                other_triton,
+            ),
+            (
+                triton and release(triton)[:2] not in TRITON_VERSIONS,
+                "note",
+                f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
+                "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
+                # If torch requires such a version, others conflict with it.
+                _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else other_triton,
+            ),
+            (
+                triton and pin and release(triton)[: len(release(pin))] != release(pin),
+                "note",
+                f"Triton {triton} is not the one that torch {torch_version} asks for, {pin}",
+                other_triton,
+            ),
+        ),
+        *first(
+            (
+                nvshmem and release(triton)[:2] == (3, 6) and release(nvshmem) >= (3, 7),
+                "problem",
+                f"NVSHMEM {nvshmem} with Triton {triton} is known to be bad: from 3.7 on torch does not find NVSHMEM's "
+                "device library, and Triton 3.6 cannot read that of 3.8",
+                other_library,
+            ),
+            (
+                nvshmem and library in pins and release(nvshmem) != release(pins[library]),
+                "note",
+                f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins.get(library)}",
+                other_library,
+            ),
+        ),
+        *first(
+            (
+                has_gpu and cuda is not None and version is None,
+                "problem",
+                f"{bindings} is not installed{besides}: heaps on GPUs need it",
+                newer,
+            ),
+            (
+                version and release(version) < (0, 3, 1),
+                "problem",
+                f"{bindings} {version} does not work: 0.4.1 does",
+                newer,
+            ),
+            (
+                version and release(version) < (0, 4, 1),
+                "note",
+                f"{bindings} {version} is older than what was tested: 0.4.1 does",
+                newer,
+            ),
+        ),
+        (
+            version and release(core or "0") < (0, 5),  # older ones have cuda.core.experimental
+            "problem",
+            f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer",
+            "pip install 'cuda-core>=0.7'",
+        ),
+        (
+            version and nvshmem is None,
+            "problem",
+            f"{bindings} is installed without {library}, the library that it binds",
+            other_library,
+        ),
+        (
+            "megatron-core" in installed and "psutil" not in installed,
+            "note",
+            "megatron-core without psutil: its distributed checkpoints hang",
+            "pip install 'psutil>=5'",
+        ),
+        (True, "ok", f"{', '.join(parts)}; torch is built for {built}", ""),
+    )
