@@ -34,9 +34,9 @@ from symmoe.kernels.activation import (
 from symmoe.kernels.operands import Matrices, MaybeTensor, Rows, writes
 from symmoe.kernels.twin.gemm import (
     GemmKernels,
-    filled_groups,
-    matrix,
+    groups,
     multiply_rows,
+    packed,
     sum_in_blocks,
     take_rows,
 )
@@ -84,7 +84,7 @@ class ActivationKernels:
         """
         h, a = results
         GemmKernels.grouped_gemm(rows, weight, row_range, h, bias=bias)
-        for _, span in filled_groups(row_range):
+        for _, span in groups(row_range):
             ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
 
     @staticmethod
@@ -110,13 +110,11 @@ class ActivationKernels:
         Returns the number of partial sums of dscale per row in the workspace.
         """
         (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
-        da = torch.empty_like(a)
-        for g, span in filled_groups(row_range):
-            multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
+        matrices = packed(weight)
+        for g, span in groups(row_range):
+            da = multiply_rows(take_rows(dout, span), matrices[g]).to(a.dtype)
             scale = row_scale[span]
-            value = activation_gradients(
-                da[span], h[span], scale, dh[span], workspace[span], activation
-            )
+            value = activation_gradients(da, h[span], scale, dh[span], workspace[span], activation)
             torch.mul(value, scale[:, None], out=a[span])
         if dscale is not None:
             ActivationKernels.sum_dact_partials(workspace, row_range, dscale, 1)
@@ -161,7 +159,7 @@ def activation_gradients(
     grad = grad * scale[:, None]
     parts = gate_and_up(dh, activation) if activation.is_gated else [dh]
     for part, slope in zip(parts, slopes, strict=True):
-        torch.mul(grad.view(part.shape), slope.view(part.shape), out=part)
+        torch.mul(grad.view(part.shape), slope, out=part)
     return value
 
 
@@ -180,15 +178,13 @@ def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, 
 def value_and_slopes(
     h: torch.Tensor, activation: Activation
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), same shape."""
+    """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), in their shapes."""
     function = partial(_FUNCTIONS[activation.function], alpha=activation.alpha)
     if not activation.is_gated:
         value, slope = function(h.float())
         return value, [slope]
     limit, offset = activation.limit, activation.offset
-    gate, up = (
-        part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation)
-    )
+    gate, up = gate_and_up(h.float(), activation)
     has_limit = math.isfinite(limit)
     if has_limit:
         gate_above, up_outside = gate > limit, up.abs() > limit
@@ -200,7 +196,7 @@ def value_and_slopes(
     by_gate, by_up = slope.mul_(shifted), value
     if has_limit:
         by_gate, by_up = by_gate.masked_fill(gate_above, 0), by_up.masked_fill(up_outside, 0)
-    return shifted * value, [by_gate, by_up]
+    return (shifted * value).flatten(1), [by_gate, by_up]
 
 
 ValueAndSlope = tuple[torch.Tensor, torch.Tensor]  # f(x) and f'(x), new tensors, fp32 like x

@@ -37,7 +37,6 @@ from symmoe.kernels.twin.activation import ActivationKernels, activation_gradien
 from symmoe.kernels.twin.gemm import (
     GemmKernels,
     block_sums,
-    filled_groups,
     groups,
     matrix,
     packed,
@@ -70,7 +69,7 @@ class QuantizeKernels:
         multiples of SLOT_ROWS, counted from the group's first row, and end at such a multiple or at the group's end.
         """
         (data, scale), width = out, rows.shape[1]
-        for g, span in filled_groups(row_range):
+        for g, span in groups(row_range):
             lines = take_rows((rows, row_index), span).float()
             codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
             formats.as_bytes(data)[span] = _pack(codes[:, :width], block_format)
@@ -118,7 +117,7 @@ class QuantizeKernels:
         """
         (data, scale), first = out, 0
         check_column_scale("scale", scale)
-        for g, span in filled_groups(row_range):
+        for g, span in groups(row_range):
             lines = _padded_columns(take_rows((rows, row_index), span), signs)
             codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
             _place(data, block_format.data_width(first), _pack(codes, block_format))
@@ -206,7 +205,7 @@ class QuantizeKernels:
         a = torch.empty(
             (h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device
         )
-        for _, span in filled_groups(row_range):
+        for _, span in groups(row_range):
             ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
         QuantizeKernels.quantize_rows(a, row_range, out, block_format)
 

@@ -76,14 +76,11 @@ class QuantizedGemmKernels:
             lines = equal_groups(num_groups, out_width, row_range.device)
             right = _numbers(gemm.packed(weight.data).flatten(0, 1), tiles, lines, block_format)
             right = right.view(num_groups, out_width, -1)
-        for g, span in gemm.filled_groups(row_range):
-            total = torch.zeros(
-                (span.stop - span.start, out_width), dtype=torch.float32, device=out.device
-            )
+        for g, span in gemm.groups(row_range):
             if block_format is FLOAT8_BLOCK:
-                _add_blocks(total, rows, weight, g, span)
+                total = _sum_of_blocks(rows, weight, g, span)
             else:
-                gemm.multiply_rows(total, left[span], right[g].t())
+                total = gemm.multiply_rows(left[span], right[g].t())
             if rows.global_scale is not None and weight.global_scale is not None:
                 total = total * rows.global_scale[g] * weight.global_scale[g]
             addend = gemm.bias_rows(bias, g, span)
@@ -145,20 +142,18 @@ class QuantizedGemmKernels:
             first = end
 
 
-def _add_blocks(
-    total: torch.Tensor, rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
-) -> None:
-    """Sums the scaled block sums of a group's rows in order, from zeros."""
-    partial = torch.empty_like(total)
+def _sum_of_blocks(
+    rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
+) -> torch.Tensor:
+    """The scaled block sums of a group's rows, added in order, from zeros."""
+    matrix = gemm.matrix(weight.data, g)
+    scales = gemm.matrix(weight.scale, g).repeat_interleave(BLOCK, dim=0)[: len(matrix)]
+    total = rows.scale.new_zeros((span.stop - span.start, len(matrix)))
     for b in range(num_blocks(rows.data.shape[1])):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
-        gemm.multiply_rows(
-            partial,
-            rows.data[span, block].float(),
-            gemm.matrix(weight.data, g)[:, block].float().t(),
-        )
-        features = gemm.matrix(weight.scale, g)[:, b].repeat_interleave(BLOCK)[: total.shape[1]]
-        total += partial * (rows.scale[span, b, None] * features)
+        sums = gemm.multiply_rows(rows.data[span, block].float(), matrix[:, block].float().t())
+        total += sums * (rows.scale[span, b, None] * scales[:, b])
+    return total
 
 
 def _numbers(

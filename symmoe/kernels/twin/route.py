@@ -19,7 +19,7 @@ class RouterKernels:
 
         Products and sums have the accuracy of fp32, but not the bits of fp32 sums in any order.
         """
-        multiply_rows(logits, x, weight.t())
+        logits.copy_(multiply_rows(x, weight.t()))
 
     @staticmethod
     @writes("dx", "d_weight")
@@ -36,7 +36,7 @@ class RouterKernels:
         error of the sum before rounding is at most 2^-15 of its terms' magnitudes.
         """
         if dx is not None:
-            multiply_rows(dx, d_logits, weight)
+            dx.copy_(multiply_rows(d_logits, weight))
         if d_weight is not None:
             torch.mm(d_logits.t(), x.float(), out=d_weight)
 

@@ -7,7 +7,7 @@ import torch
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers, equal_groups, writes
-from symmoe.kernels.twin.gemm import filled_groups, take_rows
+from symmoe.kernels.twin.gemm import groups, take_rows
 from symmoe.kernels.twin.quantize import QuantizeKernels
 
 
@@ -45,7 +45,7 @@ class WireKernels:
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
         (data, scale), width = out, out[0].shape[1]
-        for _, span in filled_groups(row_range):
+        for _, span in groups(row_range):
             rows = take_rows((wire, row_index), span)
             data[span] = rows[:, :width]
             scale[span] = rows[:, width : width + scale.shape[1]]
