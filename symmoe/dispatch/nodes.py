@@ -41,8 +41,9 @@ Ways = Sequence[tuple[int, slice]]  # other nodes, and rows to or from each
 def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
     """Integers of this kind with all of their views, for kernels."""
     integers = kind(storage, layout)
-    for name in layout:
-        getattr(integers, name)
+    start = storage.storage_offset()
+    for name, (first, strides, shape) in layout.items():
+        vars(integers)[name] = storage.as_strided(shape, strides, start + first)
     return integers
 
 

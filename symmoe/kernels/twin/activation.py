@@ -37,6 +37,7 @@ from symmoe.kernels.twin.gemm import (
     groups,
     multiply_rows,
     packed,
+    rows_of,
     sum_in_blocks,
     take_rows,
 )
@@ -84,8 +85,9 @@ class ActivationKernels:
         """
         h, a = results
         GemmKernels.grouped_gemm(rows, weight, row_range, h, bias=bias)
-        for _, span in groups(row_range):
-            ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
+        each = rows_of(row_range)
+        value, _ = value_and_slopes(h[each], activation)
+        a[each] = (value * row_scale[each, None]).to(a.dtype)
 
     @staticmethod
     @writes("gradients", "workspace")

@@ -34,6 +34,12 @@ def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
     return list(enumerate(map(slice, begins, ends)))
 
 
+def rows_of(row_range: torch.Tensor) -> torch.Tensor:
+    """The rows of all groups, int64."""
+    spans = [span for _, span in groups(row_range)]
+    return torch.cat([torch.arange(span.start, span.stop, device=row_range.device) for span in spans])
+
+
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
     """The rows of one group, gathered if there is an index."""
     tensor, row_index = rows if isinstance(rows, tuple) else (rows, None)

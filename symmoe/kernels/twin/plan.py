@@ -14,7 +14,7 @@ from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.operands import writes
 from symmoe.kernels.twin.sync import record
 
-_NO_SLOT = 2**31 - 1
+_NO_SLOT = _NO_LIMIT = 2**31 - 1
 _OVERFLOWS = control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW
 
 
@@ -50,12 +50,10 @@ class PlanKernels:
         slots = torch.zeros((ids.shape[0], num_experts), dtype=torch.int32, device=ids.device)
         slots.scatter_add_(1, ids.where(valid, 0), valid.int())
         ranks = torch.where(valid, ids // (num_experts // num_ranks), -1)
-        block_counts[:, :num_experts] = _sum_by_block(slots)
-        block_counts[:, num_experts:-2] = _sum_by_block(_tokens_to_ranks(ranks, num_ranks))
-        block_counts[:, -2] = _sum_by_block(bad).sum(1)
+        columns = slots, _tokens_to_ranks(ranks, num_ranks), bad.sum(1, keepdim=True)
+        block_counts[:, :-1] = _by_block(torch.cat(columns, 1)).sum(1)
         slot = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-        first_bad = _by_block(torch.where(bad, slot, _NO_SLOT), fill=_NO_SLOT)
-        block_counts[:, -1] = first_bad.flatten(1).min(1).values
+        block_counts[:, -1] = _by_block(slot.where(bad, _NO_SLOT), fill=_NO_SLOT).amin((1, 2))
 
     @staticmethod
     @writes("block_counts", "peers")
@@ -126,20 +124,15 @@ class PlanKernels:
         """
         num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
         table = peers.count_table(rank, peers.epoch)
-        headers = table[:, : control.HEADER_WORDS]
-        first = control.HEADER_WORDS
-        counts = table[:, first : first + num_experts].long()  # [R, E]
-        tokens = table[
-            :, first + num_experts : first + num_experts + num_ranks
-        ].long()  # [source, destination]
+        widths = control.HEADER_WORDS, num_experts, num_ranks
+        # [R, HEADER_WORDS], [R, E], [source, destination]
+        headers, counts, tokens = table[:, : sum(widths)].long().split(widths, 1)
 
         load = counts.sum(0).view(num_ranks, -1)  # [R, e]
-        limits = (
-            _limit(headers, control.HEAD_CAPACITY),
-            _limit(headers, control.HEAD_PACKED_CAPACITY),
-        )
-        sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
+        capacities = headers[:, [control.HEAD_CAPACITY, control.HEAD_PACKED_CAPACITY]]
+        limits = capacities.where(capacities >= 0, _NO_LIMIT).amin(0)
         drop = overflow == control.OVERFLOW_DROP
+        sizes = [] if drop else zip((load.sum(1), tokens.sum(0)), limits.tolist(), strict=True)
         error = _find_error(headers, sizes, received, drop)
         if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
             error = control.PLAN_OVER_BUDGET, *error[1:]
@@ -246,7 +239,7 @@ class PlanKernels:
             (safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank)
         )
         present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
-        plan.block_tokens.copy_(_sum_by_block(present))
+        plan.block_tokens.copy_(_by_block(present).sum(1))
         index = present.int().cumsum(0) - present.int()
         plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
         primary.fill_(-1)
@@ -299,16 +292,6 @@ def _by_block(values: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
     return values.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
 
 
-def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
-    """int64 [B, C], sums of [T, C] over the tokens of each block."""
-    return _by_block(values).sum(1)
-
-
-def _limit(headers: torch.Tensor, word: int) -> int:
-    """The smallest capacity of the ranks with a capacity; -1 without any."""
-    return min((int(limit) for limit in headers[:, word] if limit >= 0), default=-1)
-
-
 def _find_error(
     headers: torch.Tensor,
     sizes: Iterable[tuple[torch.Tensor, int]],
@@ -317,7 +300,7 @@ def _find_error(
 ) -> tuple[int, int, int, int, int]:
     """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
 
-    sizes: rows that each rank would receive, and its capacity or -1; then both for packed rows.
+    sizes: rows that each rank would receive, and the smallest capacity; then both for packed rows; none with `drop`.
     """
     if received.numel() and int(received.min()) < 0:
         return control.PLAN_FAULT, -1, 0, 0, 0
@@ -341,7 +324,7 @@ def _find_error(
             tokens = head[control.HEAD_RAIL_DROPPED]
             return control.PLAN_RAIL_OVERFLOW, rank, head[control.HEAD_RAIL_CAPACITY], tokens, 0
     for rows, limit in sizes:
-        if 0 <= limit < int(rows.max()) and not drop:
+        if limit < int(rows.max()):
             return control.PLAN_OVERFLOW, int(rows.argmax()), limit, int(rows.max()), 0
     return control.PLAN_OK, -1, 0, 0, 0
 

@@ -202,11 +202,8 @@ class QuantizeKernels:
 
         h bf16 or fp16 [N, W]; row_scale fp32[N]; data [N, I]. block_format: takes_act_quantize.
         """
-        a = torch.empty(
-            (h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device
-        )
-        for _, span in groups(row_range):
-            ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
+        a = h.new_empty((h.shape[0], h.shape[1] // activation.hidden_width(1)))
+        ActivationKernels.scaled_activation(h, row_scale, a, activation)
         QuantizeKernels.quantize_rows(a, row_range, out, block_format)
 
     @staticmethod

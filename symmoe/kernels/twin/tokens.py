@@ -156,9 +156,9 @@ class RowKernels:
         """
         if int(received[rank, 0]) < 0:
             return
-        for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-            tokens, index = _present(places.where(ranks == rank, -1))
-            _put_rows(rows, index, x.index_select(0, tokens))
+        slots, index = _present(slot_to_row.where(slot_to_rank == rank, -1).flatten())
+        tokens = slots // slot_to_row.shape[1]
+        _put_rows(rows, index, x.index_select(0, tokens))
 
     @staticmethod
     @writes("rows")
@@ -175,11 +175,11 @@ class RowKernels:
         starts = source_to_packed_start.tolist()
         for each in range(len(starts) - 1) if source is None else (source,):
             if each != rank:
-                primary, others = _primary_and_others(
-                    packed_to_row[starts[each] : starts[each + 1]]
-                )
-                for which, secondary in others:
-                    _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
+                index = packed_to_row[starts[each] : starts[each + 1]]
+                primary = _first_rows(index)[:, None].expand_as(index)
+                is_secondary = (index >= 0) & (index != primary)
+                copied = rows.index_select(0, primary[is_secondary])
+                _put_rows(rows, index[is_secondary].long(), copied)
 
     @staticmethod
     @writes("peers")
@@ -209,8 +209,8 @@ class RowKernels:
             index = packed_to_row[starts[home] : starts[home + 1]]
             used, first = _present(_first_rows(index))
             total = rows.index_select(0, first).float()
-            for which, secondary in _secondary_rows(index.index_select(0, used)):
-                total.index_add_(0, which, rows.index_select(0, secondary).float())
+            for others in index.index_select(0, used).unbind(1):
+                _add_rows(total, rows, (others >= 0) & (others != first), others)
             _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
     @staticmethod
@@ -246,7 +246,7 @@ class RowKernels:
         If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: no addend.
         """
         offsets = received[:, column].tolist()
-        if any(offset < 0 for offset in offsets):
+        if min(offsets) < 0:
             out.fill_(float("nan"))
             return
         buffers = [_rows_at(peers, rank, offset, out) for rank, offset in enumerate(offsets)]
@@ -311,7 +311,7 @@ class RowKernels:
         0 for no expert. If the call has failed, `out` fp32 [T, K] is filled with NaN.
         """
         offsets = received[:, column].tolist()
-        if any(offset < 0 for offset in offsets):
+        if min(offsets) < 0:
             out.fill_(float("nan"))
             return
         out.zero_()
@@ -324,7 +324,8 @@ class RowKernels:
 
 def _failed(trip: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether the trip's barriers report that the call has failed."""
-    return min(int(words.flatten()[0]) for words in trip) < 0
+    first, last = trip
+    return int(first.flatten()[0]) < 0 or int(last.flatten()[0]) < 0
 
 
 def _add_rows(
@@ -361,22 +362,7 @@ def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
     rows.index_copy_(0, index, values)
 
 
-def _primary_and_others(
-    packed_to_row: torch.Tensor,
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Primary rows of the packed rows that have more than one row, and _secondary_rows of these. int64."""
-    several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
-    index = packed_to_row.index_select(0, several)
-    return _first_rows(index).long(), _secondary_rows(index)
-
-
 def _first_rows(packed_to_row: torch.Tensor) -> torch.Tensor:
     """The row of the smallest k of each packed row; -1 without rows."""
     first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
     return packed_to_row.gather(1, first).squeeze(1)
-
-
-def _secondary_rows(packed_to_row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per k > 0, the packed rows whose row there exists and is not their first row, and that row. int64."""
-    first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
-    return [_present(column) for column in packed_to_row.scatter(1, first, -1).unbind(1)[1:]]

@@ -7,7 +7,7 @@ import torch
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers, equal_groups, writes
-from symmoe.kernels.twin.gemm import groups, take_rows
+from symmoe.kernels.twin.gemm import rows_of
 from symmoe.kernels.twin.quantize import QuantizeKernels
 
 
@@ -45,10 +45,10 @@ class WireKernels:
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
         (data, scale), width = out, out[0].shape[1]
-        for _, span in groups(row_range):
-            rows = take_rows((wire, row_index), span)
-            data[span] = rows[:, :width]
-            scale[span] = rows[:, width : width + scale.shape[1]]
+        each = rows_of(row_range)
+        rows = wire[each if row_index is None else row_index[each]]
+        data[each] = rows[:, :width]
+        scale[each] = rows[:, width : width + scale.shape[1]]
 
     @staticmethod
     @writes("out")
