@@ -91,10 +91,11 @@ def dispatch(
         number = plan.heap.configurations.number({**agreed, **extra_payload.agreed})
         agreed = {"replicas": 1, "config": number}
     agreed["plan"] = plan.generation
-    index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
-        if index is None:
+        if gradients is None:
             index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
+        else:
+            index = _Index(*plan.received_index())
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
@@ -215,7 +216,6 @@ class _Trip:
     def __post_init__(self) -> None:
         self._heap = self._plan.heap
         division = self._division
-        extra_payload = self._rider
         self._ops = kernels.for_device(self._buffer.device)
         self._num_ctas = None if division is None else division.num_ctas
         self._rank = self._heap.peers.rank
@@ -226,8 +226,8 @@ class _Trip:
         ] = {}  # by source, the event after which its rows are complete
         with nullcontext() if division is None else self._heap._timed("dispatch"):
             offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
-            if extra_payload is not None:
-                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], extra_payload.weights_offset
+            if self._rider is not None:
+                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], self._rider.weights_offset
             self._ready = self._heap.barrier(
                 PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed
             )

@@ -161,44 +161,39 @@ def activation_gradients(
     grad = grad * scale[:, None]
     parts = gate_and_up(dh, activation) if activation.is_gated else [dh]
     for part, slope in zip(parts, slopes, strict=True):
-        torch.mul(grad.view(part.shape), slope, out=part)
+        torch.mul(grad.view(part.shape), slope.view(part.shape), out=part)
     return value
 
 
-def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the gate and the up features of h [N, 2I]: [N, I], or [N, I / k, k] if they alternate in blocks of k."""
-    if activation.interleave is None:
-        gate, up = h.chunk(2, dim=1)
-        return gate, up
-    block = activation.interleave
-    if h.shape[1] % (2 * block):
-        raise ArgumentError(f"interleave ({block}) must divide the FFN width ({h.shape[1] // 2})")
-    gate, up = h.view(h.shape[0], h.shape[1] // (2 * block), 2, block).unbind(dim=2)
-    return gate, up
+def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, ...]:
+    """Views of the gate and the up features of h [N, 2I], which alternate in blocks of k: [N, I / k, k]. Without
+    interleave k is I."""
+    ffn = h.shape[1] // 2
+    block = activation.interleave or ffn
+    if ffn % block:
+        raise ArgumentError(f"interleave ({block}) must divide the FFN width ({ffn})")
+    return h.view(len(h), ffn // block, 2, block).unbind(2)
 
 
 def value_and_slopes(
     h: torch.Tensor, activation: Activation
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), in their shapes."""
+    """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), same shape."""
     function = partial(_FUNCTIONS[activation.function], alpha=activation.alpha)
     if not activation.is_gated:
         value, slope = function(h.float())
         return value, [slope]
     limit, offset = activation.limit, activation.offset
     gate, up = gate_and_up(h.float(), activation)
-    has_limit = math.isfinite(limit)
-    if has_limit:
-        gate_above, up_outside = gate > limit, up.abs() > limit
-        # A comparison, not clamp: comparisons propagate NaN.
-        gate = torch.where(gate_above, limit, gate)
-        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
+    gate_above, up_outside = gate > limit, up.abs() > limit
+    # A comparison, not clamp: comparisons propagate NaN.
+    gate = torch.where(gate_above, limit, gate)
+    up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     shifted = up + offset if offset else up
     value, slope = function(gate)
-    by_gate, by_up = slope.mul_(shifted), value
-    if has_limit:
-        by_gate, by_up = by_gate.masked_fill(gate_above, 0), by_up.masked_fill(up_outside, 0)
-    return (shifted * value).flatten(1), [by_gate, by_up]
+    by_gate = slope.mul_(shifted).masked_fill(gate_above, 0)
+    by_up = value.masked_fill(up_outside, 0)
+    return (shifted * value).flatten(1), [by_gate.flatten(1), by_up.flatten(1)]
 
 
 ValueAndSlope = tuple[torch.Tensor, torch.Tensor]  # f(x) and f'(x), new tensors, fp32 like x

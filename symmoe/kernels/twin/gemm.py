@@ -83,11 +83,6 @@ def store_sum(
     out_g.copy_(out_g.float() + total if accumulate else total)
 
 
-def zero_rows(out: torch.Tensor, row_range: torch.Tensor) -> None:
-    """Zeros in out's tail: rows at and past the end of the last group."""
-    out[int(row_range[1, -1]) :].zero_()
-
-
 def multiply_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right in fp32: a row's bits do not depend on the other rows, or on their number."""
     num_missing = max(0, MIN_ROWS - len(left))
@@ -127,7 +122,7 @@ class GemmKernels:
                 addend = out[span].float() if addend is None else out[span].float() + addend
             out[span] = product if addend is None else product + addend
         if zero_tail:
-            zero_rows(out, row_range)
+            out[int(row_range[1, -1]) :] = 0
 
     @staticmethod
     @writes("out")
@@ -143,9 +138,8 @@ class GemmKernels:
     ) -> None:
         """out[r] = dout[r] @ weight[g] for every row r of every group g: dout of O features; weight [G, O, C];
         out [N, C]."""
-        turned = packed(weight).mT
         GemmKernels.grouped_gemm(
-            dout, turned, row_range, out, accumulate=accumulate, zero_tail=zero_tail
+            dout, packed(weight).mT, row_range, out, accumulate=accumulate, zero_tail=zero_tail
         )
 
     @staticmethod

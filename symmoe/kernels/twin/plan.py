@@ -50,7 +50,7 @@ class PlanKernels:
         slots = torch.zeros((ids.shape[0], num_experts), dtype=torch.int32, device=ids.device)
         slots.scatter_add_(1, ids.where(valid, 0), valid.int())
         ranks = torch.where(valid, ids // (num_experts // num_ranks), -1)
-        columns = slots, _tokens_to_ranks(ranks, num_ranks), bad.sum(1, keepdim=True)
+        columns = slots, _on_ranks(ranks, num_ranks).any(1), bad.sum(1, keepdim=True)
         block_counts[:, :-1] = _by_block(torch.cat(columns, 1)).sum(1)
         slot = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         block_counts[:, -1] = _by_block(slot.where(bad, _NO_SLOT), fill=_NO_SLOT).amin((1, 2))
@@ -74,7 +74,6 @@ class PlanKernels:
             topk_idx: as in count_slots.
             header: HEADER_WORDS integers; this function fills the HEAD_BAD_* words.
         """
-        num_ranks = peers.num_ranks
         counts = block_counts[:, :-2]
         totals = counts.sum(0, dtype=torch.int32)
         counts.copy_(counts.cumsum(0) - counts)
@@ -87,7 +86,7 @@ class PlanKernels:
                 head[control.HEAD_BAD_ID] = max(-(2**31), min(2**31 - 1, id_32_bits))
         row = torch.cat([torch.tensor(head, dtype=torch.int32, device=totals.device), totals])
         epoch = peers.epoch + 1
-        for rank in range(num_ranks):
+        for rank in range(peers.num_ranks):
             peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
 
     @staticmethod
@@ -223,11 +222,8 @@ class PlanKernels:
             the maps from slots and tokens, and block_tokens.
             drop: whether lay_out clips.
         """
-        num_experts, num_ranks, primary = (
-            plan.slot_start.numel(),
-            plan.packed_start.numel(),
-            plan.token_to_primary_row,
-        )
+        num_experts = plan.slot_start.numel()
+        num_ranks = plan.packed_start.numel()
         ids = topk_idx.flatten().long()
         valid = (ids >= 0) & (ids < num_experts)
         safe = ids.where(valid, 0)
@@ -238,15 +234,14 @@ class PlanKernels:
         plan.slot_to_rank.copy_(
             (safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank)
         )
-        present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
+        here = _on_ranks(plan.slot_to_rank, num_ranks)
+        present = here.any(1)
         plan.block_tokens.copy_(_by_block(present).sum(1))
         index = present.int().cumsum(0) - present.int()
         plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
-        primary.fill_(-1)
-        for k in reversed(range(plan.slot_to_row.shape[1])):
-            for rank in range(num_ranks):
-                here = plan.slot_to_rank[:, k] == rank
-                primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
+        smallest_k = here.int().argmax(1)
+        primary = plan.slot_to_row.gather(1, smallest_k)
+        plan.token_to_primary_row.copy_(primary.where(present, -1))
 
 
 def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -279,17 +274,16 @@ def _whole_tiles(first: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return first + (row - first) // PART_ROWS * PART_ROWS
 
 
-def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """bool [T, R]: whether a token has a kept slot on a rank."""
-    ranks = torch.arange(num_ranks, device=slot_to_rank.device)
-    return (slot_to_rank[:, :, None] == ranks).any(1)
+def _on_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """bool [T, K, R]: whether a slot is on a rank."""
+    return slot_to_rank[:, :, None] == torch.arange(num_ranks, device=slot_to_rank.device)
 
 
 def _by_block(values: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
     """[T, C] as [B, TOKENS_PER_BLOCK, C]; the last block is padded."""
-    if missing := -values.shape[0] % control.TOKENS_PER_BLOCK:
-        values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
-    return values.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
+    missing = -values.shape[0] % control.TOKENS_PER_BLOCK
+    padded = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
+    return padded.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
 
 
 def _find_error(
@@ -332,14 +326,11 @@ def _find_error(
 def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
     """Rows kept of each expert of one rank: min(load, level) at the highest level that fits; the rest of the capacity
     goes to the first experts above the level, one row each."""
-    if int(load.sum()) <= capacity:
-        return load
-    level = (
-        bisect_right(
-            range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())
-        )
-        - 1
+    # The levels whose sum fits come first, and level 0 fits.
+    num_fitting = bisect_right(
+        range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())
     )
+    level = num_fitting - 1
     kept = load.clamp(max=level)
     above = load > level
     return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()

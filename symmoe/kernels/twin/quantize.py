@@ -120,9 +120,12 @@ class QuantizeKernels:
         for g, span in groups(row_range):
             lines = _padded_columns(take_rows((rows, row_index), span), signs)
             codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
-            _place(data, block_format.data_width(first), _pack(codes, block_format))
-            _place(scale, first // block_format.block, scales)
-            first += lines.shape[1]
+            end = first + lines.shape[1]
+            places = slice(block_format.data_width(first), block_format.data_width(end))
+            blocks = slice(first // block_format.block, end // block_format.block)
+            formats.as_bytes(data)[:, places] = _pack(codes, block_format)
+            formats.as_bytes(scale)[:, blocks] = scales
+            first = end
 
     @staticmethod
     @writes("amax")
@@ -373,8 +376,3 @@ def numbers_of(data: torch.Tensor, block_format: formats.BlockFormat) -> torch.T
 def _pack(codes: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
     """Codes in their stored form."""
     return codes if block_format.elements_per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
-
-
-def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
-    """tensor[:, column:] = values, as many columns as values have."""
-    formats.as_bytes(tensor)[:, column : column + values.shape[1]] = values

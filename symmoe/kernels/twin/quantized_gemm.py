@@ -87,7 +87,7 @@ class QuantizedGemmKernels:
             total = total if addend is None else total + addend
             out[span] = total.to(out.dtype)
         if zero_tail:
-            gemm.zero_rows(out, row_range)
+            out[int(row_range[1, -1]) :] = 0
 
     @staticmethod
     @writes("out")
@@ -130,15 +130,13 @@ class QuantizedGemmKernels:
                         dout.data[:, tokens].float(), rows.data[:, tokens].float().t()
                     )
                     total += partial * rows.scale[:, b] * dout.scale[:, b, None]
-            elif first < end:
+            else:
                 tokens = slice(first * BLOCK, end * BLOCK)
                 total = gemm.multiply(left[:, tokens], right[:, tokens].t())
-                if dout.global_scale is not None and rows.global_scale is not None:
-                    total = total * dout.global_scale[g] * rows.global_scale[g]
-            if first < end:
+            if dout.global_scale is not None and rows.global_scale is not None:
+                total = total * dout.global_scale[g] * rows.global_scale[g]
+            if first < end or not accumulate:
                 gemm.store_sum(out, g, total, accumulate=accumulate)
-            elif not accumulate:
-                gemm.matrix(out, g).zero_()
             first = end
 
 

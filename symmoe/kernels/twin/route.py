@@ -141,7 +141,7 @@ class RouterKernels:
         """
         num_experts = scores.shape[1]
         is_counted = _counted(token_mask, scores)
-        shares = scores / _sum_of(scores) if normalises else scores
+        shares = scores / scores.sum(1, keepdim=True).clamp_min(SMALLEST) if normalises else scores
         squares = logits.logsumexp(1, keepdim=True).square()
         lines = torch.cat([shares, squares, torch.ones_like(squares)], 1).where(is_counted, 0.0)
         for block, part in enumerate(lines.split(control.TOKENS_PER_LOSS_BLOCK)[: len(sums)]):
@@ -174,9 +174,10 @@ class RouterKernels:
         if d_scores is not None:
             slope = slopes[:-1].expand_as(scores)
             if normalises:
-                total = _sum_of(scores)
-                mean = (slope * scores).sum(1, keepdim=True) / total
-                slope = (slope - mean.where(scores.sum(1, keepdim=True) >= SMALLEST, 0.0)) / total
+                total = scores.sum(1, keepdim=True)
+                divisor = total.clamp_min(SMALLEST)
+                mean = (slope * scores).sum(1, keepdim=True) / divisor
+                slope = (slope - mean.where(total >= SMALLEST, 0.0)) / divisor
             d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
 
 
@@ -210,8 +211,7 @@ def _largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Indices [T, k] of the k largest of each row, best first, ties to the lower index."""
     # A stable sort: `torch.topk` does not define the order of ties and chooses its algorithm by shape, so a batch of
     # another size could route the same token differently.
-    indices: torch.Tensor = values.sort(dim=1, descending=True, stable=True).indices
-    return indices[:, :k]
+    return values.argsort(dim=1, descending=True, stable=True)[:, :k]
 
 
 def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
@@ -228,7 +228,3 @@ def _counted(token_mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Ten
     if token_mask is None:
         return scores.new_ones((len(scores), 1), dtype=torch.bool)
     return token_mask[:, None]
-
-
-def _sum_of(scores: torch.Tensor) -> torch.Tensor:
-    return scores.sum(1, keepdim=True).clamp_min(SMALLEST)

@@ -350,8 +350,6 @@ def _rows_at(peers: Peers, rank: int, offset: int, like: torch.Tensor) -> torch.
 
 def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
     """rows[index] = values, [., width] each; rows are distinct. torch copies words, the largest possible."""
-    if index.numel() == 0:
-        return
     row_bytes = values.shape[1] * values.element_size()
     if (
         rows.is_contiguous()

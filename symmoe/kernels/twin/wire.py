@@ -7,7 +7,7 @@ import torch
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers, equal_groups, writes
-from symmoe.kernels.twin.gemm import rows_of
+from symmoe.kernels.twin.gemm import rows_of, take_rows
 from symmoe.kernels.twin.quantize import QuantizeKernels
 
 
@@ -81,7 +81,7 @@ class WireKernels:
         group are not read.
         """
         end = int(row_range[1, -1])
-        rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
+        rows = take_rows((wire, row_index), slice(end))
         decoded = torch.empty((end, out[0].shape[0]), dtype=dtype, device=wire.device)
         WireKernels.decode_rows(rows, decoded, block_format)
         QuantizeKernels.quantize_columns(decoded, row_range, out, block_format)
