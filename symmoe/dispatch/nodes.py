@@ -217,19 +217,14 @@ class RailPlan:
     @functools.cached_property
     def ways(self) -> tuple[Ways, Ways]:
         """For each other node, the sent rows that go to it, and the foreign tokens that come from it."""
-        here = self.heap.topology.node
+        others = [*range(len(self.num_sent))]
+        others.remove(self.heap.topology.node)
         most = max(self.num_sent)
-        ends = itertools.accumulate(self.num_received)
-        starts = [most * (node - (node > here)) for node in range(len(self.num_sent))]
-        sent = [
-            (node, slice(starts[node], starts[node] + rows))
-            for node, rows in enumerate(self.num_sent)
-        ]
-        of_ends = enumerate(zip(ends, self.num_received, strict=True))
-        received = [(node, slice(end - rows, end)) for node, (end, rows) in of_ends]
-        return [each for each in sent if each[0] != here], [
-            each for each in received if each[0] != here
-        ]
+        ends = [*itertools.accumulate(self.num_received)]
+        starts = [0, *ends]
+        sent = [slice(n * most, n * most + self.num_sent[node]) for n, node in enumerate(others)]
+        received = [slice(starts[node], ends[node]) for node in others]
+        return [*zip(others, sent, strict=True)], [*zip(others, received, strict=True)]
 
 
 # Consecutive tokens of a plan from one rank: their range among the tokens sent together; their lines of slot_to_row and

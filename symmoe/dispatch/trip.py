@@ -100,11 +100,9 @@ def dispatch(
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
         tensors = [x] if probs is None else [x, probs]
-        come = None
-        if plan.nodes is not None:
-            come = stack.enter_context(
-                plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
-            )
+        come = plan.nodes and stack.enter_context(
+            plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
+        )
         travelling = _token_sources(plan, tensors, come, agreed if is_last else None)
         trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, extra_payload)
         if division is not None:
@@ -145,14 +143,13 @@ class _Index:
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
         """Writes slots and probs of tokens to all ranks. probs: fp32 [T, K], or None on all ranks."""
         for region, slots, places in () if self.slots is None else tokens.regions:
-            its = (
+            kernels.for_device(ready.device).push_slots(
                 (*slots, None if probs is None else probs[region]),
                 places,
                 tokens.heap.peers,
                 ready,
-            )
-            kernels.for_device(ready.device).push_slots(
-                *its, row_column=READY_SLOTS, prob_column=READY_PROBS
+                row_column=READY_SLOTS,
+                prob_column=READY_PROBS,
             )
 
     def read(
@@ -375,15 +372,27 @@ class _Trip:
         to_row = (
             tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
         )
-        trip = self._heap.peers, self._ready
         self._ops.push_rows(
-            x, to_row, *trip, column=READY_ROWS, ranks=ranks, but=but, num_ctas=num_ctas
+            x,
+            to_row,
+            self._heap.peers,
+            self._ready,
+            column=READY_ROWS,
+            ranks=ranks,
+            but=but,
+            num_ctas=num_ctas,
         )
 
     def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
         """Writes tokens to all of their rows on this rank, in an expert-major buffer."""
-        slots = tokens.slot_to_rank, tokens.slot_to_row
-        self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
+        self._ops.place_rows(
+            rows,
+            tokens.slot_to_rank,
+            tokens.slot_to_row,
+            self._buffer,
+            self._ready,
+            rank=self._rank,
+        )
 
     def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
         """Indexes the rows received from one source rank or from all, and copies them to secondary rows. arrived:
@@ -398,7 +407,11 @@ class _Trip:
         if (
             self._layout == "expert-major" and self._num_ranks > 1
         ):  # the only rank of a node has placed all rows
-            index = self._index.packed_to_row, start
             self._ops.fan_out(
-                self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas
+                self._buffer,
+                self._index.packed_to_row,
+                start,
+                rank=self._heap.rank,
+                source=source,
+                num_ctas=num_ctas,
             )

@@ -148,8 +148,9 @@ class _KernelLoss(Function):
             )
             slopes = scores.new_empty(num_experts + 1)
             loss = scores.new_empty(())
-            given = logits, scores, expert_load, token_mask, sums, slopes, loss
-            kernels.for_device(scores.device).router_losses(*given, **of.options)
+            kernels.for_device(scores.device).router_losses(
+                logits, scores, expert_load, token_mask, sums, slopes, loss, **of.options
+            )
             return loss, slopes
 
         inputs = present_tensors(logits, scores, expert_load, token_mask)
@@ -170,9 +171,15 @@ class _KernelLoss(Function):
         def compute() -> list[torch.Tensor | None]:
             pairs = zip((logits, scores), needs, strict=True)
             found = [torch.empty_like(each) if is_needed else None for each, is_needed in pairs]
-            ops = kernels.for_device(scores.device)
-            given = d_loss, logits, scores, token_mask, slopes, *found
-            ops.router_losses_grad(*given, normalises=ctx.loss.options["normalises"])
+            kernels.for_device(scores.device).router_losses_grad(
+                d_loss,
+                logits,
+                scores,
+                token_mask,
+                slopes,
+                *found,
+                normalises=ctx.loss.options["normalises"],
+            )
             return found
 
         key = "gradient of the loss of a router", ctx.loss.score, needs

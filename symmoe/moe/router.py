@@ -517,27 +517,25 @@ OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 def _packed(top_k: int, rule: RoutingRule) -> list[float]:
     """An operator's numbers, equal for equal arguments."""
     score = CHOICES["score"].index(rule.score)
-    numbers = (
-        top_k,
-        score,
-        rule.renormalize,
-        rule.num_expert_groups,
-        rule.topk_groups,
-        rule.route_scale,
-    )
-    return [float(each) for each in numbers]
+    return [
+        float(top_k),
+        float(score),
+        float(rule.renormalize),
+        float(rule.num_expert_groups),
+        float(rule.topk_groups),
+        float(rule.route_scale),
+    ]
 
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule]:
     top_k, score, renormalize, num_groups, topk_groups, _ = map(int, numbers)
-    rule = RoutingRule(
+    return top_k, RoutingRule(
         score=CHOICES["score"][score],
         renormalize=bool(renormalize),
         num_expert_groups=num_groups,
         topk_groups=topk_groups,
         route_scale=numbers[5],
     )
-    return top_k, rule
 
 
 @torch.library.custom_op("symmoe::route", mutates_args=(), tags=OUTSIDE_GRAPHS)

@@ -22,7 +22,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, writes
+from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, as_pair, writes
 
 MIN_ROWS = 16  # with fewer rows (4 or 16, by CPU), or if two threads share them, MKL has another order of sums
 
@@ -36,8 +36,8 @@ def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
 
 def rows_of(row_range: torch.Tensor) -> torch.Tensor:
     """The rows of all groups, int64."""
-    spans = [span for _, span in groups(row_range)]
-    return torch.cat([torch.arange(span.start, span.stop, device=row_range.device) for span in spans])
+    rows = torch.arange(int(row_range.max()), device=row_range.device)
+    return torch.cat([rows[span] for _, span in groups(row_range)])
 
 
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
@@ -67,11 +67,8 @@ def packed(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
     return torch.stack([matrix(matrices, group) for group in range(matrices.shape[0])])
 
 
-def bias_rows(bias: Bias, group: int, span: slice) -> torch.Tensor | None:
-    """The bias for a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
-    features, scale = bias if isinstance(bias, tuple) else (bias, None)
-    if features is None:
-        return None
+def bias_rows(features: torch.Tensor, scale: MaybeTensor, group: int, span: slice) -> torch.Tensor:
+    """The bias for a group's rows in fp32: [rows, O], or [O] without a scale."""
     return features[group].float() if scale is None else features[group].float() * scale[span, None]
 
 
@@ -115,9 +112,10 @@ class GemmKernels:
         rows of C features; weight [G, O, C]; out [N, O]; bias of O features.
         """
         matrices = packed(weight)
+        features, bias_scale = as_pair(bias)
         for g, span in groups(row_range):
             product = multiply_rows(take_rows(rows, span), matrices[g].t())
-            addend = bias_rows(bias, g, span)
+            addend = None if features is None else bias_rows(features, bias_scale, g, span)
             if accumulate:
                 addend = out[span].float() if addend is None else out[span].float() + addend
             out[span] = product if addend is None else product + addend

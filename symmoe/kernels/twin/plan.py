@@ -122,10 +122,10 @@ class PlanKernels:
             ranks: consecutive ranks: this node's, or the whole group's.
         """
         num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
-        table = peers.count_table(rank, peers.epoch)
         widths = control.HEADER_WORDS, num_experts, num_ranks
         # [R, HEADER_WORDS], [R, E], [source, destination]
-        headers, counts, tokens = table[:, : sum(widths)].long().split(widths, 1)
+        table = peers.count_table(rank, peers.epoch)[:, : sum(widths)].long()
+        headers, counts, tokens = table.split(widths, 1)
 
         load = counts.sum(0).view(num_ranks, -1)  # [R, e]
         capacities = headers[:, [control.HEAD_CAPACITY, control.HEAD_PACKED_CAPACITY]]

@@ -23,6 +23,7 @@ from symmoe.kernels.operands import (
     Operand,
     ScatteredWeight,
     TensorTable,
+    as_pair,
     equal_groups,
     writes,
 )
@@ -67,6 +68,7 @@ class QuantizedGemmKernels:
         """
         block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
         num_groups, out_width, _ = weight.data.shape
+        features, bias_scale = as_pair(bias)
         if block_format is not FLOAT8_BLOCK:
             lines = row_range if group_range is None else group_range
             left = _numbers(rows.data, rows.scale, lines, block_format)
@@ -83,8 +85,8 @@ class QuantizedGemmKernels:
                 total = gemm.multiply_rows(left[span], right[g].t())
             if rows.global_scale is not None and weight.global_scale is not None:
                 total = total * rows.global_scale[g] * weight.global_scale[g]
-            addend = gemm.bias_rows(bias, g, span)
-            total = total if addend is None else total + addend
+            if features is not None:
+                total = total + gemm.bias_rows(features, bias_scale, g, span)
             out[span] = total.to(out.dtype)
         if zero_tail:
             out[int(row_range[1, -1]) :] = 0
