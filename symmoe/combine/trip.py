@@ -177,8 +177,10 @@ class CombineTrip:
         self.values = (
             None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
         )
-        self._from_nodes = plan.nodes and FromNodes(
-            plan, plan.nodes, rows, has_values=row_values is not None, order=order
+        self._from_nodes = (
+            None
+            if plan.nodes is None
+            else FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
         )
 
     def __enter__(self) -> CombineTrip:

@@ -116,10 +116,8 @@ class RailRows:
         theirs = come[:-1]
         self._num_received = come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
-        of_numbers = self._numbers, self._num_received
-        sends, receives = (
-            [(node, each[node : node + 1]) for node in others] for each in of_numbers
-        )
+        sends = [(node, self._numbers[node : node + 1]) for node in others]
+        receives = [(node, self._num_received[node : node + 1]) for node in others]
         sends += [(node, ours) for node in others]
         receives += zip(others, theirs, strict=True)
         nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)

@@ -226,9 +226,10 @@ class PlanRequest:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
         with torch.no_grad(), (heap := self.heap).one_call:
             generation = heap.epoch + 1
-            launch = functools.partial(self.launch, generation)
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
-            storage, *found = heap._run(self.key, launch, inputs, plan=generation)
+            storage, *found = heap._run(
+                self.key, functools.partial(self.launch, generation), inputs, plan=generation
+            )
             plan = self.plan(storage, generation)
         if self.row_capacity < 0:
             plan.wait_for_sizes()
@@ -298,13 +299,20 @@ class PlanRequest:
             received = self._exchange(counts, topk_idx, num_experts, rails)
             topk_idx = integers.slot_to_copy
         overflow = self.header[control.HEAD_OVERFLOW]
-        limits = {"capacity": self.header[control.HEAD_CAPACITY], "overflow": overflow}
         ranks = (
             range(num_ranks)
             if rails is None or not heap.topology.is_in_order
             else heap.topology.ranks
         )
-        ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, ranks=ranks)
+        ops.lay_out(
+            heap.count_peers,
+            received,
+            heap.status,
+            integers,
+            capacity=self.header[control.HEAD_CAPACITY],
+            overflow=overflow,
+            ranks=ranks,
+        )
         ops.assign_rows(topk_idx, counts, integers, drop=overflow == control.OVERFLOW_DROP)
         found = () if rails is None else rails.complete(integers.report)
         if self.is_read:
@@ -494,8 +502,6 @@ def _sizes_of(
     most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
     limit = capacity if room is None else room.rows
     packed_limit = None if room is None else room.packed_rows
-    dtype = options.dtype
-    precision = options.precision
     words = {
         control.HEAD_NUM_TOKENS: num_tokens,
         control.HEAD_TOP_K: top_k,
@@ -505,8 +511,10 @@ def _sizes_of(
         control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
         control.HEAD_OVERFLOW: _OVERFLOW[options.overflow if room is None else "repeat"],
         control.HEAD_HIDDEN: -1 if options.hidden is None else options.hidden,
-        control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
-        control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
+        control.HEAD_DTYPE: -1 if options.dtype is None else control.DTYPES.index(options.dtype),
+        control.HEAD_PRECISION: -1
+        if options.precision is None
+        else precision_word(options.precision),
         control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(options.quantized_wire),
         control.HEAD_RAIL_CAPACITY: rail_capacity,
         control.HEAD_NUM_REPLICA_SLOTS: num_replica_slots,
@@ -641,7 +649,6 @@ def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
     """The error of options for a group of so many ranks, or None. is_in_order: a node's ranks are consecutive."""
     num_experts = options.num_experts
-    capacity = options.capacity
     dtype = options.dtype
     places = options.replicas_per_rank
     slack = options.replica_slack
@@ -686,7 +693,7 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
     error = None if options.config else choices_problem(**words)  # as above
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
-    for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():
+    for name in ("max_tokens", "overflow", "rail_capacity") if options.capacity is None else ():
         if (value := getattr(options, name)) not in (None, "raise"):
             return ArgumentError(
                 f"{name} ({value!r}) needs a static capacity, and capacity is None"

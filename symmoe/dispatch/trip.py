@@ -100,8 +100,12 @@ def dispatch(
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
         tensors = [x] if probs is None else [x, probs]
-        come = plan.nodes and stack.enter_context(
-            plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
+        come = (
+            None
+            if plan.nodes is None
+            else stack.enter_context(
+                plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
+            )
         )
         travelling = _token_sources(plan, tensors, come, agreed if is_last else None)
         trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, extra_payload)

@@ -40,12 +40,12 @@ def rows_per_rank(
 ) -> torch.Tensor:
     """int64 [2, R], rows of each rank before and after balance. Before: expert_load [E] of its E / R experts. After:
     replica_rows [R, S] of the experts replica_to_expert [R, S] have moved."""
-    by_rank = expert_load.view(len(replica_rows), -1)
-    owners = replica_to_expert // by_rank.shape[1]
-    ranks = torch.arange(len(by_rank), device=by_rank.device)
-    before = by_rank.sum(1)
-    given = (replica_rows * (owners == ranks[:, None, None])).sum((1, 2))
-    return torch.stack([before, before - given + replica_rows.sum(1)])
+    load_Re = expert_load.view(len(replica_rows), -1)
+    owner_RS = replica_to_expert // load_Re.shape[1]
+    rank_R = torch.arange(len(load_Re), device=load_Re.device)
+    before_R = load_Re.sum(1)
+    given_R = (replica_rows * (owner_RS == rank_R[:, None, None])).sum((1, 2))
+    return torch.stack([before_R, before_R - given_R + replica_rows.sum(1)])
 
 
 def load_balance_loss(
@@ -204,11 +204,11 @@ def router_loss(
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
     # These ids get a separate column: writes of different values to one place have no order.
-    places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
+    places_TK = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
     chosen = torch.zeros(
         (topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device
     )
-    return chosen.scatter_(1, places, True)[:, :num_experts]
+    return chosen.scatter_(1, places_TK, True)[:, :num_experts]
 
 
 def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:

@@ -315,8 +315,8 @@ def drop_over_capacity(
     change: a token's lost weight does not go to its other experts (as in Megatron-Core)."""
     raise_for(choices_problem(drop_policy=policy))
     # The plan reports ids out of range, on all ranks; here they count as no expert.
-    is_none = (topk_idx < 0) | (topk_idx >= num_experts)
-    expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
+    is_none_TK = (topk_idx < 0) | (topk_idx >= num_experts)
+    expert_N = topk_idx.masked_fill(is_none_TK, num_experts).flatten().long()
     order_N = torch.arange(expert_N.numel(), device=expert_N.device)
     if policy == "probs":
         order_N = probs.detach().flatten().argsort(descending=True, stable=True)
@@ -325,11 +325,11 @@ def drop_over_capacity(
     first_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
     place_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - first_E[sorted_N]
     over_N = (place_N >= capacity) & (sorted_N < num_experts)
-    over = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
+    over_TK = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
     return (
-        topk_idx.masked_fill(over, -1),
-        probs.masked_fill(over, 0.0),
-        over.sum(dtype=torch.int32).view(1),
+        topk_idx.masked_fill(over_TK, -1),
+        probs.masked_fill(over_TK, 0.0),
+        over_TK.sum(dtype=torch.int32).view(1),
     )
 
 

@@ -128,7 +128,9 @@ def _blocks_of(x: torch.Tensor, signs: int) -> torch.Tensor:
             f"x is {x.dtype} {list(x.shape)}; it must be floating point [..., K], "
             f"K a multiple of {formats.HADAMARD_SIZE}"
         )
-    return x.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
+    return x.float().reshape(
+        *x.shape[:-1], x.shape[-1] // formats.HADAMARD_SIZE, formats.HADAMARD_SIZE
+    )
 
 
 def matrices_of(

@@ -37,7 +37,7 @@ def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
 def rows_of(row_range: torch.Tensor) -> torch.Tensor:
     """The rows of all groups, int64."""
     rows = torch.arange(int(row_range.max()), device=row_range.device)
-    return torch.cat([rows[span] for _, span in groups(row_range)])
+    return torch.cat([rows[begin:end] for begin, end in row_range.t().tolist()])
 
 
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
@@ -111,11 +111,11 @@ class GemmKernels:
 
         rows of C features; weight [G, O, C]; out [N, O]; bias of O features.
         """
-        matrices = packed(weight)
-        features, bias_scale = as_pair(bias)
+        matrices_GOC = packed(weight)
+        bias_GO, scale_N = as_pair(bias)
         for g, span in groups(row_range):
-            product = multiply_rows(take_rows(rows, span), matrices[g].t())
-            addend = None if features is None else bias_rows(features, bias_scale, g, span)
+            product = multiply_rows(take_rows(rows, span), matrices_GOC[g].t())
+            addend = None if bias_GO is None else bias_rows(bias_GO, scale_N, g, span)
             if accumulate:
                 addend = out[span].float() if addend is None else out[span].float() + addend
             out[span] = product if addend is None else product + addend

@@ -142,9 +142,7 @@ class QuantizeKernels:
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
         for g, span in groups(row_range):
-            values = take_rows((rows, row_index), span).float()
-            values = values if signs is None else _padded_columns(values, signs)
-            amax[g] = _largest_finite(values)
+            amax[g] = _largest_finite(_padded_columns(take_rows((rows, row_index), span), signs))
 
     @staticmethod
     @writes("amax")

@@ -146,13 +146,13 @@ def _sum_of_blocks(
     rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
 ) -> torch.Tensor:
     """The scaled block sums of a group's rows, added in order, from zeros."""
-    matrix = gemm.matrix(weight.data, g)
-    scales = gemm.matrix(weight.scale, g).repeat_interleave(BLOCK, dim=0)[: len(matrix)]
-    total = rows.scale.new_zeros((span.stop - span.start, len(matrix)))
+    matrix_OC = gemm.matrix(weight.data, g)
+    scales_OB = gemm.matrix(weight.scale, g).repeat_interleave(BLOCK, dim=0)[: len(matrix_OC)]
+    total = rows.scale.new_zeros((span.stop - span.start, len(matrix_OC)))
     for b in range(num_blocks(rows.data.shape[1])):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
-        sums = gemm.multiply_rows(rows.data[span, block].float(), matrix[:, block].float().t())
-        total += sums * (rows.scale[span, b, None] * scales[:, b])
+        sums = gemm.multiply_rows(rows.data[span, block].float(), matrix_OC[:, block].float().t())
+        total += sums * (rows.scale[span, b, None] * scales_OB[:, b])
     return total
 
 

@@ -91,13 +91,13 @@ class RowKernels:
                 continue
             tokens, _ = _present(token_to_packed_row[:, rank])
             end, used = start + limit, slice(start, start + tokens.numel())
-            here = slot_to_rank.index_select(0, tokens) == rank
-            rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
-            rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
-            rows[used.stop :] = -1
+            is_here = slot_to_rank.index_select(0, tokens) == rank
+            rows_PK = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
+            rows_PK[used] = slot_to_row.index_select(0, tokens).where(is_here, -1)
+            rows_PK[used.stop :] = -1
             if probs is not None:
-                values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
-                values[used] = probs.index_select(0, tokens).where(here, 0)
+                values_PK = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
+                values_PK[used] = probs.index_select(0, tokens).where(is_here, 0)
 
     @staticmethod
     @writes("index")
@@ -175,11 +175,11 @@ class RowKernels:
         starts = source_to_packed_start.tolist()
         for each in range(len(starts) - 1) if source is None else (source,):
             if each != rank:
-                index = packed_to_row[starts[each] : starts[each + 1]]
-                primary = _first_rows(index)[:, None].expand_as(index)
-                is_secondary = (index >= 0) & (index != primary)
-                copied = rows.index_select(0, primary[is_secondary])
-                _put_rows(rows, index[is_secondary].long(), copied)
+                row_PK = packed_to_row[starts[each] : starts[each + 1]]
+                primary_PK = _first_rows(row_PK)[:, None].expand_as(row_PK)
+                is_secondary_PK = (row_PK >= 0) & (row_PK != primary_PK)
+                copied = rows.index_select(0, primary_PK[is_secondary_PK])
+                _put_rows(rows, row_PK[is_secondary_PK].long(), copied)
 
     @staticmethod
     @writes("peers")
@@ -206,10 +206,10 @@ class RowKernels:
                 continue
             row_bytes = rows.shape[1] * rows.element_size()
             offset += (peers.rank - (peers.rank > home)) * (last_row - offset + row_bytes)
-            index = packed_to_row[starts[home] : starts[home + 1]]
-            used, first = _present(_first_rows(index))
+            row_PK = packed_to_row[starts[home] : starts[home + 1]]
+            used, first = _present(_first_rows(row_PK))
             total = rows.index_select(0, first).float()
-            for others in index.index_select(0, used).unbind(1):
+            for others in row_PK.index_select(0, used).unbind(1):
                 _add_rows(total, rows, (others >= 0) & (others != first), others)
             _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
@@ -226,9 +226,9 @@ class RowKernels:
         num_packed: int32 [1], number of packed rows.
         """
         used = slice(int(num_packed))
-        index = packed_to_row[used]
-        values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
-        packed_values[used] = values.where(index >= 0, 0)
+        index_PK = packed_to_row[used]
+        values_PK = row_values.index_select(0, index_PK.clamp(min=0).flatten()).view(index_PK.shape)
+        packed_values[used] = values_PK.where(index_PK >= 0, 0)
 
     @staticmethod
     @writes("out")
@@ -250,11 +250,11 @@ class RowKernels:
             out.fill_(float("nan"))
             return
         buffers = [_rows_at(peers, rank, offset, out) for rank, offset in enumerate(offsets)]
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        total_TH = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
             for rank, buffer in enumerate(buffers):
-                _add_rows(total, buffer, (ranks == rank) & (rows >= 0), rows)
-        out.copy_(total)
+                _add_rows(total_TH, buffer, (ranks == rank) & (rows >= 0), rows)
+        out.copy_(total_TH)
 
     @staticmethod
     @writes("out")
@@ -278,22 +278,22 @@ class RowKernels:
         if _failed(trip):
             out.fill_(float("nan"))
             return
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        total_TH = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for peer, start in enumerate(packed_start.tolist()):
             if peer == rank:
-                own = torch.zeros_like(total)
+                own_TH = torch.zeros_like(total_TH)
                 for ranks, slots in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-                    _add_rows(own, own_rows, (ranks == rank) & (slots >= 0), slots)
-                total += own.to(out.dtype)
+                    _add_rows(own_TH, own_rows, (ranks == rank) & (slots >= 0), slots)
+                total_TH += own_TH.to(out.dtype)
             else:
-                packed = token_to_packed_row[:, peer]
+                packed_row_T = token_to_packed_row[:, peer]
                 _add_rows(
-                    total,
+                    total_TH,
                     returned,
-                    packed >= 0,
-                    packed + ((peer - (peer > rank)) * len(out) - start),
+                    packed_row_T >= 0,
+                    packed_row_T + ((peer - (peer > rank)) * len(out) - start),
                 )
-        out.copy_(total)
+        out.copy_(total_TH)
 
     @staticmethod
     @writes("out")
