@@ -37,7 +37,7 @@ def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
 def rows_of(row_range: torch.Tensor) -> torch.Tensor:
     """The rows of all groups, int64."""
     rows = torch.arange(int(row_range.max()), device=row_range.device)
-    return torch.cat([rows[begin:end] for begin, end in row_range.t().tolist()])
+    return torch.cat([rows[begin : max(begin, end)] for begin, end in row_range.t().tolist()])
 
 
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:

@@ -135,7 +135,8 @@ class QuantizedGemmKernels:
             else:
                 tokens = slice(first * BLOCK, end * BLOCK)
                 total = gemm.multiply(left[:, tokens], right[:, tokens].t())
-            if dout.global_scale is not None and rows.global_scale is not None:
+            # A group without tokens may have any global scale.
+            if first < end and dout.global_scale is not None and rows.global_scale is not None:
                 total = total * dout.global_scale[g] * rows.global_scale[g]
             if first < end or not accumulate:
                 gemm.store_sum(out, g, total, accumulate=accumulate)
