@@ -153,8 +153,11 @@ class _KernelLoss(Function):
             )
             return loss, slopes
 
-        inputs = present_tensors(logits, scores, expert_load, token_mask)
-        loss, slopes = run_program(("loss of a router", of), compute, inputs)
+        loss, slopes = run_program(
+            ("loss of a router", of),
+            compute,
+            present_tensors(logits, scores, expert_load, token_mask),
+        )
         ctx.save_for_backward(logits, scores, token_mask, slopes)
         ctx.loss = of
         return cast(torch.Tensor, loss)
@@ -183,8 +186,11 @@ class _KernelLoss(Function):
             return found
 
         key = "gradient of the loss of a router", ctx.loss.score, needs
-        inputs = present_tensors(d_loss, logits, scores, token_mask, slopes)
-        return None, None, *run_program(key, compute, inputs)
+        return (
+            None,
+            None,
+            *run_program(key, compute, present_tensors(d_loss, logits, scores, token_mask, slopes)),
+        )
 
 
 def router_loss(

@@ -565,8 +565,9 @@ def _route_gradients(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, rule = _unpacked(numbers)
-    gradients = RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True))
-    return tuple(computed(gradients))
+    return tuple(
+        computed(RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True)))
+    )
 
 
 @_route_gradients.register_fake
