@@ -170,21 +170,18 @@ class CombineTrip:
             "plan": plan.generation,
         }
         # Here, because `collect` may run on another stream.
-        self.out: torch.Tensor | None = None
+        self.out = None if rows is None else rows.new_empty((plan.num_tokens, rows.shape[1]))
         if rows is not None:
-            self._agreed["hidden"], self._agreed["dtype"] = (
-                rows.shape[1],
-                control.DTYPES.index(rows.dtype),
-            )
-            self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
+            self._agreed["hidden"] = rows.shape[1]
+            self._agreed["dtype"] = control.DTYPES.index(rows.dtype)
         self.values = (
             None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
         )
-        self._from_nodes: FromNodes | None = None
-        if plan.nodes is not None:
-            self._from_nodes = FromNodes(
-                plan, plan.nodes, rows, has_values=row_values is not None, order=order
-            )
+        self._from_nodes = (
+            None
+            if plan.nodes is None
+            else FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
+        )
 
     def __enter__(self) -> CombineTrip:
         plan = self.plan
@@ -265,18 +262,28 @@ class CombineTrip:
                 lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
             self._ops.pull_rows(*lines, *trip, wanted.rows.flatten(0, 1), column=READY_ROWS)
         if wanted.values is not None:
-            index = (plan.slot_to_rank, plan.token_to_packed_row)
-            self._ops.pull_values(*index, *trip, wanted.values, column=READY_VALUES)
+            self._ops.pull_values(
+                plan.slot_to_rank,
+                plan.token_to_packed_row,
+                *trip,
+                wanted.values,
+                column=READY_VALUES,
+            )
 
     def send(self, source: int | None = None, *, num_ctas: int | None = None) -> None:
         """With order "rank": sums the rows of a peer's tokens and sends the sums to it; None: of all peers."""
         if self._rows is None or self._pulls:
             return
-        index = (self._packed_to_row, self.plan.source_to_packed_start)
-        trip = (self.plan.heap.peers, self._ready)
         with self.plan.heap._timed("combine"):
             self._ops.push_sums(
-                self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas
+                self._rows,
+                self._packed_to_row,
+                self.plan.source_to_packed_start,
+                self.plan.heap.peers,
+                self._ready,
+                column=READY_ROWS,
+                source=source,
+                num_ctas=num_ctas,
             )
 
     def finish(self, *, num_ctas: int | None = None) -> None:
@@ -296,10 +303,14 @@ class CombineTrip:
             )
             if self._rows is None or self.out is None or self._pulls:
                 return
-            index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row
-            rows = (self._rows, self._returned)
-            trip = (self._ready, arrived)
-            self._ops.sum_home(rows, index, trip, self.out, rank=heap.rank, num_ctas=num_ctas)
+            self._ops.sum_home(
+                (self._rows, self._returned),
+                (plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row),
+                (self._ready, arrived),
+                self.out,
+                rank=heap.rank,
+                num_ctas=num_ctas,
+            )
 
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)

@@ -41,8 +41,9 @@ Ways = Sequence[tuple[int, slice]]  # other nodes, and rows to or from each
 def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
     """Integers of this kind with all of their views, for kernels."""
     integers = kind(storage, layout)
-    for name in layout:
-        getattr(integers, name)
+    start = storage.storage_offset()
+    for name, (first, strides, shape) in layout.items():
+        vars(integers)[name] = storage.as_strided(shape, strides, start + first)
     return integers
 
 
@@ -115,10 +116,8 @@ class RailRows:
         theirs = come[:-1]
         self._num_received = come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
-        of_numbers = self._numbers, self._num_received
-        sends, receives = (
-            [(node, each[node : node + 1]) for node in others] for each in of_numbers
-        )
+        sends = [(node, self._numbers[node : node + 1]) for node in others]
+        receives = [(node, self._num_received[node : node + 1]) for node in others]
         sends += [(node, ours) for node in others]
         receives += zip(others, theirs, strict=True)
         nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
@@ -216,19 +215,14 @@ class RailPlan:
     @functools.cached_property
     def ways(self) -> tuple[Ways, Ways]:
         """For each other node, the sent rows that go to it, and the foreign tokens that come from it."""
-        here = self.heap.topology.node
+        others = [*range(len(self.num_sent))]
+        others.remove(self.heap.topology.node)
         most = max(self.num_sent)
-        ends = itertools.accumulate(self.num_received)
-        starts = [most * (node - (node > here)) for node in range(len(self.num_sent))]
-        sent = [
-            (node, slice(starts[node], starts[node] + rows))
-            for node, rows in enumerate(self.num_sent)
-        ]
-        of_ends = enumerate(zip(ends, self.num_received, strict=True))
-        received = [(node, slice(end - rows, end)) for node, (end, rows) in of_ends]
-        return [each for each in sent if each[0] != here], [
-            each for each in received if each[0] != here
-        ]
+        ends = [*itertools.accumulate(self.num_received)]
+        starts = [0, *ends]
+        sent = [slice(n * most, n * most + self.num_sent[node]) for n, node in enumerate(others)]
+        received = [slice(starts[node], ends[node]) for node in others]
+        return [*zip(others, sent, strict=True)], [*zip(others, received, strict=True)]
 
 
 # Consecutive tokens of a plan from one rank: their range among the tokens sent together; their lines of slot_to_row and

@@ -226,9 +226,10 @@ class PlanRequest:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
         with torch.no_grad(), (heap := self.heap).one_call:
             generation = heap.epoch + 1
-            launch = functools.partial(self.launch, generation)
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
-            storage, *found = heap._run(self.key, launch, inputs, plan=generation)
+            storage, *found = heap._run(
+                self.key, functools.partial(self.launch, generation), inputs, plan=generation
+            )
             plan = self.plan(storage, generation)
         if self.row_capacity < 0:
             plan.wait_for_sizes()
@@ -267,49 +268,51 @@ class PlanRequest:
         between nodes also the integers and num_received of RailRows. Collective."""
         heap = self.heap
         topk_idx = self.topk_idx
-        header = self.header
         route = self.route
         num_experts = self.num_experts
         num_ranks = heap.num_ranks
-        rails = None
         blocks = num_blocks(len(topk_idx))
         counts = torch.empty(
             (blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device
         )
         routed = () if route is None else route.choose(heap, counts)
-        if self.rails is not None:
-            rails = RailRows(topk_idx, heap, num_experts, *self.rails)
+        rails = self.rails and RailRows(topk_idx, heap, num_experts, *self.rails)
         ops = kernels.for_device(heap.device)
         numel, layout = plan_layout(*topk_idx.shape, num_experts, num_ranks, self.num_replica_slots)
         integers = in_storage(
             PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout
         )
-        has_counts = route is not None  # of all slots, from the route
-        if rails is not None and rails.topk_idx is not topk_idx:
+        if rails is not None:
             topk_idx = rails.topk_idx
-            has_counts = False
-        if not has_counts:
+        if route is None or topk_idx is not self.topk_idx:  # the route has counted all slots
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         received = self._exchange(counts, topk_idx, num_experts, rails)
         if self.num_replica_slots:  # the rest plans a call in which replicas are experts too
             num_experts += num_ranks * self.num_replica_slots
             near = num_ranks if rails is None else len(heap.topology.ranks)
             ops.place_replicas(
-                heap.count_peers, integers, slack=header[control.HEAD_SLACK], num_near=near
+                heap.count_peers, integers, slack=self.header[control.HEAD_SLACK], num_near=near
             )
             starts = counts
             counts = counts.new_empty((blocks, num_experts + num_ranks + 2))
             ops.route_to_replicas(topk_idx, starts, integers, counts)
             received = self._exchange(counts, topk_idx, num_experts, rails)
             topk_idx = integers.slot_to_copy
-        overflow = header[control.HEAD_OVERFLOW]
-        limits = {"capacity": header[control.HEAD_CAPACITY], "overflow": overflow}
+        overflow = self.header[control.HEAD_OVERFLOW]
         ranks = (
             range(num_ranks)
             if rails is None or not heap.topology.is_in_order
             else heap.topology.ranks
         )
-        ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, ranks=ranks)
+        ops.lay_out(
+            heap.count_peers,
+            received,
+            heap.status,
+            integers,
+            capacity=self.header[control.HEAD_CAPACITY],
+            overflow=overflow,
+            ranks=ranks,
+        )
         ops.assign_rows(topk_idx, counts, integers, drop=overflow == control.OVERFLOW_DROP)
         found = () if rails is None else rails.complete(integers.report)
         if self.is_read:
@@ -326,9 +329,8 @@ class PlanRequest:
         """Sends this rank's counts, and waits in the barrier for the counts of all ranks. Returns the published words,
         a line for each rank of the group; a negative number if the call failed."""
         heap = self.heap
-        header = self.header
         send_counts = kernels.for_device(heap.device).send_counts
-        send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
+        send_counts(counts, topk_idx, self.header, heap.count_peers, num_experts=num_experts)
         if rails is not None:
             rails.tell()
         received = heap.barrier(control.PHASE_PLAN, config=self.config)
@@ -500,8 +502,6 @@ def _sizes_of(
     most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
     limit = capacity if room is None else room.rows
     packed_limit = None if room is None else room.packed_rows
-    dtype = options.dtype
-    precision = options.precision
     words = {
         control.HEAD_NUM_TOKENS: num_tokens,
         control.HEAD_TOP_K: top_k,
@@ -511,8 +511,10 @@ def _sizes_of(
         control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
         control.HEAD_OVERFLOW: _OVERFLOW[options.overflow if room is None else "repeat"],
         control.HEAD_HIDDEN: -1 if options.hidden is None else options.hidden,
-        control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
-        control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
+        control.HEAD_DTYPE: -1 if options.dtype is None else control.DTYPES.index(options.dtype),
+        control.HEAD_PRECISION: -1
+        if options.precision is None
+        else precision_word(options.precision),
         control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(options.quantized_wire),
         control.HEAD_RAIL_CAPACITY: rail_capacity,
         control.HEAD_NUM_REPLICA_SLOTS: num_replica_slots,
@@ -624,23 +626,19 @@ def _find_problem(
     # MoEConfig has checked a layer's options: they can be hashed.
     if not (options.config and _are_sound(options, heap.num_ranks, is_in_order)):
         error = _options_problem(options, heap.num_ranks, is_in_order)
-    capacity = options.capacity
+    if error is not None:
+        return error
     max_tokens = options.max_tokens
-    if (
-        error is None
-        and capacity is None
-        and heap.captured_reports is None
-        and heap.streams.capture
-    ):
-        error = ArgumentError(
+    if options.capacity is None and heap.captured_reports is None and heap.streams.capture:
+        return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
             "steps with symmoe.capture_step"
         )
-    if error is None and max_tokens is not None and max_tokens < topk_idx.shape[0]:
-        error = ArgumentError(
+    if max_tokens is not None and max_tokens < topk_idx.shape[0]:
+        return ArgumentError(
             f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})"
         )
-    return error
+    return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -651,7 +649,6 @@ def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
     """The error of options for a group of so many ranks, or None. is_in_order: a node's ranks are consecutive."""
     num_experts = options.num_experts
-    capacity = options.capacity
     dtype = options.dtype
     places = options.replicas_per_rank
     slack = options.replica_slack
@@ -692,13 +689,11 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
         )
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
-    error = None
-    if not options.config:  # as above
-        words = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
-        error = choices_problem(**words)
+    words = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
+    error = None if options.config else choices_problem(**words)  # as above
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
-    for name in ("max_tokens", "overflow", "rail_capacity") if capacity is None else ():
+    for name in ("max_tokens", "overflow", "rail_capacity") if options.capacity is None else ():
         if (value := getattr(options, name)) not in (None, "raise"):
             return ArgumentError(
                 f"{name} ({value!r}) needs a static capacity, and capacity is None"

@@ -91,19 +91,22 @@ def dispatch(
         number = plan.heap.configurations.number({**agreed, **extra_payload.agreed})
         agreed = {"replicas": 1, "config": number}
     agreed["plan"] = plan.generation
-    index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
-        if index is None:
+        if gradients is None:
             index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
+        else:
+            index = _Index(*plan.received_index())
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
         tensors = [x] if probs is None else [x, probs]
-        come = None
-        if plan.nodes is not None:
-            come = stack.enter_context(
+        come = (
+            None
+            if plan.nodes is None
+            else stack.enter_context(
                 plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
             )
+        )
         travelling = _token_sources(plan, tensors, come, agreed if is_last else None)
         trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, extra_payload)
         if division is not None:
@@ -144,14 +147,13 @@ class _Index:
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
         """Writes slots and probs of tokens to all ranks. probs: fp32 [T, K], or None on all ranks."""
         for region, slots, places in () if self.slots is None else tokens.regions:
-            its = (
+            kernels.for_device(ready.device).push_slots(
                 (*slots, None if probs is None else probs[region]),
                 places,
                 tokens.heap.peers,
                 ready,
-            )
-            kernels.for_device(ready.device).push_slots(
-                *its, row_column=READY_SLOTS, prob_column=READY_PROBS
+                row_column=READY_SLOTS,
+                prob_column=READY_PROBS,
             )
 
     def read(
@@ -215,7 +217,6 @@ class _Trip:
     def __post_init__(self) -> None:
         self._heap = self._plan.heap
         division = self._division
-        extra_payload = self._rider
         self._ops = kernels.for_device(self._buffer.device)
         self._num_ctas = None if division is None else division.num_ctas
         self._rank = self._heap.peers.rank
@@ -226,8 +227,8 @@ class _Trip:
         ] = {}  # by source, the event after which its rows are complete
         with nullcontext() if division is None else self._heap._timed("dispatch"):
             offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
-            if extra_payload is not None:
-                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], extra_payload.weights_offset
+            if self._rider is not None:
+                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], self._rider.weights_offset
             self._ready = self._heap.barrier(
                 PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed
             )
@@ -375,15 +376,27 @@ class _Trip:
         to_row = (
             tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
         )
-        trip = self._heap.peers, self._ready
         self._ops.push_rows(
-            x, to_row, *trip, column=READY_ROWS, ranks=ranks, but=but, num_ctas=num_ctas
+            x,
+            to_row,
+            self._heap.peers,
+            self._ready,
+            column=READY_ROWS,
+            ranks=ranks,
+            but=but,
+            num_ctas=num_ctas,
         )
 
     def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
         """Writes tokens to all of their rows on this rank, in an expert-major buffer."""
-        slots = tokens.slot_to_rank, tokens.slot_to_row
-        self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
+        self._ops.place_rows(
+            rows,
+            tokens.slot_to_rank,
+            tokens.slot_to_row,
+            self._buffer,
+            self._ready,
+            rank=self._rank,
+        )
 
     def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
         """Indexes the rows received from one source rank or from all, and copies them to secondary rows. arrived:
@@ -398,7 +411,11 @@ class _Trip:
         if (
             self._layout == "expert-major" and self._num_ranks > 1
         ):  # the only rank of a node has placed all rows
-            index = self._index.packed_to_row, start
             self._ops.fan_out(
-                self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas
+                self._buffer,
+                self._index.packed_to_row,
+                start,
+                rank=self._heap.rank,
+                source=source,
+                num_ctas=num_ctas,
             )

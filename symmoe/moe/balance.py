@@ -40,12 +40,12 @@ def rows_per_rank(
 ) -> torch.Tensor:
     """int64 [2, R], rows of each rank before and after balance. Before: expert_load [E] of its E / R experts. After:
     replica_rows [R, S] of the experts replica_to_expert [R, S] have moved."""
-    by_rank = expert_load.view(len(replica_rows), -1)
-    owners = replica_to_expert // by_rank.shape[1]
-    ranks = torch.arange(len(by_rank), device=by_rank.device)
-    before = by_rank.sum(1)
-    given = (replica_rows * (owners == ranks[:, None, None])).sum((1, 2))
-    return torch.stack([before, before - given + replica_rows.sum(1)])
+    load_Re = expert_load.view(len(replica_rows), -1)
+    owner_RS = replica_to_expert // load_Re.shape[1]
+    rank_R = torch.arange(len(load_Re), device=load_Re.device)
+    before_R = load_Re.sum(1)
+    given_R = (replica_rows * (owner_RS == rank_R[:, None, None])).sum((1, 2))
+    return torch.stack([before_R, before_R - given_R + replica_rows.sum(1)])
 
 
 def load_balance_loss(
@@ -148,12 +148,16 @@ class _KernelLoss(Function):
             )
             slopes = scores.new_empty(num_experts + 1)
             loss = scores.new_empty(())
-            given = logits, scores, expert_load, token_mask, sums, slopes, loss
-            kernels.for_device(scores.device).router_losses(*given, **of.options)
+            kernels.for_device(scores.device).router_losses(
+                logits, scores, expert_load, token_mask, sums, slopes, loss, **of.options
+            )
             return loss, slopes
 
-        inputs = present_tensors(logits, scores, expert_load, token_mask)
-        loss, slopes = run_program(("loss of a router", of), compute, inputs)
+        loss, slopes = run_program(
+            ("loss of a router", of),
+            compute,
+            present_tensors(logits, scores, expert_load, token_mask),
+        )
         ctx.save_for_backward(logits, scores, token_mask, slopes)
         ctx.loss = of
         return cast(torch.Tensor, loss)
@@ -170,14 +174,23 @@ class _KernelLoss(Function):
         def compute() -> list[torch.Tensor | None]:
             pairs = zip((logits, scores), needs, strict=True)
             found = [torch.empty_like(each) if is_needed else None for each, is_needed in pairs]
-            ops = kernels.for_device(scores.device)
-            given = d_loss, logits, scores, token_mask, slopes, *found
-            ops.router_losses_grad(*given, normalises=ctx.loss.options["normalises"])
+            kernels.for_device(scores.device).router_losses_grad(
+                d_loss,
+                logits,
+                scores,
+                token_mask,
+                slopes,
+                *found,
+                normalises=ctx.loss.options["normalises"],
+            )
             return found
 
         key = "gradient of the loss of a router", ctx.loss.score, needs
-        inputs = present_tensors(d_loss, logits, scores, token_mask, slopes)
-        return None, None, *run_program(key, compute, inputs)
+        return (
+            None,
+            None,
+            *run_program(key, compute, present_tensors(d_loss, logits, scores, token_mask, slopes)),
+        )
 
 
 def router_loss(
@@ -197,11 +210,11 @@ def router_loss(
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
     # These ids get a separate column: writes of different values to one place have no order.
-    places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
+    places_TK = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
     chosen = torch.zeros(
         (topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device
     )
-    return chosen.scatter_(1, places, True)[:, :num_experts]
+    return chosen.scatter_(1, places_TK, True)[:, :num_experts]
 
 
 def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:

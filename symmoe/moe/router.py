@@ -315,8 +315,8 @@ def drop_over_capacity(
     change: a token's lost weight does not go to its other experts (as in Megatron-Core)."""
     raise_for(choices_problem(drop_policy=policy))
     # The plan reports ids out of range, on all ranks; here they count as no expert.
-    is_none = (topk_idx < 0) | (topk_idx >= num_experts)
-    expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
+    is_none_TK = (topk_idx < 0) | (topk_idx >= num_experts)
+    expert_N = topk_idx.masked_fill(is_none_TK, num_experts).flatten().long()
     order_N = torch.arange(expert_N.numel(), device=expert_N.device)
     if policy == "probs":
         order_N = probs.detach().flatten().argsort(descending=True, stable=True)
@@ -325,11 +325,11 @@ def drop_over_capacity(
     first_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
     place_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - first_E[sorted_N]
     over_N = (place_N >= capacity) & (sorted_N < num_experts)
-    over = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
+    over_TK = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
     return (
-        topk_idx.masked_fill(over, -1),
-        probs.masked_fill(over, 0.0),
-        over.sum(dtype=torch.int32).view(1),
+        topk_idx.masked_fill(over_TK, -1),
+        probs.masked_fill(over_TK, 0.0),
+        over_TK.sum(dtype=torch.int32).view(1),
     )
 
 
@@ -517,27 +517,25 @@ OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 def _packed(top_k: int, rule: RoutingRule) -> list[float]:
     """An operator's numbers, equal for equal arguments."""
     score = CHOICES["score"].index(rule.score)
-    numbers = (
-        top_k,
-        score,
-        rule.renormalize,
-        rule.num_expert_groups,
-        rule.topk_groups,
-        rule.route_scale,
-    )
-    return [float(each) for each in numbers]
+    return [
+        float(top_k),
+        float(score),
+        float(rule.renormalize),
+        float(rule.num_expert_groups),
+        float(rule.topk_groups),
+        float(rule.route_scale),
+    ]
 
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule]:
     top_k, score, renormalize, num_groups, topk_groups, _ = map(int, numbers)
-    rule = RoutingRule(
+    return top_k, RoutingRule(
         score=CHOICES["score"][score],
         renormalize=bool(renormalize),
         num_expert_groups=num_groups,
         topk_groups=topk_groups,
         route_scale=numbers[5],
     )
-    return top_k, rule
 
 
 @torch.library.custom_op("symmoe::route", mutates_args=(), tags=OUTSIDE_GRAPHS)
@@ -567,8 +565,9 @@ def _route_gradients(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, rule = _unpacked(numbers)
-    gradients = RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True))
-    return tuple(computed(gradients))
+    return tuple(
+        computed(RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True)))
+    )
 
 
 @_route_gradients.register_fake

@@ -232,7 +232,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the device type for which autocast was on around the whole call, but not here; or None.
-        fills: functions that fill in the two parts of the template; None: no operands.
+        fill: fills in all parts of the template; None: no operands.
     """
 
     function: Callable[..., Any] | str
@@ -241,15 +241,18 @@ class Call(Entry):
     kind: str = CALL
     must_complete: bool = False
     leaves_autocast: str | None = None
-    fills: tuple[Callable[[Frame], Any] | None, ...] = field(init=False)
+    fill: Callable[[Frame], tuple[Any, ...]] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fills = tuple(map(compiled_template, self.template))
+        args, kwargs = self.template
+        self.fill = compiled_template((*args, *kwargs.values()))
 
     def run(self, frame: Frame) -> None:
-        fill_args, fill_kwargs = self.fills
-        args = self.template[0] if fill_args is None else fill_args(frame)
-        kwargs = self.template[1] if fill_kwargs is None else fill_kwargs(frame)
+        args, kwargs = self.template
+        if self.fill is not None:
+            filled = self.fill(frame)
+            kwargs = dict(zip(kwargs, filled[len(args) :], strict=True))
+            args = filled[: len(args)]
         function = (
             getattr(frame.kernels(), self.function)
             if isinstance(self.function, str)

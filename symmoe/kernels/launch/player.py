@@ -471,7 +471,7 @@ class _Group:
         elif entry.kind == IN_ORDER:
             self._after.append(entry)
             self._is_full = True
-        elif entry.fills == (None, None):
+        elif entry.fill is None:
             if self._after:
                 return False  # a lease may get memory that was released meanwhile
             self._before.append(entry)

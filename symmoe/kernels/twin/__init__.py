@@ -6,6 +6,7 @@ and Gluon) have a function with the same name, arguments and meaning.
     T tokens of this rank, H features of a token, K slots per token (token t's k-th expert is slot (t, k))
     E experts of all ranks, e experts of one rank, R ranks
     N rows in G groups, sorted by group; a group is a local expert
+    x_TH: a local tensor of shape [T, H], see the words of docs/concepts.md; other letters: the head of a file
 
 * Functions write results to the caller's tensors: `writes` names these parameters. All tensors are on one device, and
   contiguous unless the docstring states otherwise.

@@ -34,9 +34,10 @@ from symmoe.kernels.activation import (
 from symmoe.kernels.operands import Matrices, MaybeTensor, Rows, writes
 from symmoe.kernels.twin.gemm import (
     GemmKernels,
-    filled_groups,
-    matrix,
+    groups,
     multiply_rows,
+    packed,
+    rows_of,
     sum_in_blocks,
     take_rows,
 )
@@ -84,8 +85,9 @@ class ActivationKernels:
         """
         h, a = results
         GemmKernels.grouped_gemm(rows, weight, row_range, h, bias=bias)
-        for _, span in filled_groups(row_range):
-            ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
+        each = rows_of(row_range)
+        value, _ = value_and_slopes(h[each], activation)
+        a[each] = (value * row_scale[each, None]).to(a.dtype)
 
     @staticmethod
     @writes("gradients", "workspace")
@@ -110,13 +112,11 @@ class ActivationKernels:
         Returns the number of partial sums of dscale per row in the workspace.
         """
         (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
-        da = torch.empty_like(a)
-        for g, span in filled_groups(row_range):
-            multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
+        matrices = packed(weight)
+        for g, span in groups(row_range):
+            da = multiply_rows(take_rows(dout, span), matrices[g]).to(a.dtype)
             scale = row_scale[span]
-            value = activation_gradients(
-                da[span], h[span], scale, dh[span], workspace[span], activation
-            )
+            value = activation_gradients(da, h[span], scale, dh[span], workspace[span], activation)
             torch.mul(value, scale[:, None], out=a[span])
         if dscale is not None:
             ActivationKernels.sum_dact_partials(workspace, row_range, dscale, 1)
@@ -165,16 +165,14 @@ def activation_gradients(
     return value
 
 
-def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the gate and the up features of h [N, 2I]: [N, I], or [N, I / k, k] if they alternate in blocks of k."""
-    if activation.interleave is None:
-        gate, up = h.chunk(2, dim=1)
-        return gate, up
-    block = activation.interleave
-    if h.shape[1] % (2 * block):
-        raise ArgumentError(f"interleave ({block}) must divide the FFN width ({h.shape[1] // 2})")
-    gate, up = h.view(h.shape[0], h.shape[1] // (2 * block), 2, block).unbind(dim=2)
-    return gate, up
+def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, ...]:
+    """Views of the gate and the up features of h [N, 2I], which alternate in blocks of k: [N, I / k, k]. Without
+    interleave k is I."""
+    ffn = h.shape[1] // 2
+    block = activation.interleave or ffn
+    if ffn % block:
+        raise ArgumentError(f"interleave ({block}) must divide the FFN width ({ffn})")
+    return h.view(len(h), ffn // block, 2, block).unbind(2)
 
 
 def value_and_slopes(
@@ -186,21 +184,16 @@ def value_and_slopes(
         value, slope = function(h.float())
         return value, [slope]
     limit, offset = activation.limit, activation.offset
-    gate, up = (
-        part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation)
-    )
-    has_limit = math.isfinite(limit)
-    if has_limit:
-        gate_above, up_outside = gate > limit, up.abs() > limit
-        # A comparison, not clamp: comparisons propagate NaN.
-        gate = torch.where(gate_above, limit, gate)
-        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
+    gate, up = gate_and_up(h.float(), activation)
+    gate_above, up_outside = gate > limit, up.abs() > limit
+    # A comparison, not clamp: comparisons propagate NaN.
+    gate = torch.where(gate_above, limit, gate)
+    up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     shifted = up + offset if offset else up
     value, slope = function(gate)
-    by_gate, by_up = slope.mul_(shifted), value
-    if has_limit:
-        by_gate, by_up = by_gate.masked_fill(gate_above, 0), by_up.masked_fill(up_outside, 0)
-    return shifted * value, [by_gate, by_up]
+    by_gate = slope.mul_(shifted).masked_fill(gate_above, 0)
+    by_up = value.masked_fill(up_outside, 0)
+    return (shifted * value).flatten(1), [by_gate.flatten(1), by_up.flatten(1)]
 
 
 ValueAndSlope = tuple[torch.Tensor, torch.Tensor]  # f(x) and f'(x), new tensors, fp32 like x

@@ -90,16 +90,12 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     Raises:
         ArgumentError: K is not a multiple of 16, or signs has other bits.
     """
-    _check(x, signs)
-    blocks = x.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
-    return _butterflies(blocks * _sign_vector(signs, x.device)).flatten(-2)
+    return _butterflies(_blocks_of(x, signs) * _sign_vector(signs, x.device)).flatten(-2)
 
 
 def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
     """D H y: the inverse of :func:`hadamard` up to rounding, with its arguments, result and errors."""
-    _check(y, signs)
-    blocks = y.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
-    return (_butterflies(blocks) * _sign_vector(signs, y.device)).flatten(-2)
+    return (_butterflies(_blocks_of(y, signs)) * _sign_vector(signs, y.device)).flatten(-2)
 
 
 def _butterflies(x: torch.Tensor) -> torch.Tensor:
@@ -124,13 +120,17 @@ def check_signs(signs: int) -> None:
         )
 
 
-def _check(x: torch.Tensor, signs: int) -> None:
+def _blocks_of(x: torch.Tensor, signs: int) -> torch.Tensor:
+    """fp32 [..., K / 16, 16]. The errors of :func:`hadamard`."""
     check_signs(signs)
     if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % formats.HADAMARD_SIZE:
         raise ArgumentError(
             f"x is {x.dtype} {list(x.shape)}; it must be floating point [..., K], "
             f"K a multiple of {formats.HADAMARD_SIZE}"
         )
+    return x.float().reshape(
+        *x.shape[:-1], x.shape[-1] // formats.HADAMARD_SIZE, formats.HADAMARD_SIZE
+    )
 
 
 def matrices_of(

@@ -12,8 +12,8 @@ Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] anywhere i
 * accumulate: the result is added to out in fp32, and the sum is rounded; groups without rows leave out unchanged.
 * zero_tail: the tail of out becomes 0; needs whole groups.
 
-MKL does not guarantee that a row's bits are independent of its place and of parts of rows. So it gets operands aligned
-to ALIGNMENT, and at least MIN_ROWS rows. Sums of biases have the order of kernels/bias_sums.py.
+MKL does not guarantee that a row's bits are independent of its place and of parts of rows. So it gets aligned operands,
+and at least MIN_ROWS rows. Sums of biases have the order of kernels/bias_sums.py.
 """
 
 import ctypes
@@ -22,22 +22,22 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, writes
+from symmoe.kernels.operands import Bias, Matrices, MaybeTensor, Rows, TensorTable, as_pair, writes
 
 MIN_ROWS = 16  # with fewer rows (4 or 16, by CPU), or if two threads share them, MKL has another order of sums
-ALIGNMENT = 64  # bytes: the alignment of torch's new CPU tensors, and the widest CPU vector
 
 
 def groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
     """Every group and its rows, in order, including empty groups."""
-    return [
-        (g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist())
-    ]
+    begins = row_range[0].tolist()
+    ends = row_range.amax(0).tolist()  # an empty group may end before its begin
+    return list(enumerate(map(slice, begins, ends)))
 
 
-def filled_groups(row_range: torch.Tensor) -> list[tuple[int, slice]]:
-    """Every group that has rows, and these rows."""
-    return [(g, span) for g, span in groups(row_range) if span.start < span.stop]
+def rows_of(row_range: torch.Tensor) -> torch.Tensor:
+    """The rows of all groups, int64."""
+    rows = torch.arange(int(row_range.max()), device=row_range.device)
+    return torch.cat([rows[begin : max(begin, end)] for begin, end in row_range.t().tolist()])
 
 
 def take_rows(rows: Rows, span: slice) -> torch.Tensor:
@@ -67,11 +67,8 @@ def packed(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
     return torch.stack([matrix(matrices, group) for group in range(matrices.shape[0])])
 
 
-def bias_rows(bias: Bias, group: int, span: slice) -> torch.Tensor | None:
-    """The bias for a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
-    features, scale = bias if isinstance(bias, tuple) else (bias, None)
-    if features is None:
-        return None
+def bias_rows(features: torch.Tensor, scale: MaybeTensor, group: int, span: slice) -> torch.Tensor:
+    """The bias for a group's rows in fp32: [rows, O], or [O] without a scale."""
     return features[group].float() if scale is None else features[group].float() * scale[span, None]
 
 
@@ -83,31 +80,17 @@ def store_sum(
     out_g.copy_(out_g.float() + total if accumulate else total)
 
 
-def zero_rows(out: torch.Tensor, row_range: torch.Tensor) -> None:
-    """Zeros in out's tail: rows at and past the end of the last group."""
-    out[int(row_range[1, -1]) :].zero_()
-
-
-def multiply_rows(
-    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, addend: torch.Tensor | None = None
-) -> None:
-    """out = left @ right + addend, summed in fp32 and rounded to out's dtype."""
-    num_rows = left.shape[0]
-    if num_rows < MIN_ROWS:
-        filled = torch.zeros((MIN_ROWS, left.shape[1]), dtype=torch.float32, device=left.device)
-        filled[:num_rows] = left
-        left = filled
-    product = multiply(left, right)[:num_rows]
-    out.copy_(product if addend is None else product + addend)
+def multiply_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right in fp32: a row's bits do not depend on the other rows, or on their number."""
+    num_missing = max(0, MIN_ROWS - len(left))
+    filled = torch.nn.functional.pad(left, (0, 0, 0, num_missing))
+    return multiply(filled, right)[: len(left)]
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right in fp32."""
-    return torch.mm(_aligned(left.float()), _aligned(right.float()))
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+    # Copies, because torch aligns new CPU tensors to the widest CPU vector.
+    return torch.mm(left.to(torch.float32, copy=True), right.to(torch.float32, copy=True))
 
 
 class GemmKernels:
@@ -128,13 +111,16 @@ class GemmKernels:
 
         rows of C features; weight [G, O, C]; out [N, O]; bias of O features.
         """
-        for g, span in filled_groups(row_range):
-            addend = bias_rows(bias, g, span)
+        matrices_GOC = packed(weight)
+        bias_GO, scale_N = as_pair(bias)
+        for g, span in groups(row_range):
+            product = multiply_rows(take_rows(rows, span), matrices_GOC[g].t())
+            addend = None if bias_GO is None else bias_rows(bias_GO, scale_N, g, span)
             if accumulate:
                 addend = out[span].float() if addend is None else out[span].float() + addend
-            multiply_rows(out[span], take_rows(rows, span), matrix(weight, g).t(), addend)
+            out[span] = product if addend is None else product + addend
         if zero_tail:
-            zero_rows(out, row_range)
+            out[int(row_range[1, -1]) :] = 0
 
     @staticmethod
     @writes("out")
@@ -150,9 +136,8 @@ class GemmKernels:
     ) -> None:
         """out[r] = dout[r] @ weight[g] for every row r of every group g: dout of O features; weight [G, O, C];
         out [N, C]."""
-        turned = packed(weight).mT
         GemmKernels.grouped_gemm(
-            dout, turned, row_range, out, accumulate=accumulate, zero_tail=zero_tail
+            dout, packed(weight).mT, row_range, out, accumulate=accumulate, zero_tail=zero_tail
         )
 
     @staticmethod
@@ -171,11 +156,9 @@ class GemmKernels:
         dout of O features, rows of C; out [G, O, C] in the dtype of dout or fp32.
         """
         for g, span in groups(row_range):
-            if span.start < span.stop:
+            if span.start < span.stop or not accumulate:
                 total = multiply(take_rows(dout, span).t(), take_rows(rows, span))
                 store_sum(out, g, total, accumulate=accumulate)
-            elif not accumulate:
-                matrix(out, g).zero_()
 
     @staticmethod
     @writes("dbias")

@@ -31,17 +31,19 @@ class NodeKernels:
             token_to_rail_row: int32 [T, N], gets the row of each token; -1 if the token does not go there, or if the
                 row is at least `most`.
         """
-        nodes, valid = (
+        node_N, is_valid_TK = (
             torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
             (topk_idx >= 0) & (topk_idx < num_experts),
         )
-        node = maps.to_node[
-            torch.where(valid, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))
+        node_TK = maps.to_node[
+            torch.where(is_valid_TK, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))
         ]
-        goes = ((node[..., None] == nodes) & valid[..., None]).any(1) & (nodes != maps.here)
-        row = goes.cumsum(0, dtype=torch.int32) - 1
-        token_to_rail_row.copy_(torch.where(goes & (row < most), row, -1))
-        numbers[:-2] = goes.sum(0)
+        goes_TN = ((node_TK[..., None] == node_N) & is_valid_TK[..., None]).any(1) & (
+            node_N != maps.here
+        )
+        row_TN = goes_TN.cumsum(0, dtype=torch.int32) - 1
+        token_to_rail_row.copy_(torch.where(goes_TN & (row_TN < most), row_TN, -1))
+        numbers[:-2] = goes_TN.sum(0)
         numbers[-2] = largest = int(numbers[:-2].max())
         numbers[-1] = largest if largest > most else 0
 
@@ -103,30 +105,30 @@ class NodeKernels:
             maps.to_node.numel() - 1,
             (len(found.home_row_to_token) - num_tokens) // (num_nodes - 1),
         )
-        node = torch.arange(num_nodes, device=token_to_rail_row.device)
-        home = token_to_rail_row + (node - (node > maps.here).int()) * most + num_tokens
-        home.masked_fill_(token_to_rail_row < 0, -1)
-        home[:, maps.here] = torch.arange(num_tokens, device=home.device)
-        found.token_to_home_row.copy_(home)
+        node_N = torch.arange(num_nodes, device=token_to_rail_row.device)
+        home_TN = token_to_rail_row + (node_N - (node_N > maps.here).int()) * most + num_tokens
+        home_TN.masked_fill_(token_to_rail_row < 0, -1)
+        home_TN[:, maps.here] = torch.arange(num_tokens, device=home_TN.device)
+        found.token_to_home_row.copy_(home_TN)
         for name in ("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"):
             getattr(found, name).fill_(-1)
         found.home_row_to_token.zero_()
         for its in range(num_nodes):
-            token = (home[:, its] >= 0).nonzero().flatten()
-            row = home[token, its]
+            token = (home_TN[:, its] >= 0).nonzero().flatten()
+            row = home_TN[token, its]
             rank = maps.to_local[plan.slot_to_rank[token] % (num_ranks + 1) + its * (num_ranks + 1)]
             found.home_row_to_token[row] = token.int()
             found.slot_to_rank[row] = rank
             found.slot_to_row[row] = torch.where(rank < 0, -1, plan.slot_to_row[token])
             found.token_to_packed_row[row] = plan.token_to_packed_row[token][:, maps.by_node[its]]
             found.token_to_primary_row[row] = plan.token_to_primary_row[token][:, maps.by_node[its]]
-        row = home.gather(1, maps.to_node[plan.slot_to_rank])
-        none = (plan.slot_to_rank < 0) | (row < 0)
+        row = home_TN.gather(1, maps.to_node[plan.slot_to_rank])
+        is_none_TK = (plan.slot_to_rank < 0) | (row < 0)
         found.slot_to_home_row.copy_(
-            torch.where(none, -1, row * top_k + torch.arange(top_k, device=home.device))
+            torch.where(is_none_TK, -1, row * top_k + torch.arange(top_k, device=home_TN.device))
         )
         found.zeros.zero_()
-        found.ends.copy_(torch.tensor([0, num_tokens], device=home.device))
+        found.ends.copy_(torch.tensor([0, num_tokens], device=home_TN.device))
         regions = torch.stack(
             [plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit]
         )

@@ -14,7 +14,7 @@ from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.operands import writes
 from symmoe.kernels.twin.sync import record
 
-_NO_SLOT = 2**31 - 1
+_NO_SLOT = _NO_LIMIT = 2**31 - 1
 _OVERFLOWS = control.PLAN_OVERFLOW, control.PLAN_RAIL_OVERFLOW
 
 
@@ -44,18 +44,20 @@ class PlanKernels:
                 out of range, and the first slot t * K + k with such an id (2**31 - 1 if none). Slots with such ids are
                 not counted.
         """
-        ids = topk_idx.long()
-        valid = (ids >= 0) & (ids < num_experts)
-        bad = (ids < -1) | (ids >= num_experts)
-        slots = torch.zeros((ids.shape[0], num_experts), dtype=torch.int32, device=ids.device)
-        slots.scatter_add_(1, ids.where(valid, 0), valid.int())
-        ranks = torch.where(valid, ids // (num_experts // num_ranks), -1)
-        block_counts[:, :num_experts] = _sum_by_block(slots)
-        block_counts[:, num_experts:-2] = _sum_by_block(_tokens_to_ranks(ranks, num_ranks))
-        block_counts[:, -2] = _sum_by_block(bad).sum(1)
-        slot = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-        first_bad = _by_block(torch.where(bad, slot, _NO_SLOT), fill=_NO_SLOT)
-        block_counts[:, -1] = first_bad.flatten(1).min(1).values
+        ids_TK = topk_idx.long()
+        is_valid_TK = (ids_TK >= 0) & (ids_TK < num_experts)
+        is_bad_TK = (ids_TK < -1) | (ids_TK >= num_experts)
+        slots_TE = torch.zeros(
+            (ids_TK.shape[0], num_experts), dtype=torch.int32, device=ids_TK.device
+        )
+        slots_TE.scatter_add_(1, ids_TK.where(is_valid_TK, 0), is_valid_TK.int())
+        rank_TK = torch.where(is_valid_TK, ids_TK // (num_experts // num_ranks), -1)
+        columns = slots_TE, _on_ranks(rank_TK, num_ranks).any(1), is_bad_TK.sum(1, keepdim=True)
+        block_counts[:, :-1] = _by_block(torch.cat(columns, 1)).sum(1)
+        slot_TK = torch.arange(ids_TK.numel(), device=ids_TK.device).view(ids_TK.shape)
+        block_counts[:, -1] = _by_block(slot_TK.where(is_bad_TK, _NO_SLOT), fill=_NO_SLOT).amin(
+            (1, 2)
+        )
 
     @staticmethod
     @writes("block_counts", "peers")
@@ -76,7 +78,6 @@ class PlanKernels:
             topk_idx: as in count_slots.
             header: HEADER_WORDS integers; this function fills the HEAD_BAD_* words.
         """
-        num_ranks = peers.num_ranks
         counts = block_counts[:, :-2]
         totals = counts.sum(0, dtype=torch.int32)
         counts.copy_(counts.cumsum(0) - counts)
@@ -89,7 +90,7 @@ class PlanKernels:
                 head[control.HEAD_BAD_ID] = max(-(2**31), min(2**31 - 1, id_32_bits))
         row = torch.cat([torch.tensor(head, dtype=torch.int32, device=totals.device), totals])
         epoch = peers.epoch + 1
-        for rank in range(num_ranks):
+        for rank in range(peers.num_ranks):
             peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
 
     @staticmethod
@@ -125,72 +126,63 @@ class PlanKernels:
             ranks: consecutive ranks: this node's, or the whole group's.
         """
         num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.slot_start.numel()
-        table = peers.count_table(rank, peers.epoch)
-        headers = table[:, : control.HEADER_WORDS]
-        first = control.HEADER_WORDS
-        counts = table[:, first : first + num_experts].long()  # [R, E]
-        tokens = table[
-            :, first + num_experts : first + num_experts + num_ranks
-        ].long()  # [source, destination]
+        widths = control.HEADER_WORDS, num_experts, num_ranks
+        # Rows of sources; a second R is the destination.
+        table = peers.count_table(rank, peers.epoch)[:, : sum(widths)].long()
+        headers, counts_RE, tokens_RR = table.split(widths, 1)
 
-        load = counts.sum(0).view(num_ranks, -1)  # [R, e]
-        limits = (
-            _limit(headers, control.HEAD_CAPACITY),
-            _limit(headers, control.HEAD_PACKED_CAPACITY),
-        )
-        sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
+        load_Re = counts_RE.sum(0).view(num_ranks, -1)
+        capacities = headers[:, [control.HEAD_CAPACITY, control.HEAD_PACKED_CAPACITY]]
+        limits = capacities.where(capacities >= 0, _NO_LIMIT).amin(0)
         drop = overflow == control.OVERFLOW_DROP
+        sizes = (
+            [] if drop else zip((load_Re.sum(1), tokens_RR.sum(0)), limits.tolist(), strict=True)
+        )
         error = _find_error(headers, sizes, received, drop)
         if overflow == control.OVERFLOW_REPEAT and error[0] in _OVERFLOWS:
             error = control.PLAN_OVER_BUDGET, *error[1:]
-        kept = torch.stack([_clip(row, capacity) for row in load]) if drop else load
+        kept_Re = torch.stack([_clip(row, capacity) for row in load_Re]) if drop else load_Re
         failed = error[0] != control.PLAN_OK
         if failed:
-            kept = torch.zeros_like(kept)
-        before = counts.cumsum(0) - counts  # slots of the expert on earlier sources
-        kept_by_source = (kept.flatten() - before).clamp(min=0).minimum(counts)  # [R, E]
-        regions = (
-            kept_by_source.view(num_ranks, num_ranks, -1).sum(2).minimum(tokens)
-        )  # [source, destination]
-        region_starts = regions.cumsum(0) - regions
+            kept_Re = torch.zeros_like(kept_Re)
+        before_RE = counts_RE.cumsum(0) - counts_RE  # slots of the expert on earlier sources
+        kept_by_source_RE = (kept_Re.flatten() - before_RE).clamp(min=0).minimum(counts_RE)
+        kept_by_source_RRe = kept_by_source_RE.view(num_ranks, num_ranks, -1)
+        regions_RR = kept_by_source_RRe.sum(2).minimum(tokens_RR)
+        region_start_RR = regions_RR.cumsum(0) - regions_RR
 
-        starts = kept.cumsum(1) - kept
-        plan.splits.copy_(kept[rank])
+        start_Re = kept_Re.cumsum(1) - kept_Re
+        plan.splits.copy_(kept_Re[rank])
         num_own = plan.row_range.shape[1]
-        ranges = torch.stack([starts[rank], starts[rank] + kept[rank]])
-        plan.row_range.copy_(ranges[:, :num_own])
-        plan.slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
-        plan.slot_limit.copy_(kept_by_source[rank])
-        plan.packed_start.copy_(region_starts[rank])
-        plan.packed_limit.copy_(regions[rank])
-        plan.source_to_packed_start[:-1] = region_starts[:, rank]
-        plan.source_to_packed_start[-1] = regions[:, rank].sum()
-        plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[
-            :, rank
-        ].minimum(kept[rank])
-        plan.source_to_row_start[-1] = starts[rank] + kept[rank]
-        parts = torch.empty(
-            (num_ranks, 2, plan.splits.numel()), dtype=torch.int32, device=kept.device
-        )
-        split_rows(plan.source_to_row_start, parts, rank, ranks)
-        known = sorted(
-            {0, *ranks, num_ranks - 1}
-        )  # the node's, and all earlier and all later ranks'
-        plan.source_to_rows[known] = parts[known, :, :num_own]
-        (begin, end), (first, last) = parts[rank, :, num_own:], ranges[:, num_own:]
+        ranges_2e = torch.stack([start_Re[rank], start_Re[rank] + kept_Re[rank]])
+        plan.row_range.copy_(ranges_2e[:, :num_own])
+        plan.slot_start.copy_(start_Re.flatten() + before_RE[rank].minimum(kept_Re.flatten()))
+        plan.slot_limit.copy_(kept_by_source_RE[rank])
+        plan.packed_start.copy_(region_start_RR[rank])
+        plan.packed_limit.copy_(regions_RR[rank])
+        plan.source_to_packed_start[:-1] = region_start_RR[:, rank]
+        plan.source_to_packed_start[-1] = regions_RR[:, rank].sum()
+        before_RRe = before_RE.view(num_ranks, num_ranks, -1)
+        plan.source_to_row_start[:-1] = start_Re[rank] + before_RRe[:, rank].minimum(kept_Re[rank])
+        plan.source_to_row_start[-1] = ranges_2e[1]
+        parts_R2e = plan.splits.new_empty((num_ranks, 2, plan.splits.numel()))
+        split_rows(plan.source_to_row_start, parts_R2e, rank, ranks)
+        known = sorted({0, *ranks, num_ranks - 1})  # the node's; all earlier, all later ranks'
+        plan.source_to_rows[known] = parts_R2e[known, :, :num_own]
+        (begin, end), (first, last) = parts_R2e[rank, :, num_own:], ranges_2e[:, num_own:]
         plan.replica_ranges.copy_(
             torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
         )
         if not plan.replica_to_expert.numel():
-            plan.expert_load.copy_(load.flatten())
+            plan.expert_load.copy_(load_Re.flatten())
 
         report = plan.report.zero_()
         report[control.SUM_ERROR : control.SUM_WHERE + 1] = report.new_tensor(error)
-        report[control.SUM_NUM_ROWS] = kept[rank].sum()
-        report[control.SUM_MAX_ROWS] = kept.sum(1).max()
-        report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
-        report[control.SUM_MAX_PACKED] = regions.sum(0).max()
-        report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
+        report[control.SUM_NUM_ROWS] = kept_Re[rank].sum()
+        report[control.SUM_MAX_ROWS] = kept_Re.sum(1).max()
+        report[control.SUM_NUM_PACKED] = regions_RR[:, rank].sum()
+        report[control.SUM_MAX_PACKED] = regions_RR.sum(0).max()
+        report[control.SUM_NUM_DROPPED] = 0 if failed else (load_Re - kept_Re).sum()
         if (
             capacity >= 0
             and failed
@@ -230,37 +222,33 @@ class PlanKernels:
             the maps from slots and tokens, and block_tokens.
             drop: whether lay_out clips.
         """
-        num_experts, num_ranks, primary = (
-            plan.slot_start.numel(),
-            plan.packed_start.numel(),
-            plan.token_to_primary_row,
-        )
-        ids = topk_idx.flatten().long()
-        valid = (ids >= 0) & (ids < num_experts)
-        safe = ids.where(valid, 0)
-        index = places_of_slots(safe, valid, num_experts)
-        kept = valid & (index < plan.slot_limit.index_select(0, safe))
-        rows = plan.slot_start.index_select(0, safe) + index
-        plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
-        plan.slot_to_rank.copy_(
-            (safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank)
-        )
-        present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
-        plan.block_tokens.copy_(_sum_by_block(present))
-        index = present.int().cumsum(0) - present.int()
-        plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
-        primary.fill_(-1)
-        for k in reversed(range(plan.slot_to_row.shape[1])):
-            for rank in range(num_ranks):
-                here = plan.slot_to_rank[:, k] == rank
-                primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
+        num_experts = plan.slot_start.numel()
+        num_ranks = plan.packed_start.numel()
+        ids_TK = topk_idx.long()
+        is_valid_TK = (ids_TK >= 0) & (ids_TK < num_experts)
+        expert_TK = ids_TK.where(is_valid_TK, 0)
+        place_TK = places_of_slots(expert_TK, is_valid_TK, num_experts)
+        is_kept_TK = is_valid_TK & (place_TK < plan.slot_limit[expert_TK])
+        row_TK = plan.slot_start[expert_TK] + place_TK
+        rank_TK = expert_TK // plan.splits.numel()
+        plan.slot_to_row.copy_(row_TK.where(is_kept_TK, -1))
+        plan.slot_to_rank.copy_(rank_TK.where(is_kept_TK, -1))
+        is_there_TKR = _on_ranks(plan.slot_to_rank, num_ranks)
+        goes_TR = is_there_TKR.any(1)
+        plan.block_tokens.copy_(_by_block(goes_TR).sum(1))
+        packed_row_TR = plan.packed_start + goes_TR.cumsum(0) - 1
+        plan.token_to_packed_row.copy_(packed_row_TR.where(goes_TR, -1))
+        smallest_k_TR = is_there_TKR.int().argmax(1)
+        primary_row_TR = plan.slot_to_row.gather(1, smallest_k_TR)
+        plan.token_to_primary_row.copy_(primary_row_TR.where(goes_TR, -1))
 
 
 def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The place of each valid slot among this rank's slots of its expert."""
-    one_hot = torch.zeros((experts.numel(), num_experts), dtype=torch.int32, device=experts.device)
-    one_hot.scatter_(1, experts[:, None], valid[:, None].int())
-    return (one_hot.cumsum(0) - one_hot).gather(1, experts[:, None])[:, 0]
+    """[T, K], the place of each valid slot among this rank's slots of its expert."""
+    column = experts.reshape(-1, 1)
+    one_hot = torch.zeros((len(column), num_experts), dtype=torch.int32, device=experts.device)
+    one_hot.scatter_(1, column, valid.reshape(-1, 1).int())
+    return (one_hot.cumsum(0) - one_hot).gather(1, column).view_as(experts)
 
 
 def split_rows(
@@ -286,27 +274,16 @@ def _whole_tiles(first: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return first + (row - first) // PART_ROWS * PART_ROWS
 
 
-def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """bool [T, R]: whether a token has a kept slot on a rank."""
-    ranks = torch.arange(num_ranks, device=slot_to_rank.device)
-    return (slot_to_rank[:, :, None] == ranks).any(1)
+def _on_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """bool [T, K, R]: whether a slot is on a rank."""
+    return slot_to_rank[:, :, None] == torch.arange(num_ranks, device=slot_to_rank.device)
 
 
 def _by_block(values: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
     """[T, C] as [B, TOKENS_PER_BLOCK, C]; the last block is padded."""
-    if missing := -values.shape[0] % control.TOKENS_PER_BLOCK:
-        values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
-    return values.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
-
-
-def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
-    """int64 [B, C], sums of [T, C] over the tokens of each block."""
-    return _by_block(values).sum(1)
-
-
-def _limit(headers: torch.Tensor, word: int) -> int:
-    """The smallest capacity of the ranks with a capacity; -1 without any."""
-    return min((int(limit) for limit in headers[:, word] if limit >= 0), default=-1)
+    missing = -values.shape[0] % control.TOKENS_PER_BLOCK
+    padded = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
+    return padded.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
 
 
 def _find_error(
@@ -317,7 +294,7 @@ def _find_error(
 ) -> tuple[int, int, int, int, int]:
     """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
 
-    sizes: rows that each rank would receive, and its capacity or -1; then both for packed rows.
+    sizes: rows that each rank would receive, and the smallest capacity; then both for packed rows; none with `drop`.
     """
     if received.numel() and int(received.min()) < 0:
         return control.PLAN_FAULT, -1, 0, 0, 0
@@ -341,7 +318,7 @@ def _find_error(
             tokens = head[control.HEAD_RAIL_DROPPED]
             return control.PLAN_RAIL_OVERFLOW, rank, head[control.HEAD_RAIL_CAPACITY], tokens, 0
     for rows, limit in sizes:
-        if 0 <= limit < int(rows.max()) and not drop:
+        if limit < int(rows.max()):
             return control.PLAN_OVERFLOW, int(rows.argmax()), limit, int(rows.max()), 0
     return control.PLAN_OK, -1, 0, 0, 0
 
@@ -349,14 +326,11 @@ def _find_error(
 def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
     """Rows kept of each expert of one rank: min(load, level) at the highest level that fits; the rest of the capacity
     goes to the first experts above the level, one row each."""
-    if int(load.sum()) <= capacity:
-        return load
-    level = (
-        bisect_right(
-            range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())
-        )
-        - 1
+    # The levels whose sum fits come first, and level 0 fits.
+    num_fitting = bisect_right(
+        range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())
     )
+    level = num_fitting - 1
     kept = load.clamp(max=level)
     above = load > level
     return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()

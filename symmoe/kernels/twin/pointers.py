@@ -18,8 +18,7 @@ def host_bytes(source: HostBytes) -> memoryview:
     The memory is valid as long as the tensor exists.
     """
     if not isinstance(source, torch.Tensor):
-        view = memoryview(source)
-        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+        return memoryview(source).cast("B")
     num_bytes = source.numel() * source.element_size()
     return memoryview((ctypes.c_char * num_bytes).from_address(source.data_ptr() or 1)).cast("B")
 

@@ -37,7 +37,6 @@ from symmoe.kernels.twin.activation import ActivationKernels, activation_gradien
 from symmoe.kernels.twin.gemm import (
     GemmKernels,
     block_sums,
-    filled_groups,
     groups,
     matrix,
     packed,
@@ -70,7 +69,7 @@ class QuantizeKernels:
         multiples of SLOT_ROWS, counted from the group's first row, and end at such a multiple or at the group's end.
         """
         (data, scale), width = out, rows.shape[1]
-        for g, span in filled_groups(row_range):
+        for g, span in groups(row_range):
             lines = take_rows((rows, row_index), span).float()
             codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
             formats.as_bytes(data)[span] = _pack(codes[:, :width], block_format)
@@ -118,12 +117,15 @@ class QuantizeKernels:
         """
         (data, scale), first = out, 0
         check_column_scale("scale", scale)
-        for g, span in filled_groups(row_range):
+        for g, span in groups(row_range):
             lines = _padded_columns(take_rows((rows, row_index), span), signs)
             codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
-            _place(data, block_format.data_width(first), _pack(codes, block_format))
-            _place(scale, first // block_format.block, scales)
-            first += lines.shape[1]
+            end = first + lines.shape[1]
+            places = slice(block_format.data_width(first), block_format.data_width(end))
+            blocks = slice(first // block_format.block, end // block_format.block)
+            formats.as_bytes(data)[:, places] = _pack(codes, block_format)
+            formats.as_bytes(scale)[:, blocks] = scales
+            first = end
 
     @staticmethod
     @writes("amax")
@@ -140,9 +142,7 @@ class QuantizeKernels:
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
         for g, span in groups(row_range):
-            values = take_rows((rows, row_index), span).float()
-            values = values if signs is None else _padded_columns(values, signs)
-            amax[g] = _largest_finite(values)
+            amax[g] = _largest_finite(_padded_columns(take_rows((rows, row_index), span), signs))
 
     @staticmethod
     @writes("amax")
@@ -203,11 +203,8 @@ class QuantizeKernels:
 
         h bf16 or fp16 [N, W]; row_scale fp32[N]; data [N, I]. block_format: takes_act_quantize.
         """
-        a = torch.empty(
-            (h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device
-        )
-        for _, span in filled_groups(row_range):
-            ActivationKernels.scaled_activation(h[span], row_scale[span], a[span], activation)
+        a = h.new_empty((h.shape[0], h.shape[1] // activation.hidden_width(1)))
+        ActivationKernels.scaled_activation(h, row_scale, a, activation)
         QuantizeKernels.quantize_rows(a, row_range, out, block_format)
 
     @staticmethod
@@ -377,8 +374,3 @@ def numbers_of(data: torch.Tensor, block_format: formats.BlockFormat) -> torch.T
 def _pack(codes: torch.Tensor, block_format: formats.BlockFormat) -> torch.Tensor:
     """Codes in their stored form."""
     return codes if block_format.elements_per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
-
-
-def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
-    """tensor[:, column:] = values, as many columns as values have."""
-    formats.as_bytes(tensor)[:, column : column + values.shape[1]] = values

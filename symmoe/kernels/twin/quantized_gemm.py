@@ -23,6 +23,7 @@ from symmoe.kernels.operands import (
     Operand,
     ScatteredWeight,
     TensorTable,
+    as_pair,
     equal_groups,
     writes,
 )
@@ -67,6 +68,7 @@ class QuantizedGemmKernels:
         """
         block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
         num_groups, out_width, _ = weight.data.shape
+        features, bias_scale = as_pair(bias)
         if block_format is not FLOAT8_BLOCK:
             lines = row_range if group_range is None else group_range
             left = _numbers(rows.data, rows.scale, lines, block_format)
@@ -76,21 +78,18 @@ class QuantizedGemmKernels:
             lines = equal_groups(num_groups, out_width, row_range.device)
             right = _numbers(gemm.packed(weight.data).flatten(0, 1), tiles, lines, block_format)
             right = right.view(num_groups, out_width, -1)
-        for g, span in gemm.filled_groups(row_range):
-            total = torch.zeros(
-                (span.stop - span.start, out_width), dtype=torch.float32, device=out.device
-            )
+        for g, span in gemm.groups(row_range):
             if block_format is FLOAT8_BLOCK:
-                _add_blocks(total, rows, weight, g, span)
+                total = _sum_of_blocks(rows, weight, g, span)
             else:
-                gemm.multiply_rows(total, left[span], right[g].t())
+                total = gemm.multiply_rows(left[span], right[g].t())
             if rows.global_scale is not None and weight.global_scale is not None:
                 total = total * rows.global_scale[g] * weight.global_scale[g]
-            addend = gemm.bias_rows(bias, g, span)
-            total = total if addend is None else total + addend
+            if features is not None:
+                total = total + gemm.bias_rows(features, bias_scale, g, span)
             out[span] = total.to(out.dtype)
         if zero_tail:
-            gemm.zero_rows(out, row_range)
+            out[int(row_range[1, -1]) :] = 0
 
     @staticmethod
     @writes("out")
@@ -133,32 +132,29 @@ class QuantizedGemmKernels:
                         dout.data[:, tokens].float(), rows.data[:, tokens].float().t()
                     )
                     total += partial * rows.scale[:, b] * dout.scale[:, b, None]
-            elif first < end:
+            else:
                 tokens = slice(first * BLOCK, end * BLOCK)
                 total = gemm.multiply(left[:, tokens], right[:, tokens].t())
-                if dout.global_scale is not None and rows.global_scale is not None:
-                    total = total * dout.global_scale[g] * rows.global_scale[g]
-            if first < end:
+            # A group without tokens may have any global scale.
+            if first < end and dout.global_scale is not None and rows.global_scale is not None:
+                total = total * dout.global_scale[g] * rows.global_scale[g]
+            if first < end or not accumulate:
                 gemm.store_sum(out, g, total, accumulate=accumulate)
-            elif not accumulate:
-                gemm.matrix(out, g).zero_()
             first = end
 
 
-def _add_blocks(
-    total: torch.Tensor, rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
-) -> None:
-    """Sums the scaled block sums of a group's rows in order, from zeros."""
-    partial = torch.empty_like(total)
+def _sum_of_blocks(
+    rows: Operand, weight: Operand | ScatteredWeight, g: int, span: slice
+) -> torch.Tensor:
+    """The scaled block sums of a group's rows, added in order, from zeros."""
+    matrix_OC = gemm.matrix(weight.data, g)
+    scales_OB = gemm.matrix(weight.scale, g).repeat_interleave(BLOCK, dim=0)[: len(matrix_OC)]
+    total = rows.scale.new_zeros((span.stop - span.start, len(matrix_OC)))
     for b in range(num_blocks(rows.data.shape[1])):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
-        gemm.multiply_rows(
-            partial,
-            rows.data[span, block].float(),
-            gemm.matrix(weight.data, g)[:, block].float().t(),
-        )
-        features = gemm.matrix(weight.scale, g)[:, b].repeat_interleave(BLOCK)[: total.shape[1]]
-        total += partial * (rows.scale[span, b, None] * features)
+        sums = gemm.multiply_rows(rows.data[span, block].float(), matrix_OC[:, block].float().t())
+        total += sums * (rows.scale[span, b, None] * scales_OB[:, b])
+    return total
 
 
 def _numbers(

@@ -32,14 +32,14 @@ class ReplicaKernels:
         """
         num_ranks, num_replica_slots = plan.replica_to_expert.shape
         num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
-        counts = peers.count_table(peers.rank, peers.epoch)[
+        counts_RE = peers.count_table(peers.rank, peers.epoch)[
             :, first : first + num_experts
         ].long()  # [R, E]
-        plan.expert_load.copy_(counts.sum(0))
+        plan.expert_load.copy_(counts_RE.sum(0))
         per_rank = num_experts // num_ranks
-        left, rows = counts.sum(0).tolist(), counts.sum(0).view(num_ranks, -1).sum(1).tolist()
-        moves, used = (
-            torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts.device),
+        left, rows = counts_RE.sum(0).tolist(), counts_RE.sum(0).view(num_ranks, -1).sum(1).tolist()
+        moves_ER, used = (
+            torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts_RE.device),
             [0] * num_ranks,
         )
         plan.replica_to_expert.fill_(-1)
@@ -70,22 +70,23 @@ class ReplicaKernels:
                     number,
                 )
                 plan.expert_to_place[expert, taker] = used[taker]
-                moves[expert, taker] += number
+                moves_ER[expert, taker] += number
                 used[taker] += 1
                 rows[giver], rows[taker], left[expert] = (
                     rows[giver] - number,
                     rows[taker] + number,
                     left[expert] - number,
                 )
-        experts = torch.arange(num_experts, device=counts.device)
-        moves[experts, experts // per_rank] = torch.tensor(left, device=counts.device)
+        expert_E = torch.arange(num_experts, device=counts_RE.device)
+        moves_ER[expert_E, expert_E // per_rank] = torch.tensor(left, device=counts_RE.device)
         own = peers.rank
-        stay = counts.t().minimum(moves)  # [E, rank of a copy]
-        rest, taken = counts.t() - stay, (moves - stay).cumsum(1)
-        end = rest.cumsum(1)[:, own : own + 1]
-        crossing = taken.minimum(end) - (taken - moves + stay).maximum(end - rest[:, own : own + 1])
-        plan.copy_slots.copy_(crossing.clamp(min=0))
-        plan.copy_slots[:, own] += stay[:, own].int()
+        stay_ER = counts_RE.t().minimum(moves_ER)  # [E, rank of a copy]
+        rest_ER, taken_ER = counts_RE.t() - stay_ER, (moves_ER - stay_ER).cumsum(1)
+        end_E1 = rest_ER.cumsum(1)[:, own : own + 1]
+        begin_E1 = end_E1 - rest_ER[:, own : own + 1]
+        crossing_ER = taken_ER.minimum(end_E1) - (taken_ER - moves_ER + stay_ER).maximum(begin_E1)
+        plan.copy_slots.copy_(crossing_ER.clamp(min=0))
+        plan.copy_slots[:, own] += stay_ER[:, own].int()
 
     @staticmethod
     @writes("plan", "block_counts")
@@ -104,20 +105,21 @@ class ReplicaKernels:
             block_counts: int32 [B, R * e + R + 2], gets count_slots' result for slot_to_copy.
         """
         (num_experts, num_ranks), num_local = plan.copy_slots.shape, plan.splits.numel()
-        ids, per_rank = topk_idx.long(), num_experts // num_ranks
-        valid = (ids >= 0) & (ids < num_experts)
-        safe = ids.where(valid, 0).flatten()
-        index = places_of_slots(safe, valid.flatten(), num_experts)
-        ends, experts = plan.copy_slots.cumsum(1), torch.arange(num_experts, device=ids.device)
-        copies = (
-            num_local * torch.arange(num_ranks, device=ids.device) + per_rank + plan.expert_to_place
-        )  # [E, R]
-        copies[experts, experts // per_rank] = experts // per_rank * num_local + experts % per_rank
-        which = (ends[safe] <= index[:, None]).sum(1).clamp(max=num_ranks - 1)
-        found = copies[safe, which].view_as(ids).where(valid, -1)
-        plan.slot_to_copy.copy_(
-            found.where((ids >= -1) & (ids < num_experts), num_local * num_ranks)
-        )
+        ids_TK, per_rank = topk_idx.long(), num_experts // num_ranks
+        is_valid_TK = (ids_TK >= 0) & (ids_TK < num_experts)
+        expert_TK = ids_TK.where(is_valid_TK, 0)
+        place_TK = places_of_slots(expert_TK, is_valid_TK, num_experts)
+        end_ER = plan.copy_slots.cumsum(1)
+        rank_R = torch.arange(num_ranks, device=ids_TK.device)
+        copy_ER = num_local * rank_R + per_rank + plan.expert_to_place
+        expert_E = torch.arange(num_experts, device=ids_TK.device)
+        home_E = expert_E // per_rank
+        copy_ER[expert_E, home_E] = home_E * num_local + expert_E % per_rank
+        is_full_TKR = end_ER[expert_TK] <= place_TK[:, :, None]
+        rank_TK = is_full_TKR.sum(2).clamp(max=num_ranks - 1)
+        copy_TK = copy_ER[expert_TK, rank_TK].where(is_valid_TK, -1)
+        is_in_range_TK = (ids_TK >= -1) & (ids_TK < num_experts)
+        plan.slot_to_copy.copy_(copy_TK.where(is_in_range_TK, num_local * num_ranks))
         PlanKernels.count_slots(
             plan.slot_to_copy, block_counts, num_experts=num_local * num_ranks, num_ranks=num_ranks
         )

@@ -19,7 +19,7 @@ class RouterKernels:
 
         Products and sums have the accuracy of fp32, but not the bits of fp32 sums in any order.
         """
-        multiply_rows(logits, x, weight.t())
+        logits.copy_(multiply_rows(x, weight.t()))
 
     @staticmethod
     @writes("dx", "d_weight")
@@ -36,7 +36,7 @@ class RouterKernels:
         error of the sum before rounding is at most 2^-15 of its terms' magnitudes.
         """
         if dx is not None:
-            multiply_rows(dx, d_logits, weight)
+            dx.copy_(multiply_rows(d_logits, weight))
         if d_weight is not None:
             torch.mm(d_logits.t(), x.float(), out=d_weight)
 
@@ -64,15 +64,15 @@ class RouterKernels:
         """
         scores.copy_(_SCORES[rule.score](logits, None))
         if given_idx is None:
-            values = scores if bias is None else scores + bias
+            values_TE = scores if bias is None else scores + bias
             if rule.num_expert_groups > 1:
-                values = _keep_top_groups(values, rule)
-            given_idx = _largest(values, topk_idx.shape[1])
+                values_TE = _keep_top_groups(values_TE, rule)
+            given_idx = _largest(values_TE, topk_idx.shape[1])
         topk_idx.copy_(given_idx)
-        chosen, _ = _chosen_scores(topk_idx, scores)
+        chosen_TK, _ = _chosen_scores(topk_idx, scores)
         if rule.renormalize:
-            chosen = chosen / (chosen.sum(1, keepdim=True) + TINY)
-        probs.copy_(chosen * rule.route_scale)
+            chosen_TK = chosen_TK / (chosen_TK.sum(1, keepdim=True) + TINY)
+        probs.copy_(chosen_TK * rule.route_scale)
         if block_counts is not None:
             num_experts = scores.shape[1]
             num_ranks = block_counts.shape[1] - num_experts - 2
@@ -95,22 +95,22 @@ class RouterKernels:
 
         The choice itself has no gradient.
         """
-        total = (
+        total_TE = (
             torch.zeros_like(scores)
             if d_scores is None
             else d_scores.clone(memory_format=torch.contiguous_format)
         )
         if d_probs is not None:
-            chosen, places = _chosen_scores(topk_idx, scores)
-            d_chosen = d_probs * rule.route_scale
+            chosen_TK, places_TK = _chosen_scores(topk_idx, scores)
+            d_chosen_TK = d_probs * rule.route_scale
             if rule.renormalize:
-                divisor = chosen.sum(1, keepdim=True) + TINY
-                d_chosen = (
-                    d_chosen - (d_chosen * (chosen / divisor)).sum(1, keepdim=True)
-                ) / divisor
-            is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
-            total.scatter_add_(1, places, d_chosen.masked_fill(~is_expert, 0.0))
-        d_logits.copy_(_SCORES[rule.score](scores, total))
+                divisor_T1 = chosen_TK.sum(1, keepdim=True) + TINY
+                d_chosen_TK = (
+                    d_chosen_TK - (d_chosen_TK * (chosen_TK / divisor_T1)).sum(1, keepdim=True)
+                ) / divisor_T1
+            is_expert_TK = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+            total_TE.scatter_add_(1, places_TK, d_chosen_TK.masked_fill(~is_expert_TK, 0.0))
+        d_logits.copy_(_SCORES[rule.score](scores, total_TE))
 
     @staticmethod
     @writes("sums", "slopes", "loss")
@@ -140,15 +140,21 @@ class RouterKernels:
             loss: fp32 [].
         """
         num_experts = scores.shape[1]
-        is_counted = _counted(token_mask, scores)
-        shares = scores / _sum_of(scores) if normalises else scores
-        squares = logits.logsumexp(1, keepdim=True).square()
-        lines = torch.cat([shares, squares, torch.ones_like(squares)], 1).where(is_counted, 0.0)
+        is_counted_T1 = _counted(token_mask, scores)
+        shares_TE = (
+            scores / scores.sum(1, keepdim=True).clamp_min(SMALLEST) if normalises else scores
+        )
+        squares_T1 = logits.logsumexp(1, keepdim=True).square()
+        lines = torch.cat([shares_TE, squares_T1, torch.ones_like(squares_T1)], 1).where(
+            is_counted_T1, 0.0
+        )
         for block, part in enumerate(lines.split(control.TOKENS_PER_LOSS_BLOCK)[: len(sums)]):
             sums[block] = part.sum(0)
         total = sums.sum(0)
-        num_counted, load = total[-1].clamp_min(1), expert_load.float()
-        slopes[:-1] = balance_coef * num_experts / num_counted * (load / load.sum().clamp_min(1))
+        num_counted, load_E = total[-1].clamp_min(1), expert_load.float()
+        slopes[:-1] = (
+            balance_coef * num_experts / num_counted * (load_E / load_E.sum().clamp_min(1))
+        )
         slopes[-1] = 2 * z_coef / num_counted
         loss.copy_((slopes[:-1] * total[:-2]).sum() + slopes[-1] / 2 * total[-2])
 
@@ -166,18 +172,19 @@ class RouterKernels:
         normalises: bool,
     ) -> None:
         """d_logits and d_scores, fp32 [T, E], of router_losses, from the gradient d_loss, fp32 []. None: skipped."""
-        is_counted = _counted(token_mask, logits)
+        is_counted_T1 = _counted(token_mask, logits)
         if d_logits is not None:
-            lse = logits.logsumexp(1, keepdim=True)
-            slope = slopes[-1] * lse * (logits - lse).exp()
-            d_logits.copy_((d_loss * slope).where(is_counted, 0.0))
+            lse_T1 = logits.logsumexp(1, keepdim=True)
+            slope_TE = slopes[-1] * lse_T1 * (logits - lse_T1).exp()
+            d_logits.copy_((d_loss * slope_TE).where(is_counted_T1, 0.0))
         if d_scores is not None:
-            slope = slopes[:-1].expand_as(scores)
+            slope_TE = slopes[:-1].expand_as(scores)
             if normalises:
-                total = _sum_of(scores)
-                mean = (slope * scores).sum(1, keepdim=True) / total
-                slope = (slope - mean.where(scores.sum(1, keepdim=True) >= SMALLEST, 0.0)) / total
-            d_scores.copy_((d_loss * slope).where(is_counted, 0.0))
+                total_T1 = scores.sum(1, keepdim=True)
+                divisor_T1 = total_T1.clamp_min(SMALLEST)
+                mean_T1 = (slope_TE * scores).sum(1, keepdim=True) / divisor_T1
+                slope_TE = (slope_TE - mean_T1.where(total_T1 >= SMALLEST, 0.0)) / divisor_T1
+            d_scores.copy_((d_loss * slope_TE).where(is_counted_T1, 0.0))
 
 
 def _softmax(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
@@ -201,17 +208,16 @@ def _chosen_scores(
     topk_idx: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, K] scores of the chosen experts, 0 for ids out of range; and int64 indices, 0 for such ids."""
-    is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
-    places = topk_idx.long().masked_fill(~is_expert, 0)
-    return scores.gather(1, places).masked_fill(~is_expert, 0.0), places
+    is_expert_TK = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+    places_TK = topk_idx.long().masked_fill(~is_expert_TK, 0)
+    return scores.gather(1, places_TK).masked_fill(~is_expert_TK, 0.0), places_TK
 
 
 def _largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Indices [T, k] of the k largest of each row, best first, ties to the lower index."""
     # A stable sort: `torch.topk` does not define the order of ties and chooses its algorithm by shape, so a batch of
     # another size could route the same token differently.
-    indices: torch.Tensor = values.sort(dim=1, descending=True, stable=True).indices
-    return indices[:, :k]
+    return values.argsort(dim=1, descending=True, stable=True)[:, :k]
 
 
 def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
@@ -220,15 +226,11 @@ def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     worth_TG = grouped_TGe.topk(rule.best_of_group(values.shape[1]), dim=2).values.sum(2)
     is_kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
     is_kept_TG.scatter_(1, _largest(worth_TG, rule.topk_groups), True)
-    kept: torch.Tensor = grouped_TGe.masked_fill(~is_kept_TG.unsqueeze(2), -math.inf)
-    return kept.flatten(1)
+    kept_TGe: torch.Tensor = grouped_TGe.masked_fill(~is_kept_TG.unsqueeze(2), -math.inf)
+    return kept_TGe.flatten(1)
 
 
 def _counted(token_mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
-    if token_mask is None:
-        return scores.new_ones((len(scores), 1), dtype=torch.bool)
-    return token_mask[:, None]
-
-
-def _sum_of(scores: torch.Tensor) -> torch.Tensor:
-    return scores.sum(1, keepdim=True).clamp_min(SMALLEST)
+    """bool [T, 1]: whether a token counts."""
+    is_counted_T = scores.new_ones(len(scores), dtype=torch.bool)
+    return (is_counted_T if token_mask is None else token_mask)[:, None]

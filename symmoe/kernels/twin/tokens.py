@@ -91,13 +91,13 @@ class RowKernels:
                 continue
             tokens, _ = _present(token_to_packed_row[:, rank])
             end, used = start + limit, slice(start, start + tokens.numel())
-            here = slot_to_rank.index_select(0, tokens) == rank
-            rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
-            rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
-            rows[used.stop :] = -1
+            is_here = slot_to_rank.index_select(0, tokens) == rank
+            rows_PK = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
+            rows_PK[used] = slot_to_row.index_select(0, tokens).where(is_here, -1)
+            rows_PK[used.stop :] = -1
             if probs is not None:
-                values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
-                values[used] = probs.index_select(0, tokens).where(here, 0)
+                values_PK = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
+                values_PK[used] = probs.index_select(0, tokens).where(is_here, 0)
 
     @staticmethod
     @writes("index")
@@ -156,9 +156,9 @@ class RowKernels:
         """
         if int(received[rank, 0]) < 0:
             return
-        for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-            tokens, index = _present(places.where(ranks == rank, -1))
-            _put_rows(rows, index, x.index_select(0, tokens))
+        slots, index = _present(slot_to_row.where(slot_to_rank == rank, -1).flatten())
+        tokens = slots // slot_to_row.shape[1]
+        _put_rows(rows, index, x.index_select(0, tokens))
 
     @staticmethod
     @writes("rows")
@@ -175,11 +175,11 @@ class RowKernels:
         starts = source_to_packed_start.tolist()
         for each in range(len(starts) - 1) if source is None else (source,):
             if each != rank:
-                primary, others = _primary_and_others(
-                    packed_to_row[starts[each] : starts[each + 1]]
-                )
-                for which, secondary in others:
-                    _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
+                row_PK = packed_to_row[starts[each] : starts[each + 1]]
+                primary_PK = _first_rows(row_PK)[:, None].expand_as(row_PK)
+                is_secondary_PK = (row_PK >= 0) & (row_PK != primary_PK)
+                copied = rows.index_select(0, primary_PK[is_secondary_PK])
+                _put_rows(rows, row_PK[is_secondary_PK].long(), copied)
 
     @staticmethod
     @writes("peers")
@@ -206,11 +206,11 @@ class RowKernels:
                 continue
             row_bytes = rows.shape[1] * rows.element_size()
             offset += (peers.rank - (peers.rank > home)) * (last_row - offset + row_bytes)
-            index = packed_to_row[starts[home] : starts[home + 1]]
-            used, first = _present(_first_rows(index))
+            row_PK = packed_to_row[starts[home] : starts[home + 1]]
+            used, first = _present(_first_rows(row_PK))
             total = rows.index_select(0, first).float()
-            for which, secondary in _secondary_rows(index.index_select(0, used)):
-                total.index_add_(0, which, rows.index_select(0, secondary).float())
+            for others in row_PK.index_select(0, used).unbind(1):
+                _add_rows(total, rows, (others >= 0) & (others != first), others)
             _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
     @staticmethod
@@ -226,9 +226,9 @@ class RowKernels:
         num_packed: int32 [1], number of packed rows.
         """
         used = slice(int(num_packed))
-        index = packed_to_row[used]
-        values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
-        packed_values[used] = values.where(index >= 0, 0)
+        index_PK = packed_to_row[used]
+        values_PK = row_values.index_select(0, index_PK.clamp(min=0).flatten()).view(index_PK.shape)
+        packed_values[used] = values_PK.where(index_PK >= 0, 0)
 
     @staticmethod
     @writes("out")
@@ -246,15 +246,15 @@ class RowKernels:
         If the call has failed, `out` is filled with NaN. source_rank, source_row: int32 [T, S]; -1: no addend.
         """
         offsets = received[:, column].tolist()
-        if any(offset < 0 for offset in offsets):
+        if min(offsets) < 0:
             out.fill_(float("nan"))
             return
         buffers = [_rows_at(peers, rank, offset, out) for rank, offset in enumerate(offsets)]
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        total_TH = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
             for rank, buffer in enumerate(buffers):
-                _add_rows(total, buffer, (ranks == rank) & (rows >= 0), rows)
-        out.copy_(total)
+                _add_rows(total_TH, buffer, (ranks == rank) & (rows >= 0), rows)
+        out.copy_(total_TH)
 
     @staticmethod
     @writes("out")
@@ -278,22 +278,22 @@ class RowKernels:
         if _failed(trip):
             out.fill_(float("nan"))
             return
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        total_TH = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for peer, start in enumerate(packed_start.tolist()):
             if peer == rank:
-                own = torch.zeros_like(total)
+                own_TH = torch.zeros_like(total_TH)
                 for ranks, slots in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-                    _add_rows(own, own_rows, (ranks == rank) & (slots >= 0), slots)
-                total += own.to(out.dtype)
+                    _add_rows(own_TH, own_rows, (ranks == rank) & (slots >= 0), slots)
+                total_TH += own_TH.to(out.dtype)
             else:
-                packed = token_to_packed_row[:, peer]
+                packed_row_T = token_to_packed_row[:, peer]
                 _add_rows(
-                    total,
+                    total_TH,
                     returned,
-                    packed >= 0,
-                    packed + ((peer - (peer > rank)) * len(out) - start),
+                    packed_row_T >= 0,
+                    packed_row_T + ((peer - (peer > rank)) * len(out) - start),
                 )
-        out.copy_(total)
+        out.copy_(total_TH)
 
     @staticmethod
     @writes("out")
@@ -311,7 +311,7 @@ class RowKernels:
         0 for no expert. If the call has failed, `out` fp32 [T, K] is filled with NaN.
         """
         offsets = received[:, column].tolist()
-        if any(offset < 0 for offset in offsets):
+        if min(offsets) < 0:
             out.fill_(float("nan"))
             return
         out.zero_()
@@ -324,7 +324,8 @@ class RowKernels:
 
 def _failed(trip: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether the trip's barriers report that the call has failed."""
-    return min(int(words.flatten()[0]) for words in trip) < 0
+    first, last = trip
+    return int(first.flatten()[0]) < 0 or int(last.flatten()[0]) < 0
 
 
 def _add_rows(
@@ -349,8 +350,6 @@ def _rows_at(peers: Peers, rank: int, offset: int, like: torch.Tensor) -> torch.
 
 def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
     """rows[index] = values, [., width] each; rows are distinct. torch copies words, the largest possible."""
-    if index.numel() == 0:
-        return
     row_bytes = values.shape[1] * values.element_size()
     if (
         rows.is_contiguous()
@@ -361,22 +360,7 @@ def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
     rows.index_copy_(0, index, values)
 
 
-def _primary_and_others(
-    packed_to_row: torch.Tensor,
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Primary rows of the packed rows that have more than one row, and _secondary_rows of these. int64."""
-    several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
-    index = packed_to_row.index_select(0, several)
-    return _first_rows(index).long(), _secondary_rows(index)
-
-
 def _first_rows(packed_to_row: torch.Tensor) -> torch.Tensor:
     """The row of the smallest k of each packed row; -1 without rows."""
     first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
     return packed_to_row.gather(1, first).squeeze(1)
-
-
-def _secondary_rows(packed_to_row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per k > 0, the packed rows whose row there exists and is not their first row, and that row. int64."""
-    first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
-    return [_present(column) for column in packed_to_row.scatter(1, first, -1).unbind(1)[1:]]

@@ -7,7 +7,7 @@ import torch
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import Buffers, equal_groups, writes
-from symmoe.kernels.twin.gemm import filled_groups, take_rows
+from symmoe.kernels.twin.gemm import rows_of, take_rows
 from symmoe.kernels.twin.quantize import QuantizeKernels
 
 
@@ -45,10 +45,10 @@ class WireKernels:
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
         (data, scale), width = out, out[0].shape[1]
-        for _, span in filled_groups(row_range):
-            rows = take_rows((wire, row_index), span)
-            data[span] = rows[:, :width]
-            scale[span] = rows[:, width : width + scale.shape[1]]
+        each = rows_of(row_range)
+        rows = wire[each if row_index is None else row_index[each]]
+        data[each] = rows[:, :width]
+        scale[each] = rows[:, width : width + scale.shape[1]]
 
     @staticmethod
     @writes("out")
@@ -81,7 +81,7 @@ class WireKernels:
         group are not read.
         """
         end = int(row_range[1, -1])
-        rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
+        rows = take_rows((wire, row_index), slice(end))
         decoded = torch.empty((end, out[0].shape[0]), dtype=dtype, device=wire.device)
         WireKernels.decode_rows(rows, decoded, block_format)
         QuantizeKernels.quantize_columns(decoded, row_range, out, block_format)
