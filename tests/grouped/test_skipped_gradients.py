@@ -14,8 +14,7 @@ from reliability.delays import before_steps
 from worker import Findings, Watching, open_heap
 
 import symmoe
-from symmoe import kernels
-from symmoe.kernels import control
+from symmoe.kernels import control, twin
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 from symmoe.precision import MXFP8, Float8Block
 
@@ -29,7 +28,7 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 @contextlib.contextmanager
 def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
     """How often each kernel is launched in the context."""
-    names, counts = kernels.for_device(heap.device).__all__, Counter()
+    names, counts = twin.__all__, Counter()
     with before_steps(heap.device, lambda name: counts.update([name]), names):
         yield counts
 
