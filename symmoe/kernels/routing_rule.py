@@ -7,8 +7,8 @@ from symmoe.errors import choice_problem, raise_for
 
 # Scores of a token's logits over all experts. The functions and gradients: twin/route.py and triton/route.py. Scores of
 # softmax are shares of the token; other scores are normalised where shares are needed.
-Score = Literal["softmax", "sigmoid"]
-TINY = 1e-20  # added to the sum of K scores: if all sigmoid scores underflow, probs are 0, not NaN
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+TINY = 1e-20  # added to the sum of K scores: if all scores underflow, probs are 0, not NaN
 SMALLEST = 2.0**-126  # the smallest normal fp32: scores with a smaller sum have shares of 0
 
 
@@ -17,7 +17,7 @@ class RoutingRule:
     """The fields of RouterConfig with these names. ArgumentError: `score` names no score function.
 
     E experts form groups of neighbours; a token keeps its best groups. A group's value is its best score ("softmax",
-    DeepSeek-V2, arXiv:2405.04434), or the sum of its best two ("sigmoid", DeepSeek-V3, arXiv:2412.19437).
+    DeepSeek-V2, arXiv:2405.04434), or the sum of its best two (others, as in DeepSeek-V3, arXiv:2412.19437).
     """
 
     score: str = "softmax"

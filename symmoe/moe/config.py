@@ -25,7 +25,8 @@ class RouterConfig(RoutingRule):
     """The router of a layer: how it chooses experts and balances their load.
 
     Attributes:
-        score: how logits become scores, by "softmax" or "sigmoid".
+        score: how logits become scores, by "softmax", "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(logit)))
+            (DeepSeek-V4).
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_expert_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
         topk_groups: groups a token may choose its experts from.

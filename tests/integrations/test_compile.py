@@ -41,6 +41,7 @@ CONFIGS = {
     "exact": {},
     "stash none": STATIC | {"stash": "none"},
     "overlapped": STATIC | {"layout": "expert-major", "schedule": "overlapped"},
+    "sqrtsoftplus": STATIC | {"score": "sqrtsoftplus"},
     "groups": STATIC
     | {
         "score": "sigmoid",

@@ -167,8 +167,9 @@ GROUPS = {
         ),
         Launch("choose_experts", QWEN | {"R": 64}, ways="counted"),
         *(
-            Launch(kernel, "odd router", changes={"rule": RoutingRule(score="sigmoid")})
+            Launch(kernel, "odd router", changes={"rule": RoutingRule(score=score)})
             for kernel in ("choose_experts", "choose_experts_grad")
+            for score in ("sigmoid", "sqrtsoftplus")
         ),
         Launch("choose_experts_grad", "qwen3-30b"),
         *(Launch(kernel) for kernel in ("router_losses", "router_losses_grad")),

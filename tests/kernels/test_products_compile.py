@@ -176,6 +176,7 @@ CHOICES = {  # E, K, rule
         (128, 8, RoutingRule()),
         (20, 3, RoutingRule()),
         (256, 8, RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4)),
+        (256, 6, RoutingRule(score="sqrtsoftplus")),
     ]
 }
 CHOICES["choose_experts_grad"] = CHOICES["choose_experts"]

@@ -1,5 +1,7 @@
 """The global loss, the expert bias and figures of balance. Losses of layers, with padding too: test_features.py."""
 
+from typing import get_args
+
 import pytest
 import reference
 import torch
@@ -8,6 +10,7 @@ from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap
 from symmoe.errors import ArgumentError
+from symmoe.kernels.routing_rule import Score
 from symmoe.moe import balance
 
 SEQUENCES, LENGTH, EXPERTS, TOP_K, H, I = 3, 7, 6, 2, 16, 8
@@ -33,7 +36,7 @@ def test_normalised_scores_add_up_to_one():
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 300])  # of blocks of 128
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", get_args(Score))
 @pytest.mark.parametrize("coefs", [(0.5, 0.0), (0.0, 0.25), (0.5, 0.25)], ids=str)
 def test_kernels_compute_the_losses_and_their_gradients(
     num_tokens: int, is_masked: bool, score: str, coefs: tuple[float, float]

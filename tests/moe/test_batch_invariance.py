@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
     "order rank, sigmoid": (torch.bfloat16, {"order": "rank", "score": "sigmoid", "stash": "none"}),
+    "sqrtsoftplus": (torch.float32, {"score": "sqrtsoftplus"}),
     "static": (torch.bfloat16, {"capacity": -1, "layout": "expert-major"}),
     "FP8": (torch.bfloat16, {"precision": Float8Block()}),
 }

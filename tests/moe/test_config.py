@@ -75,7 +75,10 @@ def test_kernels_number_the_words_that_a_configuration_takes():
         ),
         ({"overflow": "wrap"}, r"overflow \('wrap'\) must be one of \('raise', 'drop'\)"),
         ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot', 'node'\)"),
-        ({"score": "relu"}, r"score \('relu'\) must be one of \('softmax', 'sigmoid'\)"),
+        (
+            {"score": "relu"},
+            r"score \('relu'\) must be one of \('softmax', 'sigmoid', 'sqrtsoftplus'\)",
+        ),
         ({"renormalize": 1}, r"renormalize \(1\) must be True or False"),
         ({"route_scale": float("nan")}, r"route_scale \(nan\) must be finite"),
         ({"aux_loss_coef": -0.1}, r"aux_loss_coef \(-0.1\) must be finite and at least 0"),

@@ -35,6 +35,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "stash": {name: {"stash": name} for name in ("all", "rows", "hidden", "none")},
     "routing": {
         "softmax": {},
+        "sqrtsoftplus": {"score": "sqrtsoftplus"},
         "biased": {**SIGMOID, "expert_bias": True},
         "groups": {**SIGMOID, "num_expert_groups": 4, "topk_groups": 2, "renormalize": False},
     },

@@ -7,8 +7,10 @@ import pytest
 import reference
 import torch
 from layers import layer_config
+from router_choices import far_off
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import twin
 from symmoe.kernels.routing_rule import Score
 from symmoe.moe.router import Router
 
@@ -71,14 +73,19 @@ def test_ties_go_to_the_lowest_id(groups: tuple[int, int]):
         assert torch.equal(topk_idx, torch.arange(5, dtype=torch.int32).expand(num_tokens, 5))
 
 
-def test_scores_that_underflow_give_zero_probs():
-    router = make_router(score="sigmoid")
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_scores_that_underflow_give_zero_probs(score: str):
+    router = make_router(score=score)
     router.weight.data.fill_(-1000.0)
     x = torch.ones(2, HIDDEN, requires_grad=True)
     output = router(x)
     output.probs.sum().backward()
     assert torch.equal(output.probs, torch.zeros(2, 3))
     assert torch.isfinite(x.grad).all()
+
+
+def test_scores_of_extreme_logits():
+    assert far_off(twin) == {}
 
 
 def test_no_tokens():

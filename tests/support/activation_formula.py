@@ -4,7 +4,11 @@ from functools import partial
 
 import torch
 
-SCORES = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}  # of a router
+SCORES = {  # of a router
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
+}
 
 
 def gate_columns(ffn, interleave, device="cpu"):

@@ -5,15 +5,17 @@ arrived by then, or never will), the fence and the clock do nothing."""
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import get_args
 
 import torch
 import triton
 import triton.language as tl
-from router_choices import RULES, SIZES, choices, differing, fits, hard_logits, losses
+from router_choices import RULES, SIZES, choices, differing, far_off, fits, hard_logits, losses
 from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
+from symmoe.kernels.routing_rule import Score
 from symmoe.kernels.triton import plan, replicas, route, sync, tokens
 
 
@@ -305,7 +307,8 @@ def checks() -> Iterator[tuple[str, object]]:
         for way in ((False, False), (True, False), (False, True)):
             wrong = differing(*(choices(m, logits, top_k, rule, *way) for m in (route, twin)))
             yield f"{top_k} of {num_experts} experts, {rule}, (biased, given) {way}", wrong
-    for case in itertools.product((0, 1, 300), (20, 32), ("softmax", "sigmoid"), (False, True)):
+    yield "scores of extreme logits", far_off(route)
+    for case in itertools.product((0, 1, 300), (20, 32), get_args(Score), (False, True)):
         yield f"losses of {case}", differing(losses(route, *case), losses(twin, *case))
     for name, case in CASES.items():
         expected = run_case(twin, case)

@@ -129,6 +129,7 @@ OPTIONS = {
         "overwrites": (False, None),
         "stash": "none",
     },
+    "sqrtsoftplus": {"aux_loss_coef": 0.1, "score": "sqrtsoftplus"},
     "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
 }
 AROUND = ("", "checkpoint", "saved copies", "autocast")

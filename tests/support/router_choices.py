@@ -84,6 +84,26 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     ]
 
 
+def far_off(module, device: str = "cpu") -> dict[str, list[float]]:
+    """Small and large logits whose sqrtsoftplus score, or its slope, is not that of the formula in float64."""
+    special = torch.tensor([3e38, 1e4, 1e-3, 0.0, -0.0, 1e-42, -1e-3])
+    logits = torch.cat([torch.linspace(-170, 100, 993), special])[None].to(device)
+    exact = logits.double().requires_grad_()
+    wanted = SCORES["sqrtsoftplus"](exact)
+    wanted.sum().backward()
+    rule = RoutingRule(score="sqrtsoftplus")
+    scores, slopes, ones = (torch.ones_like(logits) for _ in range(3))
+    topk_idx, probs = scores[:, :1].int(), scores[:, :1].clone()
+    module.choose_experts(logits, None, None, topk_idx, probs, scores, rule=rule)
+    module.choose_experts_grad(None, ones, topk_idx, scores, slopes, rule=rule)
+    pairs = {"scores": (scores, wanted.detach()), "slopes": (slopes, exact.grad)}
+    return {
+        name: far
+        for name, (found, want) in pairs.items()
+        if (far := logits[~torch.isclose(found.double(), want, rtol=1e-5, atol=0)].tolist())
+    }
+
+
 def losses(module, num_tokens: int, num_experts: int, score: str, is_masked: bool):
     """What router_losses and its gradient make, on the CPU. Scores of one token are all 0."""
     generator = torch.Generator().manual_seed(num_tokens)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from worker import assert_refused
 from symmoe import MoEConfig, MoELayer, Router, RouterConfig, SymmetricHeap
 from symmoe import routing as replay
 from symmoe.errors import ArgumentError, ExpertIdError
+from symmoe.kernels.routing_rule import Score
 from symmoe.routing import (
     balanced_choice,
     balanced_routing,
@@ -39,7 +41,7 @@ def tokens(requires_grad: bool = False) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", get_args(Score))
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_probs_of_a_given_choice(score: str, renormalize: bool):
     """Values and gradients in float64, of a choice that the router would not make, with a repeated expert and none."""

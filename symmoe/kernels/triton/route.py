@@ -117,11 +117,23 @@ def score_or_gradient(x, d_score, SCORE: tl.constexpr):
             result = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
         else:
             result = x * (d_score - tl.sum(d_score * x, axis=1)[:, None])
-    else:  # "sigmoid"
+    elif SCORE == "sigmoid":
         if d_score is None:
             result = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
         else:
             result = d_score * x * (1.0 - x)
+    else:  # "sqrtsoftplus"; where it is small, sums with 1 would lose its digits
+        if d_score is None:
+            power = tl.exp(-tl.abs(x))
+            total = 1.0 + power
+            log1p = tl.log(total) - tl.div_rn((total - 1.0) - power, total)
+            root = tl.sqrt_rn(tl.maximum(x, 0.0) + log1p)
+            result = tl.where(x > -16.0, root, tl.exp(0.5 * x))
+        else:
+            u = x * x  # softplus of the logit; its slope is 1 - exp(-u)
+            series = 1 - u / 2 * (1 - u / 3 * (1 - u / 4 * (1 - u / 5 * (1 - u / 6))))
+            slope = tl.where(u < 0.25, 0.5 * x * series, tl.div_rn(1.0 - tl.exp(-u), 2.0 * x))
+            result = d_score * slope
     return result
 
 

@@ -201,7 +201,15 @@ def _sigmoid(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
     return d_scores * x * (1 - x)
 
 
-_SCORES = {"softmax": _softmax, "sigmoid": _sigmoid}
+def _sqrtsoftplus(x: torch.Tensor, d_scores: torch.Tensor | None) -> torch.Tensor:
+    """As _softmax. Small scores are exp(x / 2), and half of that their slope, because their squares underflow."""
+    if d_scores is None:
+        softplus = x.clamp_min(0) + (-x.abs()).exp().log1p()  # not torch's, as for sigmoid
+        return softplus.sqrt().where(x > -16, (x / 2).exp())
+    return d_scores * ((-x * x).expm1() / (-2 * x)).where(x > 2.0**-12, x / 2)
+
+
+_SCORES = {"softmax": _softmax, "sigmoid": _sigmoid, "sqrtsoftplus": _sqrtsoftplus}
 
 
 def _chosen_scores(
