@@ -41,7 +41,10 @@ def steps(
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(heap.rank + 10 * step)
         heat = torch.ones(num_experts)
-        heat[4 * (step % heap.num_ranks)], heat[1] = 8, 4  # the hot spot moves
+        hot = 4 * (step % heap.num_ranks)  # the hot spot moves
+        num_hot = 4 if step == 4 else 1  # in step 4 it is a whole rank, with two replicas elsewhere
+        heat[hot : hot + num_hot] = 8
+        heat[1] = 4
         ids = torch.multinomial(heat.expand(TOKENS, num_experts), K, generator=generator).to(
             heap.device
         )

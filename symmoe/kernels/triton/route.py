@@ -122,7 +122,8 @@ def score_or_gradient(x, d_score, SCORE: tl.constexpr):
             result = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
         else:
             result = d_score * x * (1.0 - x)
-    else:  # "sqrtsoftplus"; where it is small, sums with 1 would lose its digits
+    else:  # where the score is small, sums with 1 would lose its digits
+        tl.static_assert(SCORE == "sqrtsoftplus")
         if d_score is None:
             power = tl.exp(-tl.abs(x))
             total = 1.0 + power
