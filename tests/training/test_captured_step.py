@@ -66,7 +66,7 @@ WRAPS = {
         pytest.param(2, 2, "cpu", None, id="2"),
         pytest.param(2, 1, "cpu", None, id="2 x 1", marks=pytest.mark.slow),
         pytest.param(4, 2, "cpu", None, id="2 x 2"),
-        pytest.param(2, 2, "cpu", 1, id="2 nodes"),
+        pytest.param(2, 2, "cpu", 1, id="2 nodes", marks=pytest.mark.slow),
         *(
             pytest.param(2, ep, "cuda", None, id=f"2 GPUs, EP of {ep}", marks=pytest.mark.gpu)
             for ep in (1, 2)
