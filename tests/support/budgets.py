@@ -16,14 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 STATEMENTS: dict[str, tuple[int, int]] = {
-    "symmoe": (18_000, 23_500),
+    "symmoe": (18_000, 23_320),
     "tests": (26_000, 32_550),
     "benchmarks": (3_000, 3_050),
     # rooms of symmoe
-    "kernels + program": (7_000, 8_430),
+    "kernels + program": (7_000, 8_400),
     "symm_mem + nodes": (2_300, 3_070),
     "checks + precision": (550, 630),
-    "dispatch + combine": (750, 980),
+    "dispatch + combine": (750, 957),
     "grouped + moe + training + lora + metrics + pointers + routing": (3_600, 5_240),
     "checkpoint + integrations": (2_100, 2_660),
     "tools + timeline": (1_400, 1_760),
@@ -39,7 +39,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     # a steady step of a layer on two CPU ranks, see test_bounds.py
     "files of a step": (24, 33),
     "frames in forward": (10, 19),
-    "calls in forward": (300, 634),
+    "calls in forward": (300, 531),
     "calls before the first kernel": (60, 111),
 }
 MOST_PARAMETERS = 8
@@ -112,12 +112,12 @@ def _with_many_parameters(nodes: list[ast.AST]) -> Iterator[ast.FunctionDef]:
 
 
 def main() -> None:
-    """Prints what is measured beside its bound."""
+    """Prints what is measured, what fits, and the aim."""
     for name, number in measured().items():
-        bound, reached = BUDGETS[name]
-        note = f"  {number - bound} too many" if number > bound else ""
-        grown = "!" if number > max(bound, reached) else ""
-        print(f"{name:52}{number:7} of {bound:6}{note}{grown}")
+        aim, reached = BUDGETS[name]
+        most = max(aim, reached)
+        note = f"  {number - most} too many!" if number > most else ""
+        print(f"{name:70}{number:7} of at most {most:6}, the aim is {aim:6}{note}")
 
 
 if __name__ == "__main__":
