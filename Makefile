@@ -2,7 +2,8 @@
 # make train     the main job: train the example language model on CPUs (2 processes, 4 minutes; set-up takes 2 more)
 # make test      the tests, ruff among them; installs what they need first (requirements.txt)
 # make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
-#                the core tests on other Pythons that are found (tests/README.md)
+#                the core tests on other Pythons that are found (tests/README.md), and test-oldest
+# make test-oldest  those that compile kernels with the oldest Triton that symmoe takes, that of torch 2.11
 # make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
 # make lint      sizes and their bounds, ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
@@ -36,7 +37,7 @@ export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 # Isolated from that path: on it pip takes the checkout's egg-info for an installation that it cannot remove.
 PIP := $(PY) -I -m pip
 
-.PHONY: setup train test test-all test-newest lint dist docs plots clean
+.PHONY: setup train test test-all test-oldest test-newest lint dist docs plots clean
 
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
@@ -68,7 +69,8 @@ SPREAD := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --no-loadscope-re
 OTHERS ?= python3.10 python3.12 python3.13 python3.14
 TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 || \
   $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/%.py)' || exit 1; done
-NEWEST := tests/kernels/test_fast_launch.py tests/project/test_torch_internals.py tests/kernels/test_*_compile.py
+COMPILED := tests/kernels/test_fast_launch.py tests/kernels/test_*_compile.py
+NEWEST := $(COMPILED) tests/project/test_torch_internals.py
 CORE := project/test_import symm_mem/test_heap symm_mem/test_peers dispatch/test_oracle moe/test_gradients \
   grouped/test_grouped_linear moe/test_layer moe/test_schedules checkpoint/test_checkpoint
 
@@ -77,7 +79,13 @@ test-all: MARKED := -m 'not gpu'
 test-all: $(TORCHTITAN)
 test test-all: $(DEVELOPS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
+	$(if $(filter test-all,$@),$(MAKE) test-oldest)
 	$(if $(filter test-all,$@),$(TEST_OTHERS))
+
+# In a folder of its own, because torch asks for another Triton: what the oldest refuses, a newer one may accept.
+test-oldest: $(DEVELOPS)
+	$(PIP) install --quiet --no-deps --upgrade --target .venv-oldest triton==3.6.0
+	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)/.venv-oldest:$(PYTHONPATH)" $(PY) -m pytest $(COMPILED) $(SPREAD) $(ARGS)
 
 test-newest:
 	"$(PYTHON)" -m venv .venv-newest
