@@ -77,7 +77,7 @@ def dispatch(
         gradients: in backward, index of control.GRADIENTS, the gradients to collect, equal on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
         is_last: False if another trip of the same call follows, which ends with a barrier of nodes.
-        rider: other data that travels, complete when all rows are.
+        extra_payload: other data that travels, complete when all rows are.
     """
     agreed: control.CallFields = {  # rows must fit the peers' buffers
         "hidden": x.shape[1],
@@ -210,7 +210,7 @@ class _Trip:
     _token_sources: Iterator[tuple[Plan, list[torch.Tensor]]]  # see _token_sources
     _agreed: control.CallFields
     _division: Division | None
-    _rider: ExtraPayload | None
+    _extra_payload: ExtraPayload | None
     _num_sent = 0  # steps of _exchange that have sent their rows
     _are_read = True  # whether the received rows are read
 
@@ -227,8 +227,8 @@ class _Trip:
         ] = {}  # by source, the event after which its rows are complete
         with nullcontext() if division is None else self._heap._timed("dispatch"):
             offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
-            if self._rider is not None:
-                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], self._rider.weights_offset
+            if self._extra_payload is not None:
+                offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], self._extra_payload.weights_offset
             self._ready = self._heap.barrier(
                 PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed
             )
@@ -241,8 +241,8 @@ class _Trip:
 
     def send(self) -> None:
         """Sends and receives all rows."""
-        if self._rider is not None:
-            self._rider.send(self._ready)
+        if self._extra_payload is not None:
+            self._extra_payload.send(self._ready)
         for tokens, rows in self._tokens():
             if self._layout == "packed":
                 self._push(rows, tokens)
@@ -264,8 +264,10 @@ class _Trip:
         try:
             with heap._timed("dispatch"):
                 self._own, self._x = next(self._tokens())
-                if self._rider is not None:  # with all SMs, and before the signals of its arrival
-                    self._rider.send(self._ready)
+                if (
+                    self._extra_payload is not None
+                ):  # with all SMs, and before the signals of its arrival
+                    self._extra_payload.send(self._ready)
                 self._branch = heap.streams.branch()
                 self._start = self._branch.point()
         except Exception as error:

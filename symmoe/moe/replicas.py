@@ -82,7 +82,7 @@ class _Places:
 
 
 class ReplicaTrip:
-    """Sends weights, as the rider of a pass's first dispatch, and gradients of replicas. Without places it sends
+    """Sends weights, as extra payload of a pass's first dispatch, and gradients of replicas. Without places it sends
     nothing. Collective; does not synchronise the host. targets: in backward, where both layers' weight gradients go.
     lease: the weights' lease, if they have arrived. Attributes: agreed, values that ranks must agree on, since each
     lays out its places by its own experts; and weights_offset, where this rank receives the weights."""

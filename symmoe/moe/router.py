@@ -509,7 +509,7 @@ class _RouteFunction(Function):
         return None, *computed(found)
 
 
-# Operators for torch.compile, which take numbers in place of a rule. A compiled graph runs them beside the step's
+# Operators for torch.compile, which take numbers in place of a rule. A compiled graph runs them and the step's
 # operators, whose backward needs state outside a CUDA graph's memory: so programs run their launches.
 OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 

@@ -77,7 +77,7 @@ class SymmetricHeap(HeapParts):
 
     Attributes:
         rank, num_ranks: this rank in the group, and the group's size.
-        expert_group, expert_ranks: as given, and its ranks in the default group; without it, this rank alone.
+        expert_group, expert_ranks: as given, and its ranks in the default group; without it, only this rank.
         topology: the ranks of each node.
         device: the device of leases.
         backend, backend_reason: the selected backend, and why.

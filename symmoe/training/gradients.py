@@ -52,7 +52,7 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
 
     Args:
         model: the same modules on every rank of `group`. Experts of the user's own classes belong to the heap that a
-            module has as its attribute `heap`; without a heap, as in a GroupedMLP alone, they have no replicas.
+            module has as its attribute `heap`; without a heap, as in a bare GroupedMLP, they have no replicas.
         group: all ranks that train together (W of them). None: the default group, or this process if there is none.
 
     Raises:
