@@ -1,7 +1,7 @@
 """Formulas for which parts of a step run at the same time, and how they divide a GPU's SMs.
 
 Overlap has a cost: the SMs that move rows, and for every part of the GEMMs one more launch and one more wave of tiles.
-So a trip is overlapped only if that costs less than the trip takes by itself. All times are computed from bytes, FLOPs and
+So a trip is overlapped only if that costs less than the trip takes by itself. All times follow from bytes, FLOPs and
 measured rates of one program, a link and a GPU.
 """
 
