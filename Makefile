@@ -2,7 +2,7 @@
 # make train     the main job: train the example language model on CPUs (2 processes, 4 minutes; set-up takes 2 more)
 # make test      the tests, ruff among them; installs what they need first (requirements.txt)
 # make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
-#                the core tests on other Pythons that are found (tests/README.md), and test-oldest
+#                the core tests on other Pythons that are found (tests/README.md)
 # make test-oldest  those that compile kernels with the oldest Triton that symmoe takes, that of torch 2.11
 # make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
 # make lint      sizes and their bounds, ruff, and mypy --strict on the package
@@ -79,7 +79,6 @@ test-all: MARKED := -m 'not gpu'
 test-all: $(TORCHTITAN)
 test test-all: $(DEVELOPS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
-	$(if $(filter test-all,$@),$(MAKE) test-oldest)
 	$(if $(filter test-all,$@),$(TEST_OTHERS))
 
 # In a folder of its own, because torch asks for another Triton: what the oldest refuses, a newer one may accept.
