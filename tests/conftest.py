@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
-from cluster import Cluster, forget_graphs
+from cluster import Cluster, forget_graphs, seed_torch
 from shared_gpus import are_too_few
 from shared_memory import left_in_shared_memory, shared_memory
 
@@ -34,10 +34,14 @@ test_transformers_example test_fsdp2_example test_timeline test_ownership test_t
 # In this process, ranks and programs: what nobody has written is read as NaN.
 os.environ.setdefault("SYMMOE_FILL_MEMORY", "1")
 
+# The same cases in each run; `--hypothesis-profile search` draws others each time.
 hypothesis.settings.register_profile(
-    "on a busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.load_profile("on a busy machine")
+hypothesis.settings.register_profile(
+    "repeatable", hypothesis.settings.get_profile("search"), derandomize=True
+)
+hypothesis.settings.load_profile("repeatable")
 
 gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
 
@@ -157,6 +161,11 @@ def heap() -> Iterator[SymmetricHeap]:
 
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         yield heap
+
+
+@pytest.fixture(autouse=True)
+def _numbers_are_of_the_test(request: pytest.FixtureRequest) -> None:
+    seed_torch(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)
