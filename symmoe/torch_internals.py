@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -130,7 +130,6 @@ store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_proce
 DDP_IGNORED = (
     "_ddp_params_and_buffers_to_ignore"  # if DDP ignores it, MoELayer finds the experts in DDP
 )
-_active_ddp_of: Callable[[Any], DistributedDataParallel | None] = _attribute("_active_ddp_module")
 ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute(
     "_module_parameters"
 )
@@ -187,7 +186,9 @@ def outside_transforms() -> Iterator[None]:
 
 def active_ddp() -> DistributedDataParallel | None:
     """The DDP whose forward is running."""
-    return _active_ddp_of(DistributedDataParallel)
+    name = "_active_ddp_module"
+    found = getattr(DistributedDataParallel, name, _GONE)
+    return cast(DistributedDataParallel | None, _missing(name) if found is _GONE else found)
 
 
 def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:
@@ -218,11 +219,11 @@ def replaceable(forward: _Forward) -> _Forward:
     return forward
 
 
-def look_of(module: torch.nn.Module | None) -> list[object]:
-    """Every property that decides whether a module's parameters, and the calls of its parts, fit the kernels: modules
-    with equal results are alike. Called in every call: it must be quick."""
+def look_of(*parts: torch.nn.Module | None) -> list[object]:
+    """Every property that decides whether the parameters of modules, and the calls of their parts, fit the kernels:
+    modules with equal results are alike. Called in every call: it must be quick."""
     look: list[object] = []
-    modules = [module]
+    modules = [*parts]
     for m in modules:  # the list grows by the children
         if m is not None:
             own = vars(m)

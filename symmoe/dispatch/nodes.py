@@ -26,25 +26,12 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout
-from symmoe.program.builder import noted
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, in_storage
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 
 _LINES = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
 P = TypeVar("P", bound=PlanIntegers)  # a plan
-Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
 Ways = Sequence[tuple[int, slice]]  # other nodes, and rows to or from each
-
-
-# A program finds tensors that are kernel arguments, but not tensors inside other arguments.
-@noted(on_gpus=False, stands_for="itself")
-def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
-    """Integers of this kind with all of their views, for kernels."""
-    integers = kind(storage, layout)
-    start = storage.storage_offset()
-    for name, (first, strides, shape) in layout.items():
-        vars(integers)[name] = storage.as_strided(shape, strides, start + first)
-    return integers
 
 
 class RailRows:
@@ -317,7 +304,9 @@ def plan_in_node(
         return [found.storage]
 
     key = "plan in node", num_tokens, top_k, num_local, *of_nodes
-    found = InNodeIntegers(heap._run(key, launch, (plan.storage, integers))[0], layout)
+    with heap.one_call:
+        (storage,) = heap._run(key, launch, (plan.storage, integers))
+    found = InNodeIntegers(storage, layout)
     return NodesPlan(
         plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.channel.number)
     )

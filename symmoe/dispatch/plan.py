@@ -20,15 +20,15 @@ from symmoe.checks.arguments import (
     parameter_dtype_problem,
     tensor_problem,
 )
-from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, in_storage, plan_in_node
+from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
-from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
+from symmoe.kernels.control import PlanIntegers, in_storage, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import bounds_of
 from symmoe.precision.recipes import Recipe, precision_problem, precision_word
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
-from symmoe.symm_mem.row_budget import RowBudget
+from symmoe.symm_mem.row_budget import RowBudget, rounded_up
 
 MAX_TOP_K = 32
 FindBudget = Callable[[], RowBudget | None]
@@ -52,8 +52,8 @@ class Plan(PlanIntegers):
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact capacity),
             the given capacity (static), or the rows reserved for the call here; -1: unknown until the plan is settled.
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
-        expected_rows: estimate of the rows of a rank, equal on all ranks: row_capacity, or all slots of a rank's tokens
-            if these are fewer.
+        expected_rows: estimate of the rows of a rank, rounded up, equal on all ranks: row_capacity, or all slots of a
+            rank's tokens if these are fewer.
         has_sizes: whether the host has read the report, or the plan posts none.
         generation: epoch of the plan's barrier; all ranks of a trip must pass the same plan.
         num_rows: N on the host; None with static capacity, where only the device knows N, and for a plan with reserved
@@ -112,7 +112,7 @@ class Plan(PlanIntegers):
         if self.row_capacity < 0:
             self.row_capacity = self.max_rows
             self.packed_row_capacity = self.max_packed_rows
-            self.expected_rows = self.expected_rows or self.max_rows
+            self.expected_rows = self.expected_rows or rounded_up(self.max_rows)
         self.heap.waits.flight.note(
             self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED]
         )
@@ -212,15 +212,10 @@ class PlanRequest:
     reports: list[torch.Tensor] | None  # of a capture, which get the report instead of the host
     rails: _Rails
     route: Any  # None, or a Route of moe/router.py that makes topk_idx first
+    key: tuple[Hashable, ...]  # what determines the launches besides tensors
 
     phase = control.PHASE_PLAN  # the next barrier of its call
     num_rows = nodes = None  # as in Plan
-
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        """What determines the launches besides tensors."""
-        route = self.route and self.route.key
-        return "plan", self.header, self.config, self.is_read, self.rails, route
 
     def made(self) -> MadePlan:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
@@ -460,6 +455,8 @@ def plan_call(
     with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all ranks: the rows
     that the routing needs. Called after this rank, like its peers, has noticed errors of earlier calls."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
+        heap.check(control.PHASE_PLAN, waits=options.capacity is None)
+        heap._fail_for(plan_problem(topk_idx, heap, options), control.PHASE_PLAN)
         return begin_plan(topk_idx, heap, options, find_budget).made().plan
 
 
@@ -470,19 +467,48 @@ def begin_plan(
     find_budget: FindBudget,
     route: Any = None,
 ) -> PlanRequest | MadePlan:
-    """The first part of plan_call; on one node it launches no kernel. route: first makes the values of topk_idx [T,
-    K]."""
+    """The first part of plan_call, after its checks; on one node it launches no kernel. route: first makes the values
+    of topk_idx [T, K]."""
     capacity = options.capacity
-    heap.check(control.PHASE_PLAN, waits=capacity is None)
-    heap._fail_for(_find_problem(topk_idx, heap, options, route), control.PHASE_PLAN)
-    room = find_budget() if capacity is None else None
-    if capacity is None and heap.captured_reports is not None:  # no host can wait
+    num_tokens, top_k = topk_idx.shape
+    room = None
+    reports = None
+    rails = None
+    rail_capacity = 0  # exact capacity
+    if capacity is None:
+        room = find_budget()
+        reports = heap.captured_reports
+    if reports is not None:  # no host can wait
         why = room.why_it_waits if room else "calls a layer that earlier calls did not"
         heap._fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
-    topk_idx = topk_idx.detach().contiguous()
-    if heap.nodes is None:
-        return _request(topk_idx, heap, options, room, None, route)
-    return _plan_between_nodes(topk_idx, heap, options, room, route)
+    if heap.nodes is not None:
+        rails, rail_capacity = _rails_of(num_tokens, options, room)
+    header, layout, row_capacity, packed_row_capacity, expected_rows = _sizes_of(
+        options, num_tokens, top_k, heap.num_ranks, room, rail_capacity
+    )
+    is_read = capacity is None and reports is None
+    request = PlanRequest(
+        heap,
+        topk_idx.detach().contiguous(),
+        num_tokens,
+        top_k,
+        num_experts=options.num_experts,
+        num_replica_slots=options.replicas_per_rank,
+        header=header,
+        layout=layout,
+        row_capacity=row_capacity,
+        packed_row_capacity=packed_row_capacity,
+        expected_rows=expected_rows,
+        config=options.config,
+        is_read=is_read,
+        reports=reports,
+        rails=rails,
+        route=route,
+        key=("plan", header, options.config, is_read, rails, route and route.rule),
+    )
+    if rails is None:
+        return request
+    return _made_between_nodes(request, rail_capacity, reads_lengths=capacity is None and not room)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -530,83 +556,48 @@ def _sizes_of(
     if room is not None:
         expected_rows = room.expected_rows
     else:
-        expected_rows = 0 if rows < 0 else max(1, min(rows, most_tokens * top_k))
+        expected_rows = 0 if rows < 0 else rounded_up(max(1, min(rows, most_tokens * top_k)))
     return header, layout, rows, packed_rows, expected_rows
 
 
-def _plan_between_nodes(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    options: PlanOptions,
-    room: RowBudget | None,
-    route: Any,
+def _rails_of(
+    num_tokens: int, options: PlanOptions, room: RowBudget | None
+) -> tuple[tuple[int, bool], int]:
+    """The last arguments of RailRows, and a static capacity's number of tokens in a message; 0 for exact capacity."""
+    if options.capacity is None:
+        return (num_tokens if room is None else room.rail_rows, False), 0
+    most_tokens = num_tokens if options.max_tokens is None else options.max_tokens
+    rail_rows = options.rail_capacity or max(1, most_tokens)
+    return (rail_rows, options.overflow == "drop" and rail_rows < most_tokens), rail_rows
+
+
+def _made_between_nodes(
+    request: PlanRequest, rail_capacity: int, *, reads_lengths: bool
 ) -> MadePlan:
-    """The plan on a heap that spans nodes. With exact capacity and no room the host waits for the plan, and reads the
-    lengths of messages."""
-    num_tokens, top_k = topk_idx.shape
-    rail_capacity = 0  # exact capacity
-    rail_rows = num_tokens if room is None else room.rail_rows
-    drops = False
-    if options.capacity is not None:
-        most_tokens = num_tokens if options.max_tokens is None else options.max_tokens
-        rail_rows = rail_capacity = options.rail_capacity or max(1, most_tokens)
-        drops = options.overflow == "drop" and rail_rows < most_tokens
-    request = _request(topk_idx, heap, options, room, (rail_rows, drops), route, rail_capacity)
+    """The plan on a heap that spans nodes. reads_lengths: with exact capacity and no room the host waits for the plan,
+    and reads the lengths of messages."""
+    heap = request.heap
+    assert request.rails is not None
     # Without room it waits for the device, before any barrier: ranks with room raise the plan's errors immediately.
     plan, (*routed, integers, num_received) = request.made()
-    sent = [rail_rows] * len(num_received)
+    sent = [request.rails[0]] * len(num_received)
     received = nodes_of(heap).rail_rows
-    if options.capacity is None and room is None:
+    if reads_lengths:
         numbers = torch.stack([integers[: len(num_received)], num_received])
         sent, received = numbers.tolist()
     plan.nodes = plan_in_node(
-        heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k
+        heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + request.top_k
     )
     return MadePlan(plan, routed)
 
 
-def _request(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    options: PlanOptions,
-    room: RowBudget | None,
-    rails: _Rails,
-    route: Any,
-    rail_capacity: int = 0,
-) -> PlanRequest:
-    num_tokens, top_k = topk_idx.shape
-    header, layout, row_capacity, packed_row_capacity, expected_rows = _sizes_of(
-        options, num_tokens, top_k, heap.num_ranks, room, rail_capacity
-    )
-    reports = heap.captured_reports if options.capacity is None else None
-    is_read = options.capacity is None and reports is None
-    return PlanRequest(
-        heap,
-        topk_idx,
-        num_tokens,
-        top_k,
-        num_experts=options.num_experts,
-        num_replica_slots=options.replicas_per_rank,
-        header=header,
-        layout=layout,
-        row_capacity=row_capacity,
-        packed_row_capacity=packed_row_capacity,
-        expected_rows=expected_rows,
-        config=options.config,
-        is_read=is_read,
-        reports=reports,
-        rails=rails,
-        route=route,
-    )
-
-
-def _find_problem(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, route: Any
+def plan_problem(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, *, is_output: bool = False
 ) -> Problem:
-    """The error of this rank's arguments, or None. Reads no device memory. With a route, topk_idx is memory that the
-    caller allocated for it."""
+    """The error of this rank's arguments of make_plan, or None. Reads no device memory. is_output: topk_idx is memory
+    that the package allocated for a route."""
     error = None
-    if route is None:
+    if not is_output:
         error = tensor_problem(
             "topk_idx",
             topk_idx,

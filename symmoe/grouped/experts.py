@@ -7,7 +7,7 @@ module does not synchronise the host, copy rows, or use autograd.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -156,11 +156,6 @@ class ExpertWeights:
     def operands(self) -> list[torch.Tensor | None]:
         """The operands of both layers."""
         return self.fc1.operands + self.fc2.operands
-
-    @property
-    def key(self) -> Hashable:
-        """What determines the launches besides the form of the experts and operands."""
-        return self.fc1.key, self.fc2.key
 
     def of_matrices(self, matrices: Sequence[Any]) -> ExpertWeights:
         """Experts of the same kind with these :attr:`matrices`."""

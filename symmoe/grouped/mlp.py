@@ -242,7 +242,7 @@ class MLPProducts:
 
     @property
     def key(self) -> Hashable:
-        return self.form, self.scale_bias
+        return self.form, self.scale_bias, self.trains
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> ExpertWeights:
         held = [layer.cached_weight if is_forward else None for layer in self.layers]

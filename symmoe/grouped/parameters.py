@@ -123,7 +123,9 @@ class GroupedParameters(nn.Module):
             found: tuple[Any, ...] = tuple(map(self._parameters.__getitem__, self.weight_names))
         except KeyError:  # parametrized
             found = tuple(getattr(self, name) for name in self.weight_names)
-        return (local_part(found[0]),) if self.is_packed else found
+        if self.is_packed and hasattr(found[0], "device_mesh"):
+            return (local_part(found[0]),)
+        return found
 
     def mark_weights(self, **marks: object) -> None:
         """Sets attributes of every weight, for trainers to read. Parameters that replace the weights also get them."""
@@ -155,9 +157,8 @@ class GroupedParameters(nn.Module):
         current = () if is_theirs else map(self._parameters.__getitem__, self.weight_names)
         return self.cached_weight.problem(current)
 
-    def adapters(self) -> tuple[torch.Tensor, ...]:
-        """A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here."""
-        return ()
+    # A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here.
+    adapters: Callable[[], tuple[torch.Tensor, ...]] = tuple
 
     def bias_parameter(self) -> torch.Tensor | None:
         """The bias, if there is one; for a DTensor this rank's part, differentiable."""

@@ -15,7 +15,7 @@ multiplied and activated part by part. The activation and its gradient run in ke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,10 +62,6 @@ class QuantizedWeights(ExpertWeights):
     recipe: Recipe
     needs_transposed: tuple[bool, bool]  # whether backward will need W1, and W2, for dgrad
     wire: Wire
-
-    @property
-    def key(self) -> Hashable:
-        return self.needs_transposed, self.fc1.key, self.fc2.key
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Parts = None

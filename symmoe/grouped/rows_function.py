@@ -30,7 +30,7 @@ from symmoe.checks.arguments import (
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.weights import WeightProduct
-from symmoe.kernels.operands import FLOATS, present_tensors
+from symmoe.kernels.operands import FLOATS
 from symmoe.kernels.programs import run_program
 
 Products = Any  # LinearProducts of linear.py, or MLPProducts of mlp.py
@@ -216,9 +216,9 @@ class _RowsFunction(Function):
         rows = _rows_of(products, x, row_range, scale)
         weights: Any = products.weights(tensors, is_forward=True)
         kept = run_program(
-            ("rows", products.key, weights.key, out is None, scale is None),
+            ("rows", products.key, out is None),
             lambda: products.forward(weights, rows, y.view(-1, width), zero_tail=out is None),
-            present_tensors(rows.rows, row_range, scale, *weights.operands, y),
+            [rows.rows, row_range, scale, *weights.operands, y],
         )
         ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
         ctx.products = products
@@ -260,12 +260,11 @@ class _RowsFunction(Function):
             return gradients.d_scale, gradients.d_biases, d_weights, gradients.adapter_gradients()
 
         options = [target.option for target in targets]
-        has = tuple([each is None for each in (*kept, buffer.tensor, scale)])
-        key = "rows backward", products.key, weights.key, *options, has, needs
+        key = "rows backward", products.key, *options, buffer.tensor is None, needs
         # The rows, not x: a program returns the tensor that it is given, with its version.
-        read = present_tensors(d_y, rows.rows, row_range, scale, *kept, *weights.operands)
+        read = d_y, rows.rows, row_range, scale, *kept, *weights.operands
         written = [tensor for target in targets for tensor in target.operands]
-        found = run_program(key, compute, [*read, *written, *present_tensors(d_x)])
+        found = run_program(key, compute, [*read, *written, d_x])
         d_scale, d_biases, d_weights, d_adapters = found
         if d_x is not None:
             d_x = buffer.hand_on(d_x)

@@ -16,7 +16,7 @@ import functools
 import itertools
 import operator
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.kernels.operands import Matrices, Operand, TensorTable, address_or_self, require_tensor
+from symmoe.kernels.operands import Matrices, Operand, TensorTable, require_tensor
 from symmoe.pointers import load_addresses
 from symmoe.precision.operands import CachedWeight, Directions
 from symmoe.precision.recipes import Recipe
@@ -49,15 +49,12 @@ class LayerWeights(NamedTuple):
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """All tensors that kernels read, including tables of addresses; None for a missing one."""
+        """All tensors that kernels read, including tables of addresses; None for a missing one. Their looks and the
+        precision determine the launches."""
         held = itertools.chain.from_iterable(filter(None, self.held or ()))
-        return [address_or_self(self.weight), self.bias, self.a, self.b, *held]
-
-    @property
-    def key(self) -> Hashable:
-        """What determines the launches besides operands."""
-        has = self.bias is None, self.a is None, self.held is None
-        return isinstance(self.weight, TensorTable), has
+        weight = self.weight
+        operand = weight if isinstance(weight, torch.Tensor) else weight.pointers
+        return [operand, self.bias, self.a, self.b, *held]
 
 
 def kernel_matrices(
@@ -215,7 +212,10 @@ class Target:
     @property
     def operands(self) -> list[torch.Tensor]:
         """The target's tensors in the kernels' form: packed, or a table of addresses."""
-        return [] if self.matrices is None else [address_or_self(self.matrices)]
+        matrices = self.matrices
+        if matrices is None:
+            return []
+        return [matrices if isinstance(matrices, torch.Tensor) else matrices.pointers]
 
     @property
     def computes(self) -> bool:

@@ -20,13 +20,14 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from symmoe.errors import FAULT_BYTES
+from symmoe.program.builder import noted
 
 MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 
@@ -500,6 +501,20 @@ def plan_layout(
         "E if S": num_experts * min(1, num_replica_slots),
     }
     return _laid_out(PlanIntegers, sizes | {"B": num_blocks(num_tokens)})
+
+
+Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
+
+
+# A program finds tensors that are kernel arguments, but not tensors inside other arguments.
+@noted(on_gpus=False, stands_for="itself")
+def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
+    """Integers of this kind with all of their views, for kernels."""
+    integers = kind(storage, layout)
+    start = storage.storage_offset()
+    for name, (first, strides, shape) in layout.items():
+        vars(integers)[name] = storage.as_strided(shape, strides, start + first)
+    return integers
 
 
 @functools.lru_cache(maxsize=256)

@@ -118,7 +118,7 @@ class _Places:
     def __init__(self, program: Program, num_inputs: int) -> None:
         self._of_slot = {slot: f"input {slot}" for slot in range(num_inputs)}
         if (leases := program.leases) is not None:
-            its = {part.slot: f"lease '{part.name}'" for part in (*leases.spans, *leases.parts)}
+            its = {slot: f"lease '{name}'" for slot, name in leases.names.items()}
             self._of_slot.update(its)
         self._numbers = itertools.count()
         # Leases of peers, by the slot of a barrier's result and the column.

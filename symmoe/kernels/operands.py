@@ -114,21 +114,11 @@ def check_multiple(what: str, number: int, unit: int) -> None:
         raise ArgumentError(f"the number of {what} must be a multiple of {unit}, got {number}")
 
 
-def present_tensors(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Drops None."""
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 def packed_and_table(
     matrices: torch.Tensor | TensorTable,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The packed tensor and the table's addresses, for a kernel; one of them is None."""
     return (matrices, None) if isinstance(matrices, torch.Tensor) else (None, matrices.pointers)
-
-
-def address_or_self(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
-    """The tensor that stands for matrices among the operands of a call: the packed one, or the table's addresses."""
-    return matrices if isinstance(matrices, torch.Tensor) else matrices.pointers
 
 
 F = TypeVar("F", bound=Callable[..., object])

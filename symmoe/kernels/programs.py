@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from symmoe.kernels.operands import require_tensor
 from symmoe.kernels.select import kernel_getter, may_run_programs, program_compiler
 from symmoe.program.programs import Programs
 from symmoe.torch_internals import fills_memory
@@ -25,13 +26,15 @@ _programs_of = functools.cache(_DevicePrograms)
 
 
 def run_program(
-    key: tuple[Hashable, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
+    key: tuple[Hashable, ...],
+    function: Callable[[], Sequence[Any]],
+    inputs: Sequence[torch.Tensor | None],
 ) -> Sequence[Any]:
-    """Runs function() as a program, see Programs.run, on the device of the inputs; without a program while another
+    """Runs function() as a program, see Programs.run, on the device of the first input; without a program while another
     thread runs one. torch.utils.deterministic decides whether memory is filled."""
     fills = torch.are_deterministic_algorithms_enabled()
     fills = fills and fills_memory()
-    programs = _programs_of(inputs[0].device, fills=fills)
+    programs = _programs_of(require_tensor("inputs[0]", inputs[0]).device, fills=fills)
     if not programs.may_run() or not programs.turn.acquire(blocking=False):
         return function()
     try:

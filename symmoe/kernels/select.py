@@ -112,7 +112,7 @@ def may_run_programs(device: torch.device) -> Callable[[], bool]:
     """A function that returns whether programs may run on `device` now: the driver can launch them, no hook must see
     every launch, no graph is being captured, and `device` is the current device."""
     if device.type != "cuda":
-        return lambda: device.type == "cpu"
+        return functools.partial(bool, device.type == "cpu")  # without a frame
     from symmoe.kernels.launch import driver
     from symmoe.kernels.launch.triton_internals import is_watched
 

@@ -23,7 +23,6 @@ from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.kernels.operands import present_tensors
 from symmoe.kernels.programs import run_program
 from symmoe.moe.ddp_and_fsdp import all_reduce_together, expert_group_of
 from symmoe.moe.router import Router
@@ -156,7 +155,7 @@ class _KernelLoss(Function):
         loss, slopes = run_program(
             ("loss of a router", of),
             compute,
-            present_tensors(logits, scores, expert_load, token_mask),
+            [logits, scores, expert_load, token_mask],
         )
         ctx.save_for_backward(logits, scores, token_mask, slopes)
         ctx.loss = of
@@ -189,7 +188,7 @@ class _KernelLoss(Function):
         return (
             None,
             None,
-            *run_program(key, compute, present_tensors(d_loss, logits, scores, token_mask, slopes)),
+            *run_program(key, compute, [d_loss, logits, scores, token_mask, slopes]),
         )
 
 

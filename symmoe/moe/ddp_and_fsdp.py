@@ -60,7 +60,7 @@ class ExpertParallelModule(nn.Module):
         super().__init__()
         # To the DDP that last called the layer, if any.
         self._ddp_ref: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._sound_look: list[list[object]] = []  # of the parts, when they were valid
+        self._sound_look: list[object] = []  # of the parts, when they were valid
 
     @property
     def is_expert_parallel(self) -> bool:
@@ -83,12 +83,9 @@ class ExpertParallelModule(nn.Module):
     def wrapper_problem(self) -> SymmoeError | None:
         """The error of a wrapper that would mix experts, or of the layer's parts, or None. In a forward of a DDP the
         layer joins that DDP."""
-        problem: SymmoeError | None = attach_to_ddp(self)
-        # The method of the parts, not of the layer, which would keep itself alive.
-        if (
-            problem is None
-            and (look := [*map(look_of, self._modules.values())]) != self._sound_look
-        ):
+        problem: SymmoeError | None = None if active_ddp() is None else attach_to_ddp(self)
+        # The look of the parts, not of the layer, which would keep itself alive.
+        if problem is None and (look := look_of(*self._modules.values())) != self._sound_look:
             problem = self.parts_problem()
             if problem is None:
                 self._sound_look = look

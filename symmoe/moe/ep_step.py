@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
+from symmoe.autograd import Context, Function, transform_problem, wrote_into
 from symmoe.checks.arguments import CHOICES, choices_problem, kernel_rows, memory_problem
 from symmoe.combine.trip import CombineTrip, combine, combine_during
 from symmoe.dispatch.plan import MAX_TOP_K, MadePlan, Plan, PlanRequest, reads_rows_in_place
 from symmoe.dispatch.trip import dispatch
+from symmoe.errors import ArgumentError
 from symmoe.grouped.experts import (
     ExpertSpec,
     ExpertTensors,
@@ -31,22 +32,21 @@ from symmoe.grouped.experts import (
     SavedActivations,
     materialized,
 )
-from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, expert_weights
 from symmoe.grouped.quantized_experts import Wire
 from symmoe.grouped.rows_function import ExpertRows
 from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import present_tensors, require_tensor
+from symmoe.kernels.operands import require_tensor
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
-from symmoe.moe.router import Route, Routed, RouteGradients, computed
+from symmoe.moe.router import Route, RouteGradients, computed
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
-from symmoe.torch_internals import keeps_graph, saved_tensor_hooks
+from symmoe.torch_internals import graph_task_id, keeps_graph, saved_tensor_hooks
 
 DISPATCH = control.PHASE_DISPATCH_READY
 COMBINE = control.PHASE_COMBINE_READY  # the first barriers of trips
@@ -106,7 +106,8 @@ def expert_parallel_mlp(
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> torch.Tensor:
-    """The y of run_experts, from a plan that has been made, for experts without a configuration.
+    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]), from a plan that has been made, for
+    experts without a configuration. Collective, forward and backward; does not synchronise.
 
     Args:
         words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
@@ -114,7 +115,7 @@ def expert_parallel_mlp(
     Raises:
         ArgumentError: a word is unknown; raised on every rank if any rank raises (on GPUs the peers raise at their next
             call on the heap, or in heap.synchronize). Or quantised rows were requested without a precision of E4M3
-            numbers; or as in run_experts.
+            numbers; or see :func:`step_problem`.
     """
     if unknown := words.keys() - OPTION_DEFAULTS:
         raise TypeError(
@@ -131,68 +132,45 @@ def expert_parallel_mlp(
         if words["quantized_wire"] != "none":
             heap._fail_for(wire_problem(form.precision), DISPATCH)
         options = step_options(words, form.precision, form.hidden)
-        made = MadePlan(plan)
-        return run_experts(kernel_rows(x), probs, experts, made, options, out_shape=out_shape)[0]
+        heap._fail_for(step_problem(experts, heap, plan.num_replica_slots), DISPATCH)
+        call = ExpertCall(
+            heap, experts, options, MadePlan(plan), torch.is_grad_enabled(), out_shape
+        )
+        y, _plan = ExpertParallelMLP.apply(
+            call, kernel_rows(x), probs, None, None, *experts.biases, *experts.tensors
+        )
+        return cast(torch.Tensor, y)
 
 
-def run_experts(
-    x: torch.Tensor,
-    probs: torch.Tensor | Route,
-    experts: ExpertTensors,
-    begun: PlanRequest | MadePlan,
-    options: Options,
-    *,
-    out_shape: torch.Size | None = None,
-) -> tuple[torch.Tensor, Plan, Routed | None]:
-    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]), and the plan. Collective; does not
-    synchronise. With the route of x as probs, it also returns the choice of experts, and one autograd function
-    differentiates both: the plan was begun with that route. The caller signals errors to peers (FailPeersOnError).
-
-    Backward is collective too, and all ranks must enter it in the same order. It computes the required gradients: each
-    of `x` and `probs` requires one on all ranks or on none.
-
-    Args:
-        x: [T, H] on the heap's device, contiguous and aligned for kernels; the experts' weights are cast to its dtype.
-            probs: fp32 [T, K].
-        out_shape: [..., H] of the result; None is [T, H].
-
-    Raises:
-        ArgumentError: the GPU is too old for the precision, or a weight has changed inside cache_quantized_weights; on
-            every rank in the same way.
-    """
-    planned = begun if isinstance(begun, PlanRequest) else begun.plan
-    heap, form, (fc1, fc2) = planned.heap, experts.form, experts.linears
-    if isinstance(planned, Plan):
-        heap.check()
-    problem = fc1.cache_problem() or fc2.cache_problem()
-    if planned.num_replica_slots:
+def step_problem(
+    experts: ExpertTensors, heap: SymmetricHeap, num_replica_slots: int
+) -> ArgumentError | None:
+    """Why these experts cannot compute a call now, or None: the GPU is too old for the precision, or a weight has
+    changed inside cache_quantized_weights."""
+    fc1, fc2 = experts.linears
+    problem = None
+    if fc1.cached_weight is not None or fc2.cached_weight is not None:
+        problem = fc1.cache_problem() or fc2.cache_problem()
+    if num_replica_slots:
         problem = problem or replicas_problem(experts)
-    if form.precision is not None:
-        problem = problem or e4m3_problem(form.precision, x.device)
-    heap._fail_for(problem, planned.phase)
-    trains = torch.is_grad_enabled()
-    call = _Call(heap, form, experts.linears, options, begun, trains, out_shape)
-    tensors = *experts.biases, *experts.tensors
-    if isinstance(probs, torch.Tensor):
-        y, plan = _ExpertParallelMLP.apply(call, None, x, probs, None, None, *tensors)
-        return y, plan, None
-    # The router gets its own x: autograd adds the two gradients as it would for two functions.
-    y, plan, *of_route = _ExpertParallelMLP.apply(
-        call, probs, x, None, probs.x, probs.weight, *tensors
-    )
-    return y, plan, Routed._make([*of_route, probs.topk_idx])
+    if experts.form.precision is not None:
+        problem = problem or e4m3_problem(experts.form.precision, heap.device)
+    return problem
 
 
-class _Call(NamedTuple):
-    """The arguments of one call of run_experts besides the differentiated tensors."""
+class ExpertCall(NamedTuple):
+    """The arguments of one call of ExpertParallelMLP besides the differentiated tensors.
+
+    experts: see :func:`step_problem`; begun: with a route, the request for the plan that begins with it; out_shape:
+    [..., H] of the result; None is [T, H]."""
 
     heap: SymmetricHeap
-    form: ExpertSpec
-    linears: tuple[GroupedLinear, GroupedLinear]
+    experts: ExpertTensors
     options: Options
     begun: PlanRequest | MadePlan
     trains: bool
-    out_shape: torch.Size | None
+    out_shape: torch.Size | None = None
+    route: Route | None = None
 
 
 def _overlap_of(
@@ -210,7 +188,7 @@ def _overlap_of(
     ):
         return SERIAL
     sizes = Sizes(
-        num_rows=rounded_up(plan.expected_rows),
+        num_rows=plan.expected_rows,
         hidden=form.hidden,
         ffn=form.ffn,
         top_k=plan.top_k,
@@ -228,12 +206,6 @@ def _overlap_of(
     return overlap_of(options.schedule, sizes, x.device, form.precision)
 
 
-def rounded_up(number: int) -> int:
-    """The number, rounded up to four significant bits: exact capacities change every step, the schedule then rarely."""
-    step = 1 << max(0, number.bit_length() - 4)
-    return -(-number // step) * step
-
-
 class _EPStep(NamedTuple):
     """One step: everything that forward and backward share, except the differentiated tensors. `kind` is a number,
     equal for steps that launch the same kernels with the same arguments, given tensors of the same shapes; or None."""
@@ -246,9 +218,9 @@ class _EPStep(NamedTuple):
     kind: int | None
 
     @classmethod
-    def of(cls, call: _Call, plan: Plan | PlanRequest, x: torch.Tensor) -> _EPStep:
+    def of(cls, call: ExpertCall, plan: Plan | PlanRequest, x: torch.Tensor) -> _EPStep:
         """The step of a call, with a plan whose sizes are known."""
-        form = call.form
+        form = call.experts.form
         options = call.options
         overlap = _overlap_of(form, plan, options, x)
         if plan.num_rows is not None:
@@ -268,29 +240,18 @@ class _EPStep(NamedTuple):
         kind = plan.heap.programs.number(key)
         return cls(form, plan, options, overlap, plan.row_capacity, kind)
 
-    def run(
-        self,
-        key: tuple[Hashable, ...],
-        function: Callable[[], Sequence[Any]],
-        inputs: Sequence[torch.Tensor],
-        generation: int,
-    ) -> Sequence[Any]:
-        """The result of function(), maybe by a program: see SymmetricHeap.run. generation: of the plan."""
+    def arguments(
+        self, key: tuple[Hashable, ...], inputs: Sequence[torch.Tensor | None], generation: int
+    ) -> tuple[tuple[Hashable, ...] | None, Sequence[torch.Tensor | None], dict[str, int]]:
+        """The key, the inputs and the numbers for SymmetricHeap._run, of this step. generation: of the plan."""
         if self.kind is None:
-            return function()
-        plan = self.plan
-        if plan.nodes is None:
-            return plan.heap._run((*key, self.kind), function, inputs, plan=generation)
-        rails = plan.nodes.rails
-        found = plan.heap._run(
-            (*key, self.kind, rails.brings_maps),
-            function,
-            [*inputs, rails.found.storage],
-            plan=generation,
-            rail_plan=rails.number,
-        )
-        rails.brings_maps = False  # the maps have travelled
-        return found
+            return None, inputs, {}
+        numbers = {"plan": generation}
+        if self.plan.nodes is None:
+            return (*key, self.kind), inputs, numbers
+        rails = self.plan.nodes.rails
+        key = *key, self.kind, rails.brings_maps
+        return key, [*inputs, rails.found.storage], {**numbers, "rail_plan": rails.number}
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease for rows, with the width and dtype of `rows`, that arrive from all ranks."""
@@ -331,23 +292,20 @@ def max_lease_bytes(
     num_tokens: int,
     heap: SymmetricHeap,
     row_bytes: int,
-    more: tuple[bool, int],
+    experts: ExpertTensors,
+    num_replica_slots: int,
 ) -> int:
     """The most bytes that a call leases, forward or backward: a receive buffer, rows of outputs or gradients, sums of
-    the peers, and slots. sizes: rows of a receive buffer, rows, and packed rows; more: result of extra_lease_needs."""
-    (received, rows, packed_rows), (keeps, replica_bytes) = sizes, more
+    the peers, slots, and replicas. sizes: rows of a receive buffer, rows, and packed rows."""
+    received, rows, packed_rows = sizes
+    has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
+    # Whether the experts' output gradient is still read when their input gradient is made.
+    keeps = experts.linears[1].delay_wgrad or has_adapters
+    of_replicas = replica_bytes(experts, num_replica_slots) if num_replica_slots else 0
     slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
     gradients = received + rows if keeps else max(received, rows)
     num_rows = received + gradients + heap.num_ranks * max(1, num_tokens)
-    return num_rows * row_bytes + slot_bytes + replica_bytes + 8 * ALIGNMENT_BYTES
-
-
-def extra_lease_needs(experts: ExpertTensors, num_replica_slots: int) -> tuple[bool, int]:
-    """Whether the experts' output gradient is still read when their input gradient is made, and the bytes leased for so
-    many places for replicas."""
-    has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
-    keeps = experts.linears[1].delay_wgrad or has_adapters
-    return keeps, replica_bytes(experts, num_replica_slots) if num_replica_slots else 0
+    return num_rows * row_bytes + slot_bytes + of_replicas + 8 * ALIGNMENT_BYTES
 
 
 def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _EPStep:
@@ -357,8 +315,14 @@ def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _E
     sizes = (plan.row_capacity, plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # the buffers have no extra room
-    more = extra_lease_needs(experts, plan.num_replica_slots)
-    needed = max_lease_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, more)
+    needed = max_lease_bytes(
+        (step.num_received, *sizes),
+        plan.num_tokens,
+        heap,
+        row_bytes,
+        experts,
+        plan.num_replica_slots,
+    )
     if not heap.memory.lacks(needed):
         return step
     plan.shrink()
@@ -496,16 +460,19 @@ class _Forward:
         return kept.with_rows(used, num_rows, max_rows)
 
 
-class _ExpertParallelMLP(Function):
-    """y; with a route also logits, probs and scores. Without a gradient of y, only the route's backward runs."""
+class ExpertParallelMLP(Function):
+    """y and the plan; with a route also logits, probs and scores. Collective; does not synchronise. The caller signals
+    errors to peers (FailPeersOnError).
+
+    Backward is collective too, and all ranks must enter it in the same order. It computes the required gradients: each
+    of `x` and `probs` requires one on all ranks or on none. Without a gradient of y, only the route's backward runs."""
 
     of = "an expert-parallel step"
 
     @staticmethod
     def forward(
         ctx: Context,
-        call: _Call,
-        route: Route | None,
+        call: ExpertCall,
         x: torch.Tensor,
         probs: torch.Tensor | None,
         _: torch.Tensor | None,
@@ -514,26 +481,30 @@ class _ExpertParallelMLP(Function):
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> tuple[Any, ...]:
-        begun, stash, (fc1, fc2) = call.begun, call.options.stash, call.linears
+        begun = call.begun
+        stash = call.options.stash
+        route = call.route
+        fc1, fc2 = call.experts.linears
         keeps = call.trains and any(ctx.needs_input_grad)
         keeps_h = keeps and stash.keeps_h
         frees = not (keeps and stash.keeps_rows)
+        trains = (keeps_h and ctx.needs_input_grad[1], keeps_h)
         weights = expert_weights(
-            call.form,
+            call.experts.form,
             (b1, b2),
             tensors,
-            trains=(keeps_h and ctx.needs_input_grad[2], keeps_h),
+            trains=trains,
             wire=call.options.wire,
             held=(fc1.cached_weight, fc2.cached_weight),
         )
         # A checkpoint's forward inside backward ends when the last tensor is saved, which is before combine.
-        is_recomputed = is_in_backward()
-        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, weights.key
+        is_recomputed = graph_task_id() >= 0
+        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, trains
         with (heap := call.heap).one_call:
             routed: Sequence[torch.Tensor] = ()
             if isinstance(begun, PlanRequest) and begun.row_capacity >= 0:
                 storage = begun.topk_idx
-                generation = heap.epoch + 1
+                generation = heap.waits.flight.epoch + 1
                 step = _EPStep.of(call, begun, x)
                 key = *key, begun.key
             else:
@@ -542,14 +513,17 @@ class _ExpertParallelMLP(Function):
                 generation = plan.generation
                 step = _EPStep.of(call, plan, x)
             probs = routed[1] if routed else None if probs is None else probs.contiguous()
-            inputs = present_tensors(x, probs, storage, *weights.operands)
+            inputs = [x, probs, storage, *weights.operands]
             if isinstance(step.plan, PlanRequest) and route is not None:
-                inputs += present_tensors(weight, route.bias)
+                inputs += [weight, route.bias]
             forward = _Forward(step, x, probs, weights, frees, generation)
             function = forward.first_half if is_recomputed else forward.both_halves
-            found = _Found._make(step.run(key, function, inputs, generation))
+            kind, operands, numbers = step.arguments(key, inputs, generation)
+            found = _Found._make(heap._run(kind, function, operands, **numbers))
             if isinstance(step.plan, PlanRequest):
                 plan = step.plan.plan(found.storage, generation)
+            elif plan.nodes is not None:
+                plan.nodes.rails.brings_maps = False  # the maps have travelled
         routed = routed or found.routed
         plan.packed_to_row = found.packed_to_row
         plan.row_to_packed_row = found.row_to_packed_row
@@ -569,12 +543,12 @@ class _ExpertParallelMLP(Function):
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
             ctx.step = step._replace(plan=plan)
-            ctx.linears = call.linears
+            ctx.linears = call.experts.linears
             ctx.rule = route and route.rule
         y = found.y
         if y is None:
             y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.places))
-        if call.out_shape not in (None, y.shape):
+        if call.out_shape is not None and call.out_shape != y.shape:
             # In place, because autograd restricts views, and a view loses FSDP's hooks when it is written to. Here, so
             # that no function stands between the caller's gradient and its check.
             y.resize_(call.out_shape)
@@ -590,9 +564,9 @@ class _ExpertParallelMLP(Function):
         heap = ctx.step.plan.heap
         if dy is None:  # only the choice of experts is differentiated, not y
             route = RouteGradients(
-                d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[4:6]
+                d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[3:5]
             )
-            return *[None] * 4, *computed(route), *[None] * len(ctx.needs_input_grad[6:])
+            return *[None] * 3, *computed(route), *[None] * len(ctx.needs_input_grad[5:])
         with FailPeersOnError(heap, DISPATCH):
             heap._fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
@@ -605,7 +579,7 @@ def _backward(
     linears = ctx.linears
     saved = ctx.saved_tensors
     route = None
-    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[2:6]
+    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[1:5]
     if ctx.rule is not None:
         route_kept = saved[:_NUM_ROUTE_KEPT]
         saved = saved[_NUM_ROUTE_KEPT:]
@@ -628,7 +602,7 @@ def _backward(
         step.num_received, step.num_rows, plan.row_capacity
     )
     both = step.form.split(tensors)[:2]
-    needed = step.form.split(ctx.needs_input_grad[8:])[:2]
+    needed = step.form.split(ctx.needs_input_grad[7:])[:2]
     # Outside the repeated program: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
@@ -660,20 +634,20 @@ def _backward(
     )
     of_plan = plan.storage, *plan.received_index()
     kept_tensors = kept.received, *kept.hidden, kept.row_probs
-    read = present_tensors(dy, x, *kept_tensors, *of_plan, *weights.operands)
+    read = dy, x, *kept_tensors, *of_plan, *weights.operands
     targets = (fc1.option, fc2.option)
-    has = tuple([each is None for each in kept.hidden])
-    key: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, targets, weights.key, has
+    key: tuple[Any, ...] = needs_x, needs_probs, spends_h, targets
     if route is not None:
         key = (*key, route.key)
-        read = [*read, *[tensor for tensor in route.inputs if tensor is not x]]
+        read = *read, *[None if tensor is x else tensor for tensor in route.inputs]
     inputs = *read, *fc1.operands, *fc2.operands
-    found = step.run(("backward", key), backward, inputs, plan.generation)
+    kind, operands, numbers = step.arguments(("backward", key), inputs, plan.generation)
+    with plan.heap.one_call:
+        found = plan.heap._run(kind, backward, operands, **numbers)
     dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
     if spends_h and options.stash.keeps_h:
         wrote_into(kept.hidden.h)  # other users of it get an error
     return (
-        None,
         None,
         dx,
         d_probs,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -39,6 +40,7 @@ _LOST_LOSS = (
     "metrics.aux_loss has no gradient: it comes from inside a checkpoint with use_reentrant=True, which has gradients "
     "of tensors only that it returns, not of those in its results. Give checkpoint use_reentrant=False"
 )
+_IS_GIVEN = partial(operator.is_not, None)
 
 
 class MoEMetrics(NamedTuple):
@@ -213,8 +215,6 @@ class MoELayer(ExpertParallelModule):
                 torch.compile a wrong x, token_mask, topk_idx or probs is the compiler's error, on that rank only.
         """
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling:
-            self.heap.check(control.PHASE_PLAN)
         shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
         before_trips = None if shared is None else shared.start
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
@@ -238,7 +238,14 @@ class MoELayer(ExpertParallelModule):
                 and router is not None
                 and around_call(router) is None
             ):
-                y, load, routed = self._route_in_step(router, tokens, x.shape, before_trips)
+                shape = len(tokens), self.config.top_k
+                topk_idx = torch.empty(shape, dtype=torch.int32, device=tokens.device)
+                route = router.route_of(tokens, topk_idx=topk_idx)
+                y, load, choice = self._routed_experts.run(
+                    tokens, route, topk_idx, experts, out_shape=x.shape, before_trips=before_trips
+                )
+                assert choice is not None  # with a route
+                routed: Choice = RouterOutput.of(choice)
             else:
                 # Not of x in that dtype: autocast would round the router's input.
                 routed = self._route(x, token_mask, topk_idx, probs)
@@ -297,17 +304,18 @@ class MoELayer(ExpertParallelModule):
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
         """The error of the layer's wrappers or parts, or of forward's arguments, or None. Reads no device memory."""
-        width = f"hidden ({self.config.hidden})"
+        hidden = self.config.hidden
+        has_arguments = any(map(_IS_GIVEN, arguments.values()))
+        width = f"hidden ({hidden})"
         problem = self.wrapper_problem() or tensor_problem(
             "x", x, shape=("...", width), dtypes=control.DTYPES, device=self.heap.device
         )
-        if problem is None and x.shape[-1] != self.config.hidden:
+        if problem is None and x.shape[-1] != hidden:
             problem = ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]")
-        return (
-            problem
-            or arguments_problem(self.config, x, **arguments)
-            or self._inference_problem(x=x, **arguments)
-        )
+        if problem is None and (self.router is None or x.is_inference() or has_arguments):
+            problem = arguments_problem(self.config, x, **arguments)
+            problem = problem or self._inference_problem(x=x, **arguments)
+        return problem
 
     def parts_problem(self) -> SymmoeError | None:
         modules = self._modules
@@ -335,28 +343,6 @@ class MoELayer(ExpertParallelModule):
                     f"{name} was made in inference_mode, and backward cannot use it: give its clone()"
                 )
         return None
-
-    def _route_in_step(
-        self,
-        router: Router,
-        tokens: torch.Tensor,
-        out_shape: torch.Size,
-        before_trips: Callable[[], object] | None,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Choice]:
-        """The result and the load of RoutedExperts.run, and the choice of experts that it made."""
-        shape = len(tokens), self.config.top_k
-        topk_idx = torch.empty(shape, dtype=torch.int32, device=tokens.device)
-        y, load, routed = self._routed_experts.run(
-            tokens,
-            router.route_of(tokens, topk_idx=topk_idx),
-            topk_idx,
-            self.experts,
-            out_shape=out_shape,
-            before_trips=before_trips,
-        )
-        assert routed is not None  # with a route
-        logits, probs, scores, _ = routed
-        return y, load, RouterOutput(topk_idx, probs, topk_idx, None, scores, logits)
 
     def _route(
         self,

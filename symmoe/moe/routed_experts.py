@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
 from symmoe.checks.arguments import kernel_rows
-from symmoe.dispatch.plan import MadePlan, PlanOptions, begin_plan, plan_call
+from symmoe.dispatch.plan import MadePlan, Plan, PlanOptions, begin_plan, plan_call, plan_problem
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertTensors, materialized, of_tensors
@@ -33,11 +33,12 @@ from symmoe.moe.ddp_and_fsdp import attach_to_ddp, experts_problem, gradients_el
 from symmoe.moe.ep_step import (
     OPTION_DEFAULTS,
     STASHES,
+    ExpertCall,
+    ExpertParallelMLP,
     Options,
-    extra_lease_needs,
     max_lease_bytes,
-    run_experts,
     step_options,
+    step_problem,
 )
 from symmoe.moe.router import OUTSIDE_GRAPHS, Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
@@ -107,22 +108,38 @@ class RoutedExperts:
                 stream that fills the waits of the trips.
         """
         heap = self.heap
-        options = self.plan_options(x.dtype)
+        options = self._plan_options.get(x.dtype) or self.plan_options(x.dtype)
         experts = materialized(experts, x.dtype)  # once, even if the call is planned again
         find_budget = partial(self._find_budget, topk_idx.shape[0], x.dtype.itemsize, experts)
         x = kernel_rows(x)
         route = probs._replace(x=x) if isinstance(probs, Route) else None
+        heap.check(control.PHASE_PLAN, waits=options.capacity is None)
+        heap._fail_for(
+            step_problem(experts, heap, options.replicas_per_rank)
+            or plan_problem(topk_idx, heap, options, is_output=route is not None),
+            control.PHASE_PLAN,
+        )
         begun = begin_plan(topk_idx, heap, options, find_budget, route)
         if before_trips is not None:
             begun = begun.made()
             before_trips()
-        run = partial(run_experts, x, experts=experts, options=self.options, out_shape=out_shape)
-        y, plan, routed = run(probs, begun=begun)
+        trains = torch.is_grad_enabled()
+        call = ExpertCall(heap, experts, self.options, begun, trains, out_shape, route)
+        given_probs = None if isinstance(probs, Route) else probs
+        # The router gets its own x: autograd adds the two gradients as it would for two functions.
+        of_router = (None, None) if route is None else (route.x, route.weight)
+        of_experts = (*experts.biases, *experts.tensors)
+        plan: Plan
+        y, plan, *of_route = ExpertParallelMLP.apply(call, x, given_probs, *of_router, *of_experts)
+        routed = None if route is None else Routed._make([*of_route, topk_idx])
         if not plan.fits_budget:  # on all ranks; no row has moved
             begun = MadePlan(plan_call(topk_idx, heap, options))
-            y, plan, _ = run(probs if routed is None else routed.probs, begun=begun)
+            call = call._replace(begun=begun, route=None)
+            given_probs = given_probs if routed is None else routed.probs
+            y, plan = ExpertParallelMLP.apply(call, x, given_probs, None, None, *of_experts)
         if options.capacity is None and heap.captured_reports is None:
-            self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
+            history: RowHistory = heap.row_histories[self._history_key]
+            history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         places = (plan.replica_to_expert, plan.replica_rows) if plan.num_replica_slots else ()
         return y, (plan.expert_load, plan.num_dropped, *places), routed
 
@@ -134,7 +151,7 @@ class RoutedExperts:
 
     @functools.cached_property
     def options(self) -> Options:
-        """The options of run_experts."""
+        """The options of ExpertCall."""
         return step_options(self.words, self.config.precision, self.config.hidden)
 
     @functools.cached_property
@@ -151,16 +168,13 @@ class RoutedExperts:
         config = self.config
         return config.num_experts, config.top_k, config.num_replica_slots
 
-    @property
-    def _history(self) -> RowHistory:
-        return self.heap.row_histories[self._history_key]
-
     def _find_budget(
         self, num_tokens: int, item_bytes: int, experts: ExpertTensors
     ) -> RowBudget | None:
         config = self.config
         heap = self.heap
-        room = self._history.room(num_tokens, config.max_row_budget, heap.room_factor)
+        history: RowHistory = heap.row_histories[self._history_key]
+        room = history.room(num_tokens, config.max_row_budget, heap.room_factor)
         if (
             room is None
             or room.rows is None
@@ -171,8 +185,7 @@ class RoutedExperts:
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         sizes = (received, room.rows, room.packed_rows)
         row_bytes = config.hidden * item_bytes
-        more = extra_lease_needs(experts, self._history_key[2])
-        needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, more)
+        needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, experts, self._history_key[2])
         if heap.memory.lacks(needed):  # the routing's need may fit
             return RowBudget(
                 room.expected_rows, room.rail_rows, why_it_waits=f"lacks {needed} bytes of the heap"
@@ -181,24 +194,22 @@ class RoutedExperts:
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
         """PlanOptions from the configuration, for tokens of `dtype`."""
-        found = self._plan_options.get(dtype)
-        if found is None:
-            c = self.config
-            found = self._plan_options[dtype] = PlanOptions(
-                c.num_experts,
-                c.capacity,
-                c.overflow,
-                c.max_tokens,
-                c.hidden,
-                dtype,
-                c.precision,
-                c.quantized_wire,
-                c.rail_capacity,
-                self._config_number,
-                c.num_replica_slots,
-                c.replica_slack,
-            )
-        return found
+        c = self.config
+        self._plan_options[dtype] = PlanOptions(
+            c.num_experts,
+            c.capacity,
+            c.overflow,
+            c.max_tokens,
+            c.hidden,
+            dtype,
+            c.precision,
+            c.quantized_wire,
+            c.rail_capacity,
+            self._config_number,
+            c.num_replica_slots,
+            c.replica_slack,
+        )
+        return self._plan_options[dtype]
 
 
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
@@ -300,7 +311,7 @@ def run_routed(
     )
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
-    # Not a view, see _ExpertParallelMLP.
+    # Not a view, see ExpertParallelMLP.
     return y if out_shape is None else reshaped_result(y, out_shape), load
 
 

@@ -27,7 +27,6 @@ from symmoe.checks.arguments import (
 )
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
-from symmoe.kernels.operands import present_tensors
 from symmoe.kernels.programs import run_program
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
@@ -56,6 +55,12 @@ class RouterOutput(Choice):
 
     scores: torch.Tensor  # fp32 [T, E], of all experts, without the bias, differentiable (once)
     logits: torch.Tensor  # fp32 [T, E], differentiable
+
+    @classmethod
+    def of(cls, routed: Routed) -> RouterOutput:
+        """The choice without a mask and a capacity factor."""
+        topk_idx = routed.topk_idx
+        return cls(topk_idx, routed.probs, topk_idx, None, routed.scores, routed.logits)
 
 
 class Router(nn.Module):
@@ -359,14 +364,7 @@ class Route(NamedTuple):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides tensors."""
-        return (
-            "route",
-            self.top_k,
-            self.rule,
-            self.bias is None,
-            self.given_idx is None,
-            self.topk_idx is None,
-        )
+        return "route", self.top_k, self.rule
 
     def compute(self, block_counts: torch.Tensor | None = None) -> Routed:
         """The result of route_tokens, without a gradient. block_counts: see choose_experts."""
@@ -383,8 +381,8 @@ class Route(NamedTuple):
         return Routed(logits, probs, scores, topk_idx)
 
     @property
-    def inputs(self) -> list[torch.Tensor]:
-        return present_tensors(self.x, self.weight, self.bias, self.given_idx, self.topk_idx)
+    def inputs(self) -> list[torch.Tensor | None]:
+        return [self.x, self.weight, self.bias, self.given_idx, self.topk_idx]
 
     def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Routes as a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
@@ -406,16 +404,11 @@ class RouteGradients(NamedTuple):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides tensors."""
-        return (
-            "gradients of the route",
-            self.rule,
-            *self.needs,
-            *[one is None for one in self.given],
-        )
+        return "gradients of the route", self.rule, *self.needs
 
     @property
-    def inputs(self) -> list[torch.Tensor]:
-        return present_tensors(*self.given, *self.kept)
+    def inputs(self) -> list[torch.Tensor | None]:
+        return [*self.kept, *self.given]
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients, or None; also None if no given gradient depends on the logits."""

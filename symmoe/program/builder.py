@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -32,6 +32,7 @@ from symmoe.program.program import (
     TensorRef,
     extent_bytes,
     look_of,
+    mapped,
 )
 from symmoe.torch_internals import TorchDispatchMode
 
@@ -148,12 +149,13 @@ class Builder(TorchDispatchMode):
 
     Args:
         inputs: the tensors that the function reads and writes, in slots 0, 1, ... No two share memory.
-        numbers: integers that differ between calls, by their keyword in noted functions.
+        names: keywords in noted functions of integers that differ between calls.
         constants: tensors that are the same in every call.
         fills: whether the program fills its new memory.
 
     Attributes:
         entries: the recorded entries.
+        numbers: the operands of those integers, by name.
         operations: the function's calls.
         must_complete, is_on_branch: whether entries are recorded as owed to the peers, and operations as on a branch.
         waiting: `is_on_branch` of streams whose next operation comes after a point of another one.
@@ -162,7 +164,7 @@ class Builder(TorchDispatchMode):
     def __init__(
         self,
         inputs: Sequence[torch.Tensor],
-        numbers: Mapping[str, int],
+        names: Iterable[str],
         constants: Sequence[torch.Tensor],
         *,
         fills: bool = False,
@@ -171,7 +173,6 @@ class Builder(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.operations: list[Operation] = []
         self.must_complete = self.is_on_branch = False
-        self.numbers = numbers
         self.waiting = set[bool]()
         self._looks: list[Look | None] = []  # by slot, of each call's tensor there
         self._objects: dict[int, tuple[int, object]] = {}  # by id, an object's slot and the object
@@ -181,12 +182,12 @@ class Builder(TorchDispatchMode):
         ]
         for tensor in inputs:
             self._new_slot(look_of(tensor))
+        self.numbers = {name: parts.Number(self._new_slot()) for name in names}
         self._constants = {tensor.data_ptr() for tensor in constants}
         self.device = inputs[0].device
         self.on_gpu = self.device.type == "cuda"
         make = torch_internals.empty_strided[self.device.type]
         self._make = (lambda *look: fill(make(*look))) if fills else make
-        self._autocast = self.device.type if torch.is_autocast_enabled(self.device.type) else None
         self._stream = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
         self._outer: list[Builder | None] = []
         self._next_numbers: dict[str, Any] = {}  # of the next launch, by parameter name
@@ -237,8 +238,7 @@ class Builder(TorchDispatchMode):
             self._objects[id(result)] = slot, result
         if kind == parts.IN_ORDER:
             self.note(function, args, kwargs)
-        autocast = None if torch.is_autocast_enabled(self.device.type) else self._autocast
-        self.entries.append(Call(function, template, slot, kind, self.must_complete, autocast))
+        self.entries.append(Call(function, template, slot, kind, self.must_complete))
         return result
 
     def kernel(self, name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ class Builder(TorchDispatchMode):
         result: torch.Tensor | None = None,
     ) -> None:
         """Records an operation of the function; see Operation."""
-        shown = _mapped((args, dict(kwargs), result), self._shown)
+        shown = mapped((args, dict(kwargs), result), self._shown)
         streams = self.is_on_branch, self.is_on_branch in self.waiting
         self.waiting.discard(self.is_on_branch)
         self.operations.append(Operation._make((function, *shown, *streams)))
@@ -277,7 +277,7 @@ class Builder(TorchDispatchMode):
         """Records the call of a function of integers, whose results are arguments of the next launch.
 
         Args:
-            template: the arguments, with the call's numbers as CallInteger.
+            template: the arguments, with the call's numbers as Number.
             numbers, results: the sources of other arguments of the launch, and the names of the results.
             nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
@@ -323,7 +323,7 @@ class Builder(TorchDispatchMode):
 
     def _argument(self, name: str, value: Any) -> Any:
         is_of_call = type(value) is int and name in self.numbers
-        return parts.CallInteger(name) if is_of_call else self._template(value)
+        return self.numbers[name] if is_of_call else self._template(value)
 
     def event(self, stream: torch.cuda.Stream) -> Any:
         """Records the recording of an event; returns a stand-in for the event."""
@@ -358,7 +358,7 @@ class Builder(TorchDispatchMode):
             self._note_operator(function, args, kwargs, None, written)
             return written
         options = {**kwargs, "device": _META} if "device" in kwargs else kwargs
-        found = function(*_mapped(args, _on_meta), **_mapped(options, _on_meta))
+        found = function(*mapped(args, _on_meta), **mapped(options, _on_meta))
         if not isinstance(found, torch.Tensor):
             raise BuildError(f"{function} returns {type(found).__name__}")
         result = self.tensor(*look_of(found))
@@ -376,10 +376,7 @@ class Builder(TorchDispatchMode):
         if self.on_gpu and torch.cuda.current_stream(self.device).cuda_stream != self._stream:
             raise BuildError(f"{function} runs on another stream")
         template = self._template(args), self._template(kwargs)
-        # Autocast's changes to operators have been made here.
-        self.entries.append(
-            Call(function, template, slot, parts.OPERATOR, self.must_complete, self._autocast)
-        )
+        self.entries.append(Call(function, template, slot, parts.OPERATOR, self.must_complete))
 
     # -- operands -------------------------------------------------------------------------------------------------
 
@@ -451,7 +448,7 @@ class Builder(TorchDispatchMode):
 
     def _template(self, value: Any) -> Any:
         """The value, with everything that differs between calls replaced by its operand."""
-        return _mapped(value, self._operand)
+        return mapped(value, self._operand)
 
     def _operand(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -465,7 +462,7 @@ class Builder(TorchDispatchMode):
 
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
-            return parts.CallInteger(name)
+            return self.numbers[name]
         if name == "publish":
             return tuple(self.offset(offset) for offset in value)
         return self._template(value)
@@ -491,16 +488,6 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     return value
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The value with the function applied to every leaf."""
-    if isinstance(value, (tuple, list)):
-        filled = [_mapped(part, function) for part in value]
-        return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
-    if isinstance(value, dict):
-        return {name: _mapped(part, function) for name, part in value.items()}
-    return function(value)
 
 
 @functools.cache

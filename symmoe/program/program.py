@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-
-from symmoe.errors import SymmoeError
-from symmoe.torch_internals import over_memory_of
 
 # Marks of a trip during which peers wait for this rank's signals, not at a barrier:
 MUST_ABORT = (
@@ -22,21 +20,11 @@ MUST_ABORT = (
 MUST_SIGNAL = "must signal"  # from here on, owed work can be launched without the rest
 CLEAN = "clean"  # no more work is owed
 STREAM = 0  # index of the current stream among a call's values
+# The last slots: what an interruption means from here on, and the values of sections (kernels/launch/player.py).
+MARK, VALUES = -1, -2
 
 
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
-
-
-@dataclass(eq=False, slots=True)
-class Frame:
-    """One call that runs a program."""
-
-    things: list[Any]  # by slot, a tensor, a lease or another object
-    # For its launches: a copy of Program.values, with the current stream; sections fill in the rest.
-    values: array[int]
-    numbers: Mapping[str, int]  # integers of this call, by name
-    kernels: Callable[[], object]  # returns the kernels, by name
-    mark: str = CLEAN
 
 
 def look_of(tensor: torch.Tensor) -> Look:
@@ -65,32 +53,6 @@ class TensorRef:
     dtype: torch.dtype
     constant: torch.Tensor | None = field(default=None, compare=False)  # the tensor, without a slot
 
-    def get(self, frame: Frame) -> torch.Tensor:
-        if self.slot is None:
-            assert self.constant is not None
-            # A returned empty tensor joins a graph of autograd: each call needs a new one.
-            return self.constant if self.constant.numel() else torch.empty_like(self.constant)
-        thing = frame.things[self.slot]
-        base: torch.Tensor = thing if isinstance(thing, torch.Tensor) else thing.tensor
-        if (
-            self.offset_bytes == 0
-            and base.dtype == self.dtype
-            and base.shape == self.shape
-            and base.stride() == self.stride
-        ):
-            return base
-        storage = base.untyped_storage()
-        item_bytes = self.dtype.itemsize
-        first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
-        if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():
-            want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
-            raise SymmoeError(f"a recorded call wants {want} in the memory of {has}")
-        if base.dtype == self.dtype:
-            return over_memory_of(base, self.shape, self.stride, self.offset_bytes // item_bytes)
-        return torch.empty(0, dtype=self.dtype, device=base.device).set_(
-            storage, first_byte // item_bytes, self.shape, self.stride
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectSlot:
@@ -99,9 +61,6 @@ class ObjectSlot:
     slot: int
     offset_bytes = 0  # as in TensorRef
 
-    def get(self, frame: Frame) -> Any:
-        return frame.things[self.slot]
-
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -109,8 +68,9 @@ class Address:
 
     of: TensorRef | ObjectSlot
 
-    def get(self, frame: Frame) -> int:
-        return int(self.of.get(frame).data_ptr())
+    @property
+    def slot(self) -> int | None:
+        return self.of.slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +80,12 @@ class LeaseOffset:
     slot: int
     offset_bytes: int
 
-    def get(self, frame: Frame) -> int:
-        return int(frame.things[self.slot].offset) + self.offset_bytes
-
 
 @dataclass(frozen=True, slots=True)
-class CallInteger:
+class Number:
     """An integer that the call provides."""
 
-    name: str
-
-    def get(self, frame: Frame) -> int:
-        return frame.numbers[self.name]
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,43 +95,28 @@ class ResultField:
     slot: int
     index: int
 
-    def get(self, frame: Frame) -> int:
-        return int(frame.things[self.slot][self.index])
+
+OPERANDS = (TensorRef, ObjectSlot, Address, LeaseOffset, Number, ResultField)
 
 
-OPERANDS = (TensorRef, ObjectSlot, Address, LeaseOffset, CallInteger, ResultField)
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The value with the function applied to every leaf."""
+    if isinstance(value, (tuple, list)):
+        filled = [mapped(part, function) for part in value]
+        return value._make(filled) if hasattr(value, "_make") else type(value)(filled)
+    if isinstance(value, dict):
+        return {name: mapped(part, function) for name, part in value.items()}
+    return function(value)
 
 
-def compiled_template(template: Any) -> Callable[[Frame], Any] | None:
-    """A function that returns the template with a call's operands filled in; None if it has no operands."""
-    kind = type(template)
-    if kind in OPERANDS:
-        return cast(Callable[[Frame], Any], template.get)
-    if kind is not dict and not isinstance(template, (tuple, list)):
-        return None
-    values = [*(template.values() if kind is dict else template)]
-    slots = [(n, value.slot) for n, value in enumerate(values) if type(value) is ObjectSlot]
-    parts = [
-        (n, part)
-        for n, (value, part) in enumerate(zip(values, map(compiled_template, values), strict=True))
-        if part is not None and type(value) is not ObjectSlot
-    ]
-    make = (
-        (lambda each: dict(zip(template, each, strict=True)))
-        if kind is dict
-        else getattr(kind, "_make", kind)
-    )
-
-    def fill(frame: Frame) -> Any:
-        filled = values[:]
-        things = frame.things
-        for n, slot in slots:
-            filled[n] = things[slot]
-        for n, part in parts:
-            filled[n] = part(frame)
-        return make(filled)
-
-    return fill if slots or parts else None
+def operands_of(template: Any) -> Iterator[Any]:
+    """The operands in a template."""
+    if isinstance(template, dict):
+        template = tuple(template.values())
+    if isinstance(template, (tuple, list)):
+        yield from chain.from_iterable(map(operands_of, template))
+    elif isinstance(template, OPERANDS):
+        yield template
 
 
 class Entry:
@@ -186,9 +125,9 @@ class Entry:
     __slots__ = ()
     must_complete: bool = False
 
-    def run(self, frame: Frame) -> None:
-        """Runs the action for one call. Launches and events have no such method: they are parts of sections."""
-        raise NotImplementedError
+    def with_operands(self, change: Callable[[Any], Any]) -> Entry:
+        """The entry with every operand, and every constant, replaced by what `change` returns for it."""
+        return self
 
 
 @dataclass(eq=False, slots=True)
@@ -201,6 +140,9 @@ class Launch(Entry):
     stream: int | None = None  # None for the current stream
     # The kernel's form of arguments whose tensors are described by tensor maps.
     maps: Any = None
+
+    def with_operands(self, change: Callable[[Any], Any]) -> Launch:
+        return replace(self, args=mapped(self.args, change))
 
     def __str__(self) -> str:
         return f"Launch {getattr(self.kernel, 'name', '')}"
@@ -231,8 +173,6 @@ class Call(Entry):
     Attributes:
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
-        leaves_autocast: the device type for which autocast was on around the whole call, but not here; or None.
-        fill: fills in all parts of the template; None: no operands.
     """
 
     function: Callable[..., Any] | str
@@ -240,31 +180,9 @@ class Call(Entry):
     slot: int | None
     kind: str = CALL
     must_complete: bool = False
-    leaves_autocast: str | None = None
-    fill: Callable[[Frame], tuple[Any, ...]] | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        args, kwargs = self.template
-        self.fill = compiled_template((*args, *kwargs.values()))
-
-    def run(self, frame: Frame) -> None:
-        args, kwargs = self.template
-        if self.fill is not None:
-            filled = self.fill(frame)
-            kwargs = dict(zip(kwargs, filled[len(args) :], strict=True))
-            args = filled[: len(args)]
-        function = (
-            getattr(frame.kernels(), self.function)
-            if isinstance(self.function, str)
-            else self.function
-        )
-        if self.leaves_autocast is None:
-            result = function(*args, **kwargs)
-        else:
-            with torch.autocast(self.leaves_autocast, enabled=False):
-                result = function(*args, **kwargs)
-        if self.slot is not None:
-            frame.things[self.slot] = result
+    def with_operands(self, change: Callable[[Any], Any]) -> Call:
+        return replace(self, template=mapped(self.template, change))
 
     def __str__(self) -> str:
         name = getattr(self.function, "__qualname__", getattr(self.function, "name", self.function))
@@ -276,9 +194,6 @@ class Mark(Entry):
     """The meaning of an interruption from here on."""
 
     what: str
-
-    def run(self, frame: Frame) -> None:
-        frame.mark = self.what
 
 
 class Operation(NamedTuple):
@@ -293,11 +208,23 @@ class Operation(NamedTuple):
     is_after_other: bool  # whether it waits for a point of another stream
 
 
+class Step(NamedTuple):
+    """things[slot] = function(*arguments), where `things` has what lies in every slot."""
+
+    # Or the name of a kernel, which is looked up in every call; None: the picked arguments are the result.
+    function: Callable[..., Any] | str | None
+    arguments: Callable[[list[Any]], Any]  # picks them from the things
+    slot: int | None  # None: the result is dropped
+    names: tuple[str, ...] = ()  # of keyword arguments, and a function that picks these
+    named: Callable[[list[Any]], Any] = list
+    must_complete: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """Entries in order, and templates of the function's outputs. num_slots: for memory and objects; inputs have the
-    first ones. values: see kernels/launch/player.py. leases: see symm_mem/memory.py. fill: fills in the outputs; None:
-    they have no operands."""
+    first ones, and the call's integers the next. values: see kernels/launch/player.py. leases: see symm_mem/memory.py.
+    The others: see program/steps.py."""
 
     num_slots: int
     entries: tuple[Entry, ...]
@@ -305,7 +232,6 @@ class Program:
     values: array[int] = field(default_factory=partial(array, "q", (0,)))
     leases: Any = None
     operations: tuple[Operation, ...] = ()
-    fill: Callable[[Frame], tuple[Any, ...]] | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fill", compiled_template(self.outputs))
+    steps: tuple[Step, ...] = ()
+    things: tuple[Any, ...] = ()  # by slot, when a call begins
+    result: Callable[[list[Any]], Sequence[Any]] = list  # picks the outputs from the things

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
+from operator import length_hint
 from typing import Any, ClassVar
 
 import torch
@@ -13,16 +14,17 @@ import torch
 from symmoe.errors import SymmoeError
 from symmoe.program.builder import Builder
 from symmoe.program.program import (
+    MARK,
     MUST_ABORT,
     MUST_SIGNAL,
     STREAM,
-    Entry,
-    Frame,
-    Mark,
+    VALUES,
     Program,
+    Step,
     extent_bytes,
     look_of,
 )
+from symmoe.program.steps import run_steps, with_steps
 from symmoe.torch_internals import current_stream, num_dispatch_modes
 
 MODES = ("on", "off")
@@ -83,7 +85,7 @@ class Programs:
         self,
         key: tuple[Hashable, ...],
         function: Function,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
         numbers: Mapping[str, int],
     ) -> Sequence[Any]:
         """Does the work of function() and returns its result.
@@ -93,32 +95,50 @@ class Programs:
             function: launches kernels. It reads, writes and returns only memory of `inputs`, memory that it makes,
                 leases that it takes, and results of noted functions. It changes nothing else, and does not wait for the
                 device.
-            inputs: tensors; their looks, devices, alignment and requires_grad are a part of the key.
-            numbers: see Builder.
+            inputs: tensors; their looks, devices, alignment and requires_grad are a part of the key, and so is which
+                of them are None.
+            numbers: integers that differ between calls, by their keyword in noted functions.
         """
         if num_dispatch_modes():  # a builder, or another mode that must see every operator
             return function()
-        program = self._program(key, function, inputs, numbers)
+        autocast = (
+            torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
+        )
+        tensors = []
+        looks: list[Hashable] = []
+        for t in inputs:
+            if t is None:
+                looks.append(None)
+            else:
+                tensors.append(t)
+                look = (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+                looks.append(look)
+        whole_key = (key, autocast, *looks)
+        program = self._programs.pop(whole_key, None)
+        program = program or self._new_program(whole_key, function, tensors, numbers)
         if program is None:
             return function()
-        things = [*inputs, *[None] * (program.num_slots - len(inputs))]
+        self._programs[whole_key] = program  # as the last used
+        given = [*tensors, *numbers.values()]
+        things = [*given, *program.things[len(given) :]]
         if program.leases is not None and not program.leases.take(things):
             return function()  # it may need less memory, or raises
         self.num_runs += 1
         if Programs.recorded is not None:
-            Programs.recorded.append((key, program, len(inputs)))
-        frame = Frame(things, program.values[:], numbers, self._kernels)
-        num_done = 0
+            Programs.recorded.append((key, program, len(tensors)))
+        things[VALUES] = values = program.values[:]
         if self._type == "cuda":
-            frame.values[STREAM] = current_stream(self._device.index)
+            values[STREAM] = current_stream(self._device.index)
+        steps = iter(program.steps)
         try:
-            for entry in program.entries:
-                entry.run(frame)
-                num_done += 1
+            # Autocast's changes to operators have been made in the build.
+            with nullcontext() if autocast is None else torch.autocast(self._type, enabled=False):
+                run_steps(steps, things, self._kernels)
         except BaseException as error:
-            self._finish_obligations(program.entries[num_done:], frame, error)
+            num_begun = len(program.steps) - length_hint(steps)
+            self._finish_obligations(program.steps[max(0, num_begun - 1) :], things, error)
             raise
-        return program.outputs if program.fill is None else program.fill(frame)
+        return program.result(things)
 
     def number(self, kind: Hashable) -> int:
         """A number for a kind of call, equal for equal kinds: a quick key."""
@@ -130,55 +150,43 @@ class Programs:
         """Drops all programs, which keep the objects of their calls alive."""
         self._programs.clear()
 
-    def _program(
+    def _new_program(
         self,
-        key: tuple[Hashable, ...],
+        key: Hashable,
         function: Function,
         inputs: Sequence[torch.Tensor],
         numbers: Mapping[str, int],
     ) -> Program | None:
-        """The program of a call, maybe a new one. None if the kind is new: a build takes as long as many calls, and
+        """The program of a call of this kind, or None if the kind is new: a build takes as long as many calls, and
         sizes may come only once. None also if inputs share memory: then a use does not identify its input."""
-        autocast = (
-            torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
-        )
-        looks = [
-            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
-            for t in inputs
-        ]
-        whole_key = key, (autocast, *looks)
-        program = self._programs.pop(whole_key, None)
-        if program is None:
-            kind = hash(whole_key)
-            if kind not in self._seen or _share_memory(inputs):
-                if len(self._seen) == _MAX_SEEN:
-                    self._seen.clear()
-                self._seen.add(kind)
-                return None
-            with Builder(inputs, numbers, self._constants, fills=self._fills) as builder:
-                outputs = function()
-            program = self._compiled(builder.finish(outputs))
-            self.num_built += 1
-            if len(self._programs) == _MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-        self._programs[whole_key] = program  # as the last used
-        return program
+        kind = hash(key)
+        if kind not in self._seen or _share_memory(inputs):
+            if len(self._seen) == _MAX_SEEN:
+                self._seen.clear()
+            self._seen.add(kind)
+            return None
+        with Builder(inputs, numbers, self._constants, fills=self._fills) as builder:
+            outputs = function()
+        self.num_built += 1
+        if len(self._programs) == _MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return with_steps(self._compiled(builder.finish(outputs)))
 
     def _finish_obligations(
-        self, entries: Iterable[Entry], frame: Frame, error: BaseException
+        self, steps: Iterable[Step], things: list[Any], error: BaseException
     ) -> None:
         """Launches the work owed to the peers: they wait for it, and memory that they write to must not be leased again
-        before it."""
-        if frame.mark == MUST_ABORT:
+        before it. steps: those that have not ended."""
+        if things[MARK] == MUST_ABORT:
             self._give_up(error)
-        owes = frame.mark == MUST_SIGNAL
+        owes = things[MARK] == MUST_SIGNAL
         try:
-            for entry in entries:
-                owes &= type(entry) is not Mark
-                if owes and entry.must_complete:
+            for step in steps:
+                owes &= step.slot != MARK
+                if owes and step.must_complete:
                     # A wait on a CPU may raise an error that the next call raises again.
                     with suppress(SymmoeError):
-                        entry.run(frame)
+                        run_steps([step], things, self._kernels)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised
             self._give_up(problem)
 

@@ -243,15 +243,16 @@ class SymmetricHeap(HeapParts):
 
     def _run(
         self,
-        key: tuple[Hashable, ...],
+        key: tuple[Hashable, ...] | None,
         function: Callable[[], Sequence[Any]],
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
         **numbers: int,
     ) -> Sequence[Any]:
-        """The result of function(), which launches a part of a call, by the program of its kind. The arguments are
-        those of Programs.run."""
+        """The result of function(), which launches a part of a call, by the program of its kind. The caller has its
+        turn on the heap (`one_call`). The arguments are those of Programs.run; without a key there is no program."""
         if (
-            self._closed
+            key is None
+            or self._closed
             or not self._plays
             or not self._access.is_given
             or self.trip_timer is not None
@@ -263,7 +264,7 @@ class SymmetricHeap(HeapParts):
             return function()
         self.streams.eager_thread = get_ident()  # another thread that has its turn asks again
         try:
-            with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
+            with nullcontext() if self.nodes is None else self.nodes.playing():
                 return self.programs.run(key, function, inputs, numbers)
         finally:
             self.streams.eager_thread = 0
@@ -394,9 +395,11 @@ class SymmetricHeap(HeapParts):
             del error
 
     def _fail_for(self, problem: SymmoeError | None, phase: int | None) -> None:
-        """Fails the call if there is a problem. The caller must not keep a name for it, see :meth:`_fail`."""
+        """Fails the call if there is a problem and no earlier call has failed, see :meth:`check`. The caller must not
+        keep a name for it, see :meth:`_fail`."""
         try:
             if problem is not None:
+                self.check(phase)
                 self._fail(problem, phase)
         finally:
             del problem
@@ -555,7 +558,7 @@ def shared_heap(
     return heap
 
 
-class FailPeersOnError:
+class FailPeersOnError(AbstractContextManager[None]):
     """A context around the part of a collective call after which the peers wait for this rank again: in `phase`, or in
     `later_phase`, if given, once the context has launched a barrier.
 
@@ -572,10 +575,7 @@ class FailPeersOnError:
         self._heap = heap
         self._phase = phase
         self._later_phase = later_phase
-        self._epoch = heap.epoch
-
-    def __enter__(self) -> None:
-        pass
+        self._epoch = heap.waits.flight.epoch
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object

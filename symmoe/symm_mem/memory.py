@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -29,7 +29,7 @@ from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
 from symmoe.program.builder import FIRST_ADDRESS, builder, fill, noted, symbolic_bytes
-from symmoe.program.program import Call, Entry, ObjectSlot, Program
+from symmoe.program.program import Address, Call, ObjectSlot, Program
 from symmoe.symm_mem.streams import Access, StreamOrder
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
@@ -55,7 +55,7 @@ class Arena:
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
-        size = aligned(num_bytes or 1)
+        size = -(-(num_bytes or 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for index, (start, free) in enumerate(self._free):
             if free >= size:
                 self._free[index : index + 1] = [(start + size, free - size)] if free > size else []
@@ -389,11 +389,10 @@ class Lease:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         num_bytes: int,
-        start_bytes: int = 0,  # in the span
     ) -> None:
         self.name = span.name
         self.generation = span.generation
-        self.offset = span.place[1][0] + start_bytes
+        self.offset = span.place[1][0]
         self.shape = shape
         self.dtype = dtype
         self.num_bytes = num_bytes
@@ -458,44 +457,47 @@ class Lease:
 
 # -- leases of programs ------------------------------------------------------------------------------------------------
 # Their sizes are known: a call takes all its leases before any launch, and leases that end in the same call are parts
-# of one span. So no Python runs between launches. If the heap lacks the memory, the call runs without its program.
+# of one. So no Python runs between launches. If the heap lacks the memory, the call runs without its program.
 
 _RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # the function in programs
 
 
-class _Part(NamedTuple):
-    """A lease that begins `start_bytes` after the start of its span."""
+class _Leased(NamedTuple):
+    """The arguments of a lease, and its slot."""
 
     slot: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_bytes: int
-    start_bytes: int = 0
+
+    @classmethod
+    def of(cls, call: Call) -> _Leased:
+        """The lease that this entry takes."""
+        _, shape, dtype, name, _ = call.template[0]
+        return cls(cast(int, call.slot), name, shape, dtype, dtype.itemsize * math.prod(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """The leases of a program. spans: leases that outlive the call, then the span of the parts, if there are any."""
+    """The leases of a program. names: of all leases, also of parts of others, by slot."""
 
     memory: Memory
-    spans: Sequence[_Part]
-    parts: Sequence[_Part]
+    leased: Sequence[_Leased]
+    names: Mapping[int, str]
 
     def take(self, things: list[Any]) -> bool:
         """Takes all leases, each for its slot. False: the heap lacks the memory, and no lease was taken."""
         memory = self.memory
         taken = list[Span]()
-        for part in self.spans:
-            span = memory.take(part.num_bytes, part.name)
+        for slot, name, shape, dtype, num_bytes in self.leased:
+            span = memory.take(num_bytes, name)
             if span is None:
                 for each in taken:
                     each.release()
                 return False
             taken.append(span)
-            things[part.slot] = Lease(memory, span, *part[2:])
-        for part in self.parts:
-            things[part.slot] = Lease(memory, taken[-1], *part[2:])
+            things[slot] = Lease(memory, span, shape, dtype, num_bytes)
         return True
 
 
@@ -503,52 +505,55 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
     """The program with its leases separated. take: the function that an entry calls for a lease."""
     calls = [entry for entry in program.entries if isinstance(entry, Call)]
     ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
-    kept = [_part_of(call) for call in calls if call.function is take and call.slot not in ended]
-    # Begins and ends of leases that end in the call.
-    events = [
-        call
-        for call in calls
-        if call.function is _RELEASE or (call.function is take and call.slot in ended)
-    ]
-    parts, num_bytes = _laid_out(events, overlap=not memory.fills)
-    names = ", ".join(part.name for part in parts)
-    whole = _Part(program.num_slots, names, (num_bytes,), torch.uint8, num_bytes)
-    entries = [
-        entry
-        for entry in program.entries
-        if not (isinstance(entry, Call) and (entry.function is take or entry in events[:-1]))
-    ]
-    if events:
-        last = entries.index(events[-1])
-        entries[last] = replace(events[-1], template=((ObjectSlot(whole.slot),), {}))
+    taken = [_Leased.of(call) for call in calls if call.function is take]
+    kept = [lease for lease in taken if lease.slot not in ended]
+    names = {lease.slot: lease.name for lease in taken}
+    entries = [entry for entry in program.entries if getattr(entry, "function", None) is not take]
+    if ended:
+        # Begins and ends of leases that end in the call.
+        events = [call for call in calls if call.function is _RELEASE or call.slot in ended]
+        starts, num_bytes = _laid_out(events, overlap=not memory.fills)
+        name = ", ".join(names[slot] for slot in starts)
+        whole = _Leased(program.num_slots, name, (num_bytes,), torch.uint8, num_bytes)
+        kept.append(whole)
+
+        def in_whole(operand: Any) -> Any:
+            if isinstance(operand, Address):
+                return Address(in_whole(operand.of))
+            start = starts.get(getattr(operand, "slot", None) or -1)
+            if start is None:
+                return operand
+            if isinstance(operand, ObjectSlot):  # of a release
+                return ObjectSlot(whole.slot)
+            return replace(operand, slot=whole.slot, offset_bytes=operand.offset_bytes + start)
+
+        last = events[-1]
+        entries = [
+            entry.with_operands(in_whole)
+            for entry in entries
+            if entry is last or getattr(entry, "function", None) is not _RELEASE
+        ]
     return replace(
         program,
         num_slots=program.num_slots + 1,
-        entries=tuple[Entry, ...](entries),
-        leases=Leases(memory, [*kept, whole] if parts else kept, parts),
+        entries=tuple(entries),
+        leases=Leases(memory, kept, names),
     )
 
 
-def _part_of(call: Call) -> _Part:
-    _, shape, dtype, name, _ = call.template[0]
-    return _Part(cast(int, call.slot), name, shape, dtype, dtype.itemsize * math.prod(shape))
-
-
-def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[list[_Part], int]:
-    """The places of leases in one span, and the span's bytes. Leases that are not live together may share memory, if
-    they may overlap."""
+def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[dict[int, int], int]:
+    """The first bytes of leases in one, by slot, and the bytes of that one. Leases that are not live together may share
+    memory, if they may overlap."""
     arena = Arena(0, sys.maxsize)
     spans = dict[int, tuple[int, int]]()
-    parts = list[_Part]()
     for call in events:
         if call.function is not _RELEASE:
-            part = _part_of(call)
-            spans[part.slot] = cast(tuple[int, int], arena.take(part.num_bytes))
-            parts.append(part._replace(start_bytes=spans[part.slot][0]))
+            lease = _Leased.of(call)
+            spans[lease.slot] = cast(tuple[int, int], arena.take(lease.num_bytes))
         elif overlap:
-            # Without overlap, each lease starts with the NaN of the whole span.
+            # Without overlap, each lease starts with the NaN of the whole one.
             arena.give_back(*spans[call.template[0][0].slot])
-    return parts, arena.high_water_bytes
+    return {slot: start for slot, (start, _) in spans.items()}, arena.high_water_bytes
 
 
 def lease_in_build(

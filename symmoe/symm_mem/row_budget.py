@@ -25,7 +25,7 @@ class RowBudget:
     """The room that a call gets on this rank before its routing is known, in a group that has made calls before.
 
     Attributes:
-        expected_rows: rows that the fullest rank is expected to need, the same on all ranks.
+        expected_rows: about the rows that the fullest rank is expected to need, rounded up; the same on all ranks.
         rail_rows: tokens that fit in a message to another node.
         rows, packed_rows: rows that this rank can take; both None: as the routing needs, for which the host waits.
         why_it_waits: a clause whose subject is the call; empty if the host does not wait.
@@ -68,10 +68,11 @@ class RowHistory:
         room is this multiple of the largest recent need, unless that exceeds `most_rows`."""
         if self._last_rows is None:
             return None
+        expected_rows = rounded_up(self._last_rows)
         windows = self._windows.get(num_tokens.bit_length())
         if windows is None:
             return RowBudget(
-                self._last_rows,
+                expected_rows,
                 num_tokens,
                 why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
             )
@@ -83,12 +84,19 @@ class RowHistory:
         rail_rows = min(num_tokens, rail_rows)
         if needed[0] > limit:
             return RowBudget(
-                self._last_rows,
+                expected_rows,
                 rail_rows,
                 why_it_waits=f"needs {needed[0]} rows, as earlier ones did, more than max_row_budget ({most_rows})",
             )
         rows = min(rows, limit)
-        return RowBudget(self._last_rows, rail_rows, rows, min(rows, packed_rows))
+        return RowBudget(expected_rows, rail_rows, rows, min(rows, packed_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def rounded_up(num_rows: int) -> int:
+    """The number, rounded up to four significant bits: exact capacities change every step, what they decide rarely."""
+    step = 1 << max(0, num_rows.bit_length() - 4)
+    return -(-num_rows // step) * step
 
 
 @functools.lru_cache(maxsize=1024)

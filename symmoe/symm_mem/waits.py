@@ -13,7 +13,6 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.program.builder import builder
-from symmoe.program.program import CallInteger
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.streams import capture_id
 from symmoe.torch_internals import num_dispatch_modes
@@ -180,7 +179,7 @@ class Waits:
             ops = kernels.for_device(self.device)
             # Only the last bits of a plan are in the call: they may be 0.
             changes = plan is not None and "plan" in current.numbers
-            generation = CallInteger("plan") if changes else plan or 0
+            generation = current.numbers["plan"] if changes else plan or 0
             current.launches_with(
                 self._note,
                 (call, generation, fault, peer),

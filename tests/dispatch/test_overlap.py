@@ -21,9 +21,10 @@ from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.plan import split_rows
 from symmoe.moe import overlap
 from symmoe.moe import overlap as formulas
-from symmoe.moe.ep_step import expert_parallel_mlp, rounded_up
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.nodes.topology import find_topology, make_rank_maps
 from symmoe.precision import MXFP8, Float8Block
+from symmoe.symm_mem.row_budget import rounded_up
 
 H200_FLOAT8 = overlap.Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 

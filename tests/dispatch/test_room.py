@@ -32,7 +32,7 @@ def test_there_is_a_margin_and_sizes_repeat(rows: int):
         assert room.rows >= rows + more + rows // 32
         assert room.rows <= 1.1 * (rows + more + 4 * (rows + more) ** 0.5) + 2
         assert room.packed_rows >= rows // 2
-        assert room.expected_rows == rows + more
+        assert rows + more <= room.expected_rows <= 1.125 * (rows + more) + 1
         found.add(room.rows)
     assert len(found) <= 2
 
@@ -55,7 +55,7 @@ def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows
     history.note(8, 1_000, 500)
     assert history.room(8, 1_010).rows == 1_010
     too_much = history.room(8, 999)
-    assert (too_much.rows, too_much.packed_rows, too_much.expected_rows) == (None, None, 1_000)
+    assert (too_much.rows, too_much.packed_rows, too_much.expected_rows) == (None, None, 1_024)
     assert "1000 rows" in too_much.why_it_waits
 
 
@@ -63,7 +63,7 @@ def test_a_small_call_gets_little_room_after_a_large_one():
     history = RowHistory()
     history.note(4096, 10_000, 5_000)
     unknown = history.room(8, None)
-    assert (unknown.rows, unknown.expected_rows, unknown.rail_rows) == (None, 10_000, 8)
+    assert (unknown.rows, unknown.expected_rows, unknown.rail_rows) == (None, 10_240, 8)
     history.note(8, 30, 20, 3)
     assert history.room(8, None).rows < 80
     assert [history.room(tokens, None).rail_rows for tokens in (8, 15)] == [8, 8]
@@ -238,7 +238,9 @@ def fail_at_times(rank: int, num_ranks: int, ranks_per_node: int | None) -> list
                 findings.equal("error", error, "ExpertIdError")
             if number % 7 == 6:
                 error = RuntimeError("an error of the user's, between plan and dispatch")
-                fails = mock.patch.object(routed_experts, "run_experts", side_effect=error)
+                fails = mock.patch.object(
+                    routed_experts.ExpertParallelMLP, "apply", side_effect=error
+                )
                 with (
                     pytest.raises(Exception, match="user"),
                     fails if rank == 0 else nullcontext(),

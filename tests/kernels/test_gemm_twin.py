@@ -28,6 +28,14 @@ def test_products_and_gradients_against_float64(check, splits, dtype):
     check(twin, problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY))
 
 
+@of_all_splits
+@pytest.mark.parametrize("check", [problems.check_products, problems.check_gradients])
+def test_autocast_does_not_change_products(check, splits):
+    """They are those of kernels, which know nothing of it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(twin, problems.Problem(splits, WIDTHS, torch.float32, capacity=CAPACITY))
+
+
 def test_the_order_of_a_bias_gradient():
     """Halves of halves of tiles of 128 rows, then the tiles one after the other."""
 

@@ -1,6 +1,7 @@
 """Sections of programs: which launches are in one, what runs around them, and what the driver launches."""
 
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ from symmoe.program.program import (
     NEW,
     NOTE,
     OPERATOR,
+    VALUES,
     Call,
     Entry,
     Event,
-    Frame,
     Launch,
     Mark,
     ObjectSlot,
@@ -38,6 +39,7 @@ from symmoe.program.program import (
     TensorRef,
 )
 from symmoe.program.programs import Programs
+from symmoe.program.steps import run_steps, with_steps
 
 
 # -- sections -------------------------------------------------------------------------------------------------------
@@ -49,7 +51,9 @@ class Section(list):
 def lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections are lists of what they launch."""
     monkeypatch.setattr(driver, "can_launch", lambda: True)
-    monkeypatch.setattr(player, "Section", lambda launches, layout: Section(launches))
+    monkeypatch.setattr(
+        player, "Section", lambda launches, layout: SimpleNamespace(call=Section(launches))
+    )
 
 
 def launch(*slots: int, stream: int | None = None) -> Launch:
@@ -80,8 +84,7 @@ def note(slot: int) -> Call:
 
 def in_order(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object, ...]:
     program = player.in_sections(Program(10, entries, tuple(map(ObjectSlot, returned))))
-    begin, *steps = program.entries
-    return (*begin.calls, *steps)
+    return program.entries
 
 
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
@@ -138,9 +141,10 @@ def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewh
     entries = large[0], uses[0], large[1], uses[1]
     found = in_order(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
-    frame = Frame(["memory"], array("q"), {}, lambda: twin)
-    found[2].run(frame)
-    assert frame.things[0] is None
+    program = with_steps(Program(1, (found[2],), ()))
+    things = ["memory", *program.things[1:]]
+    run_steps(program.steps, things, lambda: twin)
+    assert things[0] is None
     assert in_order(*entries)[:2] == (large[0], large[1])
     for later in (uses[0], launch(0, stream=7), launch(1, stream=7)):
         assert in_order(*entries, later, returned=(1,))[:2] == (large[0], large[1])
@@ -246,12 +250,11 @@ def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
             each if isinstance(each, Entry) else Launch(known, (1,), (*places, 1, 2, 0.5), each, {})
             for each in entries
         ]
-        program = player.in_sections(Program(3, tuple(entries_of), ()))
-        values = array("q", [STREAM, *program.values[1:]])
-        frame = Frame([args[0], None, None], values, {}, lambda: twin)
+        program = with_steps(player.in_sections(Program(3, tuple(entries_of), ())))
+        things = [args[0], *program.things[1:]]
+        things[VALUES] = array("q", [STREAM, *program.values[1:]])
         fake_cuda.happened.clear()
-        for entry in program.entries:
-            entry.run(frame)
+        run_steps(program.steps, things, lambda: twin)
         return [getattr(each, "after", each) for each in fake_cuda.happened]
 
     return happened

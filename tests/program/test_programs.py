@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,9 +20,7 @@ from symmoe.errors import ArgumentError, HeapExhausted, HeapPoisoned
 from symmoe.kernels import twin
 from symmoe.moe.router import Router
 from symmoe.program.builder import Builder, BuildError, noted
-from symmoe.program.program import CallInteger, Frame
 from symmoe.program.programs import Programs
-from symmoe.symm_mem.memory import Lease
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
 OUTSIDE = torch.ones(3)
@@ -266,19 +263,21 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
     offsets = []
 
     @noted()
-    def note(*leases: Lease) -> None:
-        offsets.append([lease.offset for lease in leases])
+    def note(*leased: torch.Tensor) -> None:
+        offsets.append([tensor.data_ptr() for tensor in leased])
 
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
 
         def function() -> tuple[torch.Tensor]:
             kept = heap.lease((7,), torch.float32, name="kept")
-            first, second = heap.lease((1000,), torch.int8), heap.lease((3, 5), torch.bfloat16)
+            first = heap.lease((1000,), torch.int8)
+            first_tensor = first.tensor
+            second = heap.lease((3, 5), torch.bfloat16)
             second.tensor.fill_(2)
             first.release()
             third = heap.lease((10,), torch.float64)
             third.tensor.fill_(3)
-            note(kept, first, second, third)
+            note(kept.tensor, first_tensor, second.tensor, third.tensor)
             total = second.tensor.sum() + third.tensor.sum()
             second.release()
             third.release()
@@ -380,6 +379,22 @@ def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
     assert all(torch.equal(y, x * 2 + 1) for x, y in zip(inputs, found, strict=True))
     assert len({y.data_ptr() for y in found}) == 6
     assert (len(num_calls), programs.num_built, programs.num_runs) == (2, 1, 5)
+
+
+def test_absent_inputs_are_a_part_of_the_key():
+    """The same tensors in other places: only which inputs are None tells the calls apart."""
+    programs = make_programs()
+    a, b = torch.ones(3), torch.full((3,), 2.0)
+
+    def combined(x: torch.Tensor, y: torch.Tensor | None, z: torch.Tensor | None) -> tuple:
+        return (x + (10 * y if y is not None else 0) + (100 * z if z is not None else 0),)
+
+    calls = [(a, b, None), (a, None, b), (a, None, None), (a, b, b + 1)]
+    for _ in range(4):
+        for call in calls:
+            (found,) = programs.run(("some",), lambda call=call: combined(*call), call, {})
+            assert torch.equal(found, combined(*call)[0])
+    assert (programs.num_built, programs.num_runs) == (4, 12)
 
 
 def test_nothing_happens_while_a_program_is_built():
@@ -544,7 +559,6 @@ def test_there_is_no_program_where_somebody_sees_every_operator():
 def test_numbers_of_equal_programs_are_equal():
     programs = make_programs()
     assert programs.number(("a", 1)) == programs.number(("a", 1)) != programs.number(("a", 2))
-    assert CallInteger("x").get(Frame([], array("q"), {"x": 5}, lambda: twin)) == 5
 
 
 def test_steps_of_layers_of_one_size_share_programs(alone):

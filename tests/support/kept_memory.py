@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import hooked
-from symmoe.moe.ep_step import _ExpertParallelMLP
+from symmoe.moe.ep_step import ExpertParallelMLP
 
 
 def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
@@ -19,7 +19,7 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         layer(x)  # the first call measures how much room the others get
         y, _ = layer(x)
         node = y.grad_fn
-        while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
+        while type(node).__name__ != f"{ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]
         plan: Plan = node.step.plan
         kept = [

@@ -118,7 +118,6 @@ class ExpertParallelExperts(ExpertParallelModule):
         if torch.compiler.is_compiling():
             return self._run(hidden_states, top_k_index, top_k_weights)
         try:
-            self.heap.check(control.PHASE_PLAN)
             problem = self.wrapper_problem() or self._problem(
                 hidden_states, top_k_index, top_k_weights
             )

@@ -14,7 +14,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ from symmoe.kernels.launch.graph import (
 )
 from symmoe.kernels.launch.triton_internals import MAP_BYTES, Compiled, described_parts
 from symmoe.program.program import (
-    CALL,
     IN_ORDER,
     MUST_ABORT,
     MUST_SIGNAL,
@@ -40,20 +39,21 @@ from symmoe.program.program import (
     NOTE,
     OPERATOR,
     STREAM,
+    VALUES,
     Address,
     Call,
-    CallInteger,
     Entry,
     Event,
-    Frame,
     Launch,
     LeaseOffset,
     Mark,
+    Number,
     ObjectSlot,
     Program,
     ResultField,
     TensorRef,
     extent_bytes,
+    operands_of,
 )
 
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
@@ -351,7 +351,7 @@ def in_sections(program: Program) -> Program:
             group = _Group()
             group.takes(entry)
     steps += group.end(layout)
-    return replace(program, entries=(_Begin(tuple(made)), *steps), values=layout.values)
+    return replace(program, entries=(*made, *steps), values=layout.values)
 
 
 def _with_memory_planned(
@@ -385,7 +385,7 @@ def _with_memory_planned(
         if sum(large[slot] for slot in ended) < _WORTH_BYTES:
             made.append(entry)
         else:
-            entries += [_End(tuple(ended)), entry]
+            entries += [*map(_free, ended), entry]
             large = {slot: size for slot, size in large.items() if slot not in ended}
         if launches_use and is_alone and used:
             large[entry.slot] = num_bytes
@@ -405,38 +405,18 @@ def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Ca
     return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], NEW)
 
 
+def _free(slot: int) -> Call:
+    """Drops memory after all of its users have been launched, on the current stream."""
+    return Call(_nothing, ((), {}), slot)
+
+
+def _nothing() -> None:
+    """What a slot has whose memory has been freed."""
+
+
 def _slots(template: Any) -> Iterator[int]:
     """The slots in a template."""
-    if isinstance(template, dict):
-        template = tuple(template.values())
-    if isinstance(template, (tuple, list)):
-        yield from chain.from_iterable(map(_slots, template))
-    elif isinstance(slot := getattr(template, "slot", None), int):
-        yield slot
-
-
-@dataclass(frozen=True, slots=True)
-class _Begin(Entry):
-    """Runs these calls, which allocate memory."""
-
-    calls: tuple[Any, ...]
-
-    def run(self, frame: Frame) -> None:
-        things = frame.things
-        for call in self.calls:
-            things[call.slot] = call.function(*call.template[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _End(Entry):
-    """Frees memory after all of its users have been launched, on the current stream."""
-
-    slots: tuple[int, ...]
-    kind = CALL
-
-    def run(self, frame: Frame) -> None:
-        for slot in self.slots:
-            frame.things[slot] = None
+    return (operand.slot for operand in operands_of(template) if operand.slot is not None)
 
 
 class _Group:
@@ -449,7 +429,7 @@ class _Group:
         ] = []  # last, because leases may fail: a noted wait must be launched
         self._launches: list[Launch | Event] = []
         self._mark: Mark | None = None  # the last one
-        self._after: list[Call | _End] = []
+        self._after: list[Call] = []
         self._is_full = False
 
     def takes(self, entry: Entry) -> bool:
@@ -462,7 +442,7 @@ class _Group:
             self._launches.append(entry)
         elif isinstance(entry, Mark):
             self._mark = entry
-        elif isinstance(entry, _End):
+        elif isinstance(entry, Call) and entry.function is _nothing:
             self._after.append(entry)
         elif not isinstance(entry, Call):
             raise AssertionError(f"an unknown entry: {entry}")
@@ -471,7 +451,7 @@ class _Group:
         elif entry.kind == IN_ORDER:
             self._after.append(entry)
             self._is_full = True
-        elif entry.fill is None:
+        elif not any(True for _ in operands_of(entry.template)):
             if self._after:
                 return False  # a lease may get memory that was released meanwhile
             self._before.append(entry)
@@ -483,7 +463,7 @@ class _Group:
     def end(self, layout: _Layout) -> list[Entry]:
         """The entries to run. A section cannot be interrupted, so only the last mark counts after it. Exchanges that
         peers wait for share a section with other work, because no peer would see an error of Python between them."""
-        section = [Section(self._launches, layout)] if self._launches else []
+        section = [Section(self._launches, layout).call] if self._launches else []
         is_owing = self._mark is not None and self._mark.what == MUST_SIGNAL
         marks = [Mark(MUST_ABORT) if is_owing else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
@@ -569,15 +549,15 @@ def _new_event() -> torch.cuda.Event:
     return event
 
 
-class Section(Entry):
-    """Consecutive launches and events of a program, as a CUDA graph."""
+class Section:
+    """Consecutive launches and events of a program, as a CUDA graph. call: the entry that launches everything."""
 
     def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
         self._kept: list[Any] = []  # kernels, and tensor maps to be copied
         self._layout = layout
-        # Slots of memory and places of numbers that no earlier section uses, with their indices.
-        self._slots: list[tuple[int, int]] = []
-        self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []
+        # Slots of memory, and numbers, that no earlier section uses, with the indices of their values.
+        self._memory: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, Number | LeaseOffset | ResultField]] = []
         order = _Order(layout)
         for entry in entries:
             if isinstance(entry, Event):
@@ -587,14 +567,17 @@ class Section(Entry):
         order.end()
         self._entered, self._left = order.entered, order.left
         self._graph = LaunchGraph(order.nodes, layout.values) if order.nodes else None
+        memory = [ObjectSlot(slot) for _, slot in self._memory]
+        numbers = [number for _, number in self._numbers]
+        self.call = Call(self.launch, ((ObjectSlot(VALUES), *memory, *numbers), {}), None)
 
-    def run(self, frame: Frame) -> None:
-        """Launches everything."""
-        values, things = frame.values, frame.things
-        for index, slot in self._slots:
-            values[index] = things[slot].data_ptr()  # a tensor or a lease
-        for index, number in self._numbers:
-            values[index] = number.get(frame)
+    def launch(self, values: array[int], *given: Any) -> None:
+        """Launches everything. given: memory, tensors and leases, and numbers."""
+        num_memory = len(self._memory)
+        for (index, _), memory in zip(self._memory, given[:num_memory], strict=True):
+            values[index] = memory.data_ptr()
+        for (index, _), number in zip(self._numbers, given[num_memory:], strict=True):
+            values[index] = number
         driver.ensure_context()
         library = driver.library()
         for stream, event in self._entered.items():
@@ -613,10 +596,10 @@ class Section(Entry):
             arg = arg.of if isinstance(arg, Address) else arg
             if isinstance(arg, (TensorRef, ObjectSlot)) and arg.slot is not None:
                 slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
-                values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
+                values[place] = self._index(slot, self._memory), offset + arg.offset_bytes
             elif isinstance(arg, TensorRef):
                 values[place] = constant(arg.offset_bytes), 0
-            elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
+            elif isinstance(arg, (Number, LeaseOffset, ResultField)):
                 values[place] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
                 values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
