@@ -6,9 +6,10 @@ For a missing name there is an equally correct replacement, or its users get an 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -53,8 +54,10 @@ def _over_memory_of(
     return result.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)
 
 
-def _attribute(name: str) -> Callable[[Any], Any]:
-    """A function that reads this attribute of an object of torch."""
+def _attribute(name: str, owner: object = None) -> Callable[[Any], Any]:
+    """A function that reads this attribute of an object of torch, e.g. of `owner`."""
+    if hasattr(owner, name):
+        return operator.attrgetter(name)  # without a frame
 
     def read(thing: Any) -> Any:
         value = getattr(thing, name, _GONE)
@@ -130,6 +133,10 @@ store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_proce
 DDP_IGNORED = (
     "_ddp_params_and_buffers_to_ignore"  # if DDP ignores it, MoELayer finds the experts in DDP
 )
+# The DDP whose forward is running, as an attribute of the class; or None.
+active_ddp_of: Callable[[type[DistributedDataParallel]], DistributedDataParallel | None] = (
+    _attribute("_active_ddp_module", DistributedDataParallel)
+)
 ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute(
     "_module_parameters"
 )
@@ -182,13 +189,6 @@ def outside_transforms() -> Iterator[None]:
 
     with temporarily_clear_interpreter_stack():
         yield
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """The DDP whose forward is running."""
-    name = "_active_ddp_module"
-    found = getattr(DistributedDataParallel, name, _GONE)
-    return cast(DistributedDataParallel | None, _missing(name) if found is _GONE else found)
 
 
 def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:

@@ -27,7 +27,7 @@ from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters, look_of
+from symmoe.torch_internals import DDP_IGNORED, active_ddp_of, ddp_parameters, look_of
 
 _JOINED = "_symmoe_joined"  # on a DDP: its _Joined
 _NUM_COMPARED = 8  # dense parameters, the smallest
@@ -83,7 +83,9 @@ class ExpertParallelModule(nn.Module):
     def wrapper_problem(self) -> SymmoeError | None:
         """The error of a wrapper that would mix experts, or of the layer's parts, or None. In a forward of a DDP the
         layer joins that DDP."""
-        problem: SymmoeError | None = None if active_ddp() is None else attach_to_ddp(self)
+        problem: SymmoeError | None = (
+            None if active_ddp_of(DistributedDataParallel) is None else attach_to_ddp(self)
+        )
         # The look of the parts, not of the layer, which would keep itself alive.
         if problem is None and (look := look_of(*self._modules.values())) != self._sound_look:
             problem = self.parts_problem()
@@ -164,7 +166,7 @@ def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | 
     """The error of the DDP whose forward is running, if any, or None. Layers and expert parameters join it if they are
     new in its forward or have since become trainable: their gradients get hooks, and replicas of new parameters are
     made equal (collective over the replicas). layer: the layer being called; None: any layer in the DDP."""
-    ddp = active_ddp()
+    ddp = active_ddp_of(DistributedDataParallel)
     if ddp is None:
         return None
     joined: _Joined | None = vars(ddp).get(_JOINED)

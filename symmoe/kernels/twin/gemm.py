@@ -90,8 +90,9 @@ def multiply_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right in fp32, also under autocast, which does not change `out=`."""
     # Copies, because torch aligns new CPU tensors to the widest CPU vector.
-    left, right = (each.to(torch.float32, copy=True) for each in (left, right))
-    return torch.mm(left, right, out=left.new_empty(len(left), right.shape[1]))
+    left = left.to(torch.float32, copy=True)
+    out = left.new_empty(len(left), right.shape[1])
+    return torch.mm(left, right.to(torch.float32, copy=True), out=out)
 
 
 class GemmKernels:
