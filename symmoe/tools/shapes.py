@@ -37,6 +37,10 @@ PRESETS = {
         ),  # DeepSeek-V3 with a quarter of its experts, to fit in memory
         Shape("gpt-oss-120b", 2880, 2880, 128, 4),
         Shape("olmoe", 2048, 1024, 64, 8),
+        Shape("glm-5", 6144, 2048, 256, 8),
+        Shape("kimi-k2", 7168, 2048, 384, 8),
+        Shape("deepseek-v4-pro", 7168, 3072, 384, 6),
+        Shape("qwen3.5-397b", 4096, 1024, 512, 10),
     )
 }
 _SIZES = {

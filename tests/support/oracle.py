@@ -283,10 +283,12 @@ def experts(
         fc.new_zeros(fc.shape[:2]) if bias is None else bias
         for fc, bias in zip((fc1, fc2), biases, strict=True)
     )
-    for expert in range(len(fc1)):
+    # Unbound once: the gradient of an index would be as large as all experts.
+    of_expert = zip(fc1.unbind(), b1.unbind(), fc2.unbind(), b2.unbind(), strict=True)
+    for expert, (w1, its_b1, w2, its_b2) in enumerate(of_expert):
         token, k = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (tokens[token] @ fc1[expert].T + b1[expert]).chunk(2, 1)
-        out = (gate * torch.sigmoid(gate) * up) @ fc2[expert].T + b2[expert]
+        gate, up = (tokens[token] @ w1.T + its_b1).chunk(2, 1)
+        out = (gate * torch.sigmoid(gate) * up) @ w2.T + its_b2
         y = y.index_add(0, token, out * probs[token, k, None])
     return y
 

@@ -1,0 +1,69 @@
+"""The largest layer that is allowed, against the float64 reference; one more of anything is an error."""
+
+import pytest
+import reference
+import torch
+from cluster import run_on
+from layers import layer_config, make_layer, shapes, tokens_of
+from worker import Findings, open_heap
+
+from symmoe import MoELayer, SymmetricHeap
+from symmoe.dispatch.plan import MAX_TOP_K
+from symmoe.errors import ArgumentError
+from symmoe.kernels.control import MAX_EXPERTS
+
+
+def test_the_limits_are_those_of_the_pages():
+    assert (MAX_EXPERTS, MAX_TOP_K) == (1024, 32)
+
+
+@run_on(2, on_gpus=(1, 2))
+def test_1024_experts_and_32_choices(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """Two layers, two micro-batches in flight, ranks with other numbers of tokens."""
+    hidden, ffn = shapes(device)
+    config = layer_config(
+        hidden=hidden, ffn=ffn, num_experts=1024, top_k=32, aux_loss_coef=0.01, z_loss_coef=0.01
+    )
+    with open_heap(device, num_bytes=32 << 20) as heap:
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList(make_layer(heap, config, n)[0] for n in range(2))
+        calls = []
+        for turn in range(2):
+            x, dy = (
+                tokens_of(rank, 3 + 2 * rank + turn, hidden, salt)[None].to(heap.device)
+                for salt in (2 * turn, 2 * turn + 1)
+            )
+            calls.append({"x": x.requires_grad_(), "dy": dy, "mask": None})
+        ys = []
+        loss = torch.zeros((), device=heap.device)
+        for call in calls:
+            y = call["x"]
+            for layer in model.layers:
+                out, metrics = layer(y)
+                y = y + out
+                loss = loss + metrics.aux_loss
+            ys.append(y)
+            loss = loss + (y * call["dy"]).sum()
+        loss.backward()
+        wanted, gradients = reference.wanted(config, model, calls, scaling=1.0)
+        for turn, (call, y, want) in enumerate(zip(calls, ys, wanted, strict=True)):
+            findings.close(f"y of call {turn}", y, want.y, rtol=1e-4, atol=1e-4)
+            findings.close(f"dx of call {turn}", call["x"].grad, want.x.grad, rtol=1e-4, atol=1e-3)
+        for name, parameter in model.named_parameters():
+            findings.close(
+                f"gradient of {name}", parameter.grad, gradients[name], rtol=1e-3, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"num_experts": 1025, "top_k": 2}, r"num_experts \(1025\) must be at most 1024"),
+        ({"num_experts": 64, "top_k": 33}, r"top_k \(33\) must be at most 32"),
+    ],
+)
+def test_one_more_is_an_error(heap: SymmetricHeap, sizes: dict[str, int], text: str):
+    with pytest.raises(ArgumentError, match=text):
+        MoELayer(layer_config(hidden=16, ffn=8, **sizes), heap)
