@@ -124,8 +124,7 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
         name, _, sha = read(latest).decode(errors="replace").strip().partition(" ")
         reason = f"{latest} names {name[:80]!r}, which is not there"
     except CheckpointError as problem:
-        name = ""
-        sha = ""
+        name = sha = ""
         reason = str(problem)
     if name in there:
         manifest, digest = open_(directory / name)

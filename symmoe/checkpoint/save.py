@@ -37,7 +37,7 @@ from symmoe.checkpoint.tensors import (
     rows_problem,
 )
 from symmoe.checks.extras import extra
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
 
 with extra("checkpoint"):
     import safetensors.torch
@@ -83,12 +83,18 @@ def save_checkpoint(
     """
     with contextlib.ExitStack() as held, Peers(group) as peers:
         with peers.step() as given:
-            if type(step) is not int or not 0 <= step <= MAX_STEP:
-                raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
-            if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-                raise ArgumentError(
-                    f"keep_last ({keep_last!r}) must be None or an integer of at least 1"
+            raise_for(
+                first_problem(
+                    (
+                        type(step) is not int or not 0 <= step <= MAX_STEP,
+                        f"step ({step!r}) must be an integer from 0 to {MAX_STEP}",
+                    ),
+                    (
+                        keep_last is not None and (type(keep_last) is not int or keep_last < 1),
+                        f"keep_last ({keep_last!r}) must be None or an integer of at least 1",
+                    ),
                 )
+            )
             place = folder.path_of(directory)
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
             groups = [] if optimizer is None else groups_of(optimizer, places)

@@ -139,12 +139,10 @@ class Place:
     ) -> Place:
         """The place of an optimizer's state for this parameter. experts: the experts with such a state, if not all. A
         stack's state is repeated for each of its experts."""
-        if self.start is None:
-            return Place(key=key, tensor=state)
         if is_of_stack and not self.is_row:
             state = state.expand(len(self.tensor), *state.shape)
         own = replace(self, key=key, tensor=state)
-        if experts is None:
+        if experts is None or self.start is None:
             return own
         return replace(own, start=experts.index(self.start), num_rows=len(experts))
 
@@ -264,8 +262,11 @@ def _of_module(
 ) -> Iterator[tuple[str, Place]]:
     """The name and the place of every tensor of a module's state dict."""
     module = bare(module)
-    found = {path: getattr(child, "heap", None) for path, child in module.named_modules()}
-    heaps = {path: heap for path, heap in found.items() if isinstance(heap, SymmetricHeap)}
+    heaps = {
+        path: heap
+        for path, child in module.named_modules()
+        if isinstance(heap := getattr(child, "heap", None), SymmetricHeap)
+    }
     experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
         plain = name.replace(COMPILED, "")

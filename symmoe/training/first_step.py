@@ -81,13 +81,13 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         while watched:
             its = watched.pop()
             layers = _layers(its)
-            sums = [*before, *_checksums(its, given)]
             are_reduced = any(
                 hasattr(parameter.grad, REDUCED)
                 for layer in layers
                 for parameter in layer.parameters()
             )
-            for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
+            sums = layers[0].heap.bootstrap.gather([*before, *_checksums(its, given)])
+            for text in _mistakes(sums, are_reduced=are_reduced):
                 warn(text)
 
     # torch iterates over hooks while it runs them, so a hook cannot remove itself. It stays, without the model.
@@ -146,11 +146,9 @@ def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
 
 def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
     """Sums of the bits of tensors, or of the rows of dimension 0, independent of order. Synchronises."""
-    found = [
-        tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row))
-        for tensor in tensors
-    ]
-    return [sums.view(-1).tolist() for sums in [bits.sum(-1, dtype=torch.int64) for bits in found]]
+    bits = (each.detach().view(_INTEGERS[each.element_size()]) for each in tensors)
+    sums = [each.flatten(int(by_row)).sum(-1, dtype=torch.int64) for each in bits]
+    return [each.view(-1).tolist() for each in sums]
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from symmoe.checks.arguments import check_kind, modules_of
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.grouped.parameters import named_parameters, tensors_of_experts, trainable
 from symmoe.moe.ddp_and_fsdp import (
     ExpertParallelModule,
@@ -62,11 +62,6 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     """
     group = group or dist.group.WORLD
     layers = modules_of(model, ExpertParallelModule)
-    if any(layer._ddp_ref() is not None for layer in layers):
-        raise ArgumentError(
-            "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
-            "reduce_gradients would do it again"
-        )
     dense, experts = trainable(model)
     parameters = dense + experts
     num_ranks = group_size(group)
@@ -80,11 +75,20 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
     # All ranks must agree, even if an expert of one rank has no gradient.
     present = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if shows and present and all(map(_is_reduced, present)):
-        raise ArgumentError(
-            "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
-            f"would divide those of experts by the number of ranks ({num_ranks}) once more"
+    raise_for(
+        first_problem(
+            (
+                any(layer._ddp_ref() is not None for layer in layers),
+                "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
+                "reduce_gradients would do it again",
+            ),
+            (
+                shows and present and all(map(_is_reduced, present)),
+                "reduce_gradients has been called for these gradients already, and there was no backward since: again "
+                f"it would divide those of experts by the number of ranks ({num_ranks}) once more",
+            ),
         )
+    )
     for parameter in parameters:
         if hasattr(parameter, "device_mesh"):
             raise ArgumentError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import check_kind, check_model, modules_of
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.integrations.transformers.experts import (
     ExpertParallelExperts,
     StepConfig,
@@ -62,16 +62,20 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     check_model(model)
     check_kind("heap", heap, SymmetricHeap)
     found = dict(experts_modules(model))
-    if not found:
-        raise ArgumentError(
-            f"{type(model).__name__} has no experts to replace: none that transformers dispatches through its experts "
-            "interface; is it swapped already?"
-        )
     is_wrapped = hasattr(model, "peft_type")
-    if not is_wrapped and "peft_config" in vars(model):
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one"
+    raise_for(
+        first_problem(
+            (
+                not found,
+                f"{type(model).__name__} has no experts to replace: none that transformers dispatches through its "
+                "experts interface; is it swapped already?",
+            ),
+            (
+                not is_wrapped and "peft_config" in vars(model),
+                f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one",
+            ),
         )
+    )
     swapped = {
         path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from symmoe.checks.json_values import typed
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem
 from symmoe.symm_mem.flight_record import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
@@ -106,14 +106,19 @@ def parse_record(said: Any, path: str) -> Record:
         record: Record = typed(Record, said, path, exactly=False)
     except ValueError as error:
         raise ArgumentError(str(error)) from error
-    if len(record.epoch_of_rank) != record.num_ranks:
-        raise ArgumentError(
-            f"{path}: epoch_of_rank is not a number of each of {record.num_ranks} ranks"
-        )
     peer = record.error.rank if record.error.type in ("PeerTimeout", "PeerAborted") else 0
-    for name, rank in (("rank", record.rank), ("rank of error", peer)):
-        if not 0 <= rank < record.num_ranks:
-            raise ArgumentError(f"{path}: {name} is {rank}, of {record.num_ranks} ranks")
+    problem = first_problem(
+        (
+            len(record.epoch_of_rank) != record.num_ranks,
+            f"epoch_of_rank is not a number of each of {record.num_ranks} ranks",
+        ),
+        *(
+            (not 0 <= rank < record.num_ranks, f"{name} is {rank}, of {record.num_ranks} ranks")
+            for name, rank in (("rank", record.rank), ("rank of error", peer))
+        ),
+    )
+    if problem is not None:
+        raise ArgumentError(f"{path}: {problem}")
     return record
 
 
