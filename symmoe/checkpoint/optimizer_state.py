@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from symmoe.checkpoint.manifest import StoredGroup, StoredOptimizer
-from symmoe.checkpoint.tensors import Place, agreed
+from symmoe.checkpoint.tensors import Place, agreed, lists_by_key
 from symmoe.errors import ArgumentError, CheckpointError
 
 PREFIX = "optimizer."
@@ -147,11 +147,9 @@ def empty_state(
 ) -> tuple[State, list[Place], Shared]:
     """A new state for the optimizer, its tensors for loading, and the tensors that experts share, to load first. Reuses
     the optimizer's tensors that fit. CheckpointError: the stored sets of experts differ from ours."""
-    kinds: dict[str, list[str]] = {}
-    for key in (*tensors, *record.values):
-        if key.startswith(PREFIX):
-            name, _, kind = key.removeprefix(PREFIX).rpartition(".")
-            kinds.setdefault(name, []).append(kind)
+    stored = [key for key in (*tensors, *record.values) if key.startswith(PREFIX)]
+    parts = (key.removeprefix(PREFIX).rpartition(".") for key in stored)
+    kinds = lists_by_key((name, kind) for name, _, kind in parts)
     state: State = {}
     filled = []
     shared: Shared = []

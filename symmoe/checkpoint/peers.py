@@ -74,8 +74,7 @@ class Peers:
         except Exception as error:  # noqa: BLE001 - the others must receive any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
-            messages = self._meet(problem, message, is_last=is_last)
-            told.by_rank = [json.loads(theirs) for theirs in messages]
+            told.by_rank = list(map(json.loads, self._meet(problem, message, is_last=is_last)))
         finally:
             del problem  # its traceback would keep this frame, and the frame it
 

@@ -33,6 +33,7 @@ from symmoe.checkpoint.tensors import (
     Place,
     agreed,
     digest,
+    lists_by_key,
     places_of,
     rows_problem,
 )
@@ -112,8 +113,7 @@ def save_checkpoint(
                 "rank_extra": _json("rank_extra", rank_extra),
             }
         with peers.step() as had:
-            everywhere = "; it must be the same everywhere"
-            agreed([table["common"] for table in given.by_rank], everywhere)
+            agreed([table["common"] for table in given.by_rank], "; it must be the same everywhere")
             stored = [place for place in places if place.is_stored]
             record = None
             if optimizer is not None:
@@ -227,18 +227,15 @@ def _to_host(part: list[Place]) -> torch.Tensor:
 def _holders(told: list[dict[str, Any]]) -> _Holders:
     """The ranks of every part; checks that ranks agree and no row is missing."""
     tensors = agreed([{key: each[:2] for key, each in parts.items()} for parts in told])
-    holders: _Holders = {}
-    for rank, parts in enumerate(told):
-        for key, (_, shape, start, length, _) in parts.items():
-            if (
-                length or 0 in shape[:1]
-            ):  # a part without rows counts only if the whole tensor has none
-                holders.setdefault((key, start, length), []).append(rank)
-    runs: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
-    for key, start, length in holders:
-        runs[key].append((start, length))
+    holders: _Holders = lists_by_key(
+        ((key, start, length), rank)
+        for rank, parts in enumerate(told)
+        for key, (_, shape, start, length, _) in parts.items()
+        if length or 0 in shape[:1]  # a part without rows counts only if the whole tensor has none
+    )
+    runs = lists_by_key((key, (start, length)) for key, start, length in holders)
     for key, (_, shape) in tensors.items():
-        if (problem := rows_problem(runs[key], shape[0] if shape else 1)) is not None:
+        if (problem := rows_problem(runs.get(key, []), shape[0] if shape else 1)) is not None:
             raise CheckpointError(
                 f"{key} is not whole over the ranks that save together: {problem}"
             )

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _DISCRETE = re.compile(r"weight(\d+)")
 REPLICAS = (  # a note of ranks that have the same part
     ", which must have the same bits (unless it is an expert's: then its module has to say holds_experts = True)"
@@ -61,9 +63,7 @@ class ModuleState:
         """New tensors on the host for a state, with this rank's experts. stored: by key, tensors with the state's
         dtypes and shapes, except the number of experts; they need no memory."""
         own = dict(_of_module("", module, 0, 1))
-        names: dict[str, list[str]] = {}
-        for name, place in own.items():
-            names.setdefault(place.key[1:], []).append(name)
+        names = lists_by_key((place.key[1:], name) for name, place in own.items())
         by_key = {key: own[its[0]] for key, its in names.items()}
         tensors = {}
         for key, like in stored.items():
@@ -179,6 +179,14 @@ def bare(model: Any) -> Any:
     return model
 
 
+def lists_by_key(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """The values of every key, both in order."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
     """The error in (start, length) runs that must cover rows 0 to `num_rows` - 1 once, or None."""
     covered = 0
@@ -253,8 +261,9 @@ def _of_state(prefix: str, state: ModuleState, rank: int, num_ranks: int) -> Ite
         if known is None:
             yield Place(key=f"{prefix}.{name}", tensor=tensor)
         else:
-            key = f"{prefix}.{_renamed(name, own[known].key)}"
-            yield replace(own[known], key=key, tensor=tensor)
+            yield replace(
+                own[known], key=f"{prefix}.{_renamed(name, own[known].key)}", tensor=tensor
+            )
 
 
 def _of_module(

@@ -179,7 +179,6 @@ class QuantizedBackward(ExpertsBackward):
     def _differentiate_and_quantize(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """The gradients from da [N, I]; d_scale fp32 [N], 0 in the tail; and db1 [G, W] if wanted, the sum of dh."""
         x = self._x
-        activation = self._weights.activation
         recipe = self._weights.recipe
         num_rows, ffn = da.shape
         numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, self.db1)
@@ -189,7 +188,14 @@ class QuantizedBackward(ExpertsBackward):
         a_columns = recipe.empty("columns", num_rows, ffn, x.row_range)
         out = DactOperands(self.d_scale, rows.buffers, columns.buffers, a_columns.buffers, self.db1)
         self._ops.dact_quantize(
-            da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format
+            da,
+            h,
+            x.scale,
+            x.row_range,
+            out,
+            workspace,
+            self._weights.activation,
+            recipe.row_format,
         )
         # Now, not on first use: this may launch kernels.
         for_dgrad = rows.operand()
@@ -237,14 +243,12 @@ class QuantizedBackward(ExpertsBackward):
     def w1_product(self) -> WeightProduct:
         x = self._x
         wire = self._weights.wire.rows
-        recipe = self._weights.recipe
         columns = (
-            recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
+            self._weights.recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
             if wire is None
             else wire.columns(x.rows, x.row_range, self._dtype, x.row_index)
         )
-        left = self._dh_columns()
-        return WeightProduct(left, columns.operand(), x.row_range)
+        return WeightProduct(self._dh_columns(), columns.operand(), x.row_range)
 
     def w2_product(self) -> WeightProduct:
         x = self._x

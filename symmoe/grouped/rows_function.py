@@ -66,7 +66,6 @@ class RowArguments:
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
         """The error of the arguments for rows that go through these layers, or None. Reads no device memory."""
         first = layers[0]
-        last = layers[-1]
         num_rows = None if rows.shape is None else math.prod(rows.shape)
         error = splits_problem(
             self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows
@@ -85,7 +84,7 @@ class RowArguments:
                 f"bias_scale ({found}) needs a bias that is added; {first} adds none"
             )
         for name, buffer, width in (
-            ("out", self.out, last.out_features),
+            ("out", self.out, layers[-1].out_features),
             ("grad_input_out", self.grad_input_out, first.in_features),
         ):
             if error is None and buffer is not None:
@@ -345,8 +344,7 @@ def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) 
     )
     counts = counts if counts.dtype in _KERNEL_DTYPES else counts.long()
     row_range = torch.empty((2, counts.shape[0]), dtype=torch.int32, device=counts.device)
-    ops = kernels.for_device(counts.device)
-    ops.splits_to_row_range(counts.contiguous(), row_range, num_rows)
+    kernels.for_device(counts.device).splits_to_row_range(counts.contiguous(), row_range, num_rows)
     if counts.device == device:
         return row_range
     on_device = torch.empty_like(row_range, device=device)

@@ -75,9 +75,11 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             )
         # Layers share a heap: with NVSHMEM a process can have only one.
         self.heap = shared_heap(self.ep_mesh.get_group(), num_bytes=self.heap_bytes(num_ranks))
-        give = partial(give_topk, router="router", position=2)
         self.listeners = Listeners(
-            self.heap, num_experts=self.num_experts, order=self.config.order, give=give
+            self.heap,
+            num_experts=self.num_experts,
+            order=self.config.order,
+            give=partial(give_topk, router="router", position=2),
         )
 
     def heap_bytes(self, num_ranks: int) -> int:

@@ -10,35 +10,12 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import check_kind, modules_of
-from symmoe.errors import ArgumentError, warn
+from symmoe.errors import ArgumentError, first_problem, warn
 from symmoe.grouped.parameters import local_part, named_parameters
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.training.gradients import REDUCED
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUM_BYTES = 8
-
-_AT_START = (
-    "dense parameters differ between ranks before the first optimizer step: make them equal with "
-    "symmoe.training.broadcast_parameters(model) when the model is built"
-)
-_NOT_REDUCED = (
-    "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
-    "backward and before the optimizer"
-)
-_ONLY_LAYERS = (
-    "dense parameters outside of the MoE layers differ between ranks after the first optimizer step, and were equal "
-    "before: call symmoe.reduce_gradients(model) of the whole model, not of its layers only"
-)
-_CHANGED = (
-    "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
-    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.training.clip_grad_norm: torch's "
-    "clip_grad_norm_ counts only this rank's experts"
-)
-_EQUAL_EXPERTS = (
-    "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed them "
-    "with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
-)
 
 
 def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -105,22 +82,44 @@ def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
     experts, before, before_elsewhere, after, after_elsewhere = (
         len(set(column)) for column in zip(*rows, strict=True)
     )
-    texts = []
-    if before > 1:
-        texts.append(_AT_START)
-    elif after > 1:
-        texts.append(_CHANGED if are_reduced else _NOT_REDUCED)
-    elif after_elsewhere > before_elsewhere == 1:
-        texts.append(_ONLY_LAYERS)
-    return [*texts, _EQUAL_EXPERTS] if experts == 1 else texts
+    before_step = "dense parameters differ between ranks before the first optimizer step: "
+    after_step = "dense parameters differ between ranks after the first optimizer step: "
+    of_dense = (
+        (
+            before > 1,
+            f"{before_step}make them equal with symmoe.training.broadcast_parameters(model) when the model is built",
+        ),
+        (
+            after > 1 and are_reduced,
+            f"{after_step}gradients were changed after symmoe.reduce_gradients, otherwise on each rank. Clip with "
+            "symmoe.training.clip_grad_norm: torch's clip_grad_norm_ counts only this rank's experts",
+        ),
+        (
+            after > 1,
+            f"{after_step}call symmoe.reduce_gradients(model) after backward and before the optimizer",
+        ),
+        (
+            after_elsewhere > before_elsewhere == 1,
+            "dense parameters outside of the MoE layers differ between ranks after the first optimizer step, and were "
+            "equal before: call symmoe.reduce_gradients(model) of the whole model, not of its layers only",
+        ),
+    )
+    of_experts = (
+        experts == 1,
+        "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed "
+        "them with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)",
+    )
+    found = first_problem(*of_dense), first_problem(of_experts)
+    return [str(each) for each in found if each is not None]
 
 
 def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
     """Checksums of the layers' dense parameters, which must be equal on all ranks, and of the optimizer's other dense
     parameters, which may differ. If it trains none of the layers', all are one."""
     layers = _layers(model)
-    in_ddp = any(layer._ddp_ref() is not None for layer in layers)
-    if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if any(layer._ddp_ref() is not None for layer in layers) or any(
+        hasattr(parameter, "device_mesh") for parameter in model.parameters()
+    ):
         return 0, 0
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     named = [
@@ -154,7 +153,7 @@ def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Does not depend on their order."""
     digest = hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()
-    return int.from_bytes(digest[:_SUM_BYTES], "little")
+    return int.from_bytes(digest[:8], "little")
 
 
 def _has_bits(parameter: torch.Tensor) -> bool:

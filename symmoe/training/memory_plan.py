@@ -183,8 +183,8 @@ def _dry_call(
         dy = empty(num_tokens, dtype)
         weight = empty(config.num_experts, torch.float32)
         with _Memory(heap) as memory:
-            rule = (config.router or RouterConfig()).rule
-            routed = route_tokens(Route(x, weight, None, None, config.top_k, rule))
+            router = config.router or RouterConfig()
+            routed = route_tokens(Route(x, weight, None, None, config.top_k, router.rule))
             plan = plan_call(
                 routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room
             )

@@ -183,9 +183,6 @@ class Modules:
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id; the reference keeps the id unique
         self.ddp_on_default_stream = False  # whether a DDP accumulates there
-        self.places: list[list[Any]] = []  # tensor addresses, from `settings`
-        self._trained: list[tuple[Any, ...]] = []
-        self._values: list[Any] = []
         self._settings = 0
         self._look()
 
@@ -339,19 +336,18 @@ class Modules:
         self._public = [
             (d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor
         ]
-        tensors = (
-            *self.parameters,
-            *self._model.buffers(),
-        )  # filtered below: own memory only
-        self.located = [
-            t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        self.located = [  # in memory of their own
+            t
+            for t in (*self.parameters, *self._model.buffers())
+            if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         ]
         self.sharded: list[Any] = [
             parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
         ]
-        self.places = []
-        self._trained = []
-        self._values = []  # unknown
+        # Unknown until `settings`: tensor addresses, and the values of attributes.
+        self.places: list[list[Any]] = []
+        self._trained: list[tuple[Any, ...]] = []
+        self._values: list[Any] = []
 
 
 def _is_same(old: object, new: object) -> bool:

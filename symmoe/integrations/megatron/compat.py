@@ -69,12 +69,8 @@ _FP8_LIMITS: tuple[_Limit, ...] = (
 
 def slots_per_token(config: TransformerConfig) -> int:
     """K, the most experts of a token. Padded capacity fills experts with additional tokens of prob 0."""
-    top_k: int = (
-        config.num_moe_experts
-        if config.moe_pad_expert_input_to_capacity
-        else config.moe_router_topk
-    )
-    return top_k
+    pads = config.moe_pad_expert_input_to_capacity
+    return int(config.num_moe_experts if pads else config.moe_router_topk)
 
 
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:

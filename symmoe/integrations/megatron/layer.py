@@ -247,7 +247,13 @@ class SymmMoELayer(MoELayer):
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        recorded = recorded_by(self._recorder)
+        # The choice before a capacity factor's drops; another action's record may be of an earlier forward.
+        recorder = self._recorder
+        recorded = (
+            recorder.recorded_topk_idx
+            if recorder and recorder.router_replay_action == RouterReplayAction.RECORD
+            else None
+        )
         chosen = ids if recorded is None else recorded
         self.listeners.tell(
             RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training)
@@ -300,14 +306,6 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
         RouterReplay.global_router_replay_instances.pop()  # lists only enabled ones
         router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
     return router.router_replay
-
-
-def recorded_by(recorder: RouterReplay | None) -> torch.Tensor | None:
-    """A router's choice in the current forward, before a capacity factor's drops; None: not recorded."""
-    if recorder is None or recorder.router_replay_action != RouterReplayAction.RECORD:
-        return None  # the record may be of an earlier forward
-    recorded: torch.Tensor | None = recorder.recorded_topk_idx
-    return recorded
 
 
 def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:

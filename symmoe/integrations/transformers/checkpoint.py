@@ -18,7 +18,7 @@ from torch import nn
 
 from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import REPLICAS, agreed, bare, digest
+from symmoe.checkpoint.tensors import REPLICAS, agreed, bare, digest, lists_by_key
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout
@@ -150,11 +150,11 @@ def _by_file(
     layout: Layout, pieces: Iterable[Piece]
 ) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
     """This rank's pieces, by file."""
-    by_file: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
-    for piece in pieces:
-        if piece.tensor is not None:
-            by_file.setdefault(layout.tensors[piece.key].file, []).append((piece, piece.tensor))
-    return by_file
+    return lists_by_key(
+        (layout.tensors[piece.key].file, (piece, piece.tensor))
+        for piece in pieces
+        if piece.tensor is not None
+    )
 
 
 def _lay_out(

@@ -138,9 +138,11 @@ class Trainer(transformers.Trainer):
         }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir, OPTIMIZER_FOLDER)
         training_checkpoint.save_checkpoint(
-            folder, self.state.global_step, keep_last=1, **self._trained()
+            Path(output_dir, OPTIMIZER_FOLDER),
+            self.state.global_step,
+            keep_last=1,
+            **self._trained(),
         )
         if self.args.should_save:
             with warnings.catch_warnings(record=True):  # ignores "also save the optimizer"

@@ -222,8 +222,8 @@ def _state_of_optimizer(
 
 def spoilt(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers that differ everywhere."""
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return ~tensor if is_whole else torch.full_like(tensor, torch.nan)
+    is_of_floats = tensor.is_floating_point() or tensor.is_complex()
+    return torch.full_like(tensor, torch.nan) if is_of_floats else ~tensor
 
 
 def _bits(tensor: torch.Tensor) -> tuple[object, ...]:

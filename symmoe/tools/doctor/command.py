@@ -106,6 +106,9 @@ def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]
     ]
     if self_test:
         slowest = min((each.gbs for each in links.values()), default=0.0) if len(links) > 1 else 0.0
-        trial = run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment)
-        found += check_trial(trial, on_gpus=has_gpu, link_gbs=slowest or None)
+        found += check_trial(
+            run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment),
+            on_gpus=has_gpu,
+            link_gbs=slowest or None,
+        )
     return found

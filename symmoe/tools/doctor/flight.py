@@ -164,13 +164,16 @@ def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
     error, culprit = by_rank[own[0]].error, culprits[0]
     since = _since(by_rank, witnesses, error.phase, error.expected)
     last_call = _last_call(by_rank, culprit, error.expected, error.seen, witnesses)
-    sentence = f"{_ranks(witnesses)} waited for {_ranks(culprits)} at '{error.phase}' (epoch {error.expected})"
-    sentence += f" since {_time(since)}" if since is not None else ""
-    sentence += f"; {_last_known(culprit, last_call)}"
-    if culprit in by_rank and (
-        late := [call for call in by_rank[culprit].calls if call.epoch >= error.expected]
-    ):
-        sentence += f", and it came to '{late[0].phase}' too late, {_time(late[0].launched_unix_s)}"
+    its_calls = by_rank[culprit].calls if culprit in by_rank else []
+    late = [
+        f", and it came to '{call.phase}' too late, {_time(call.launched_unix_s)}"
+        for call in its_calls
+        if call.epoch >= error.expected
+    ]
+    sentence = (
+        f"{_ranks(witnesses)} waited for {_ranks(culprits)} at '{error.phase}' (epoch {error.expected})"
+        f"{'' if since is None else f' since {_time(since)}'}; {_last_known(culprit, last_call)}{''.join(late[:1])}"
+    )
     return Diagnosis(
         "timeout", culprits, witnesses, error.phase, error.expected, since, last_call, [], sentence
     )
@@ -184,9 +187,9 @@ def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagno
     source = by_rank[next(rank for rank in (*culprits, *witnesses) if rank in by_rank)].error.text
     reason = source.partition("gave up: ")[2].partition(" (flight record")[0] or source
     last_call = _last_call(by_rank, culprits[0]) if culprits[0] in by_rank else None
-    sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}"
-    sentence += f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
-    sentence += f"; {_last_known(culprits[0], last_call)}" if last_call else ""
+    found_out = f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
+    last = f"; {_last_known(culprits[0], last_call)}" if last_call else ""
+    sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}{found_out}{last}"
     since = _since(by_rank, witnesses, phase, epoch)
     return Diagnosis("abort", culprits, witnesses, phase, epoch, since, last_call, [], sentence)
 

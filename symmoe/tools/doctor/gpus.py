@@ -159,10 +159,14 @@ def _check_kind(index: int, gpu: Any) -> list[Said]:
     status = architectures.status(capability)
     known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
     newer = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
-    measured = f"{known} (docs/doctor.md); measured is 9.0 (Hopper)"
     return first(
         (capability < architectures.LEAST, "problem", f"{known} below 8.0", newer),
-        (status != "measured", "note", measured, ""),
+        (
+            status != "measured",
+            "note",
+            f"{known} (docs/doctor.md); measured is 9.0 (Hopper)",
+            "",
+        ),
     )
 
 
@@ -196,9 +200,11 @@ def _check_none(
 ) -> list[Said]:
     name = next((each["name"] for each in smi.devices.values()), "")
     listed = f"nvidia-smi lists {len(smi.devices)} x {name}, torch sees none"
-    fix = "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
-    if "not yet initialized" in error or "802" in error:
-        fix = "systemctl start nvidia-fabricmanager"
+    fix = (
+        "systemctl start nvidia-fabricmanager"
+        if "not yet initialized" in error or "802" in error
+        else "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
+    )
     return first(
         (
             not smi.devices,

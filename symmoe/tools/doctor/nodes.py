@@ -169,8 +169,9 @@ def examine_nodes(
     found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
     if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
         with contextlib.ExitStack() as stack:
-            tried = try_rail(board, topology, stack, has_gpu=bool(mine.gpu))
-            said = board.gather("rails", asdict(tried))
+            said = board.gather(
+                "rails", asdict(try_rail(board, topology, stack, has_gpu=bool(mine.gpu)))
+            )
         found += check_rails(topology, [Rail(**each) for each in said])
     return found
 
@@ -363,8 +364,9 @@ def _check_nccl(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
         f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
         "rails, GPUs may start the two communicators in different orders, and wait for each other"
     )
-    fix = f"export {LAUNCH_ORDER}=1 on every node"
-    return findings_about("nccl", (unordered, "note", text, fix))
+    return findings_about(
+        "nccl", (unordered, "note", text, f"export {LAUNCH_ORDER}=1 on every node")
+    )
 
 
 def check_rails(topology: Topology, rails: Sequence[Rail]) -> list[Finding]:
