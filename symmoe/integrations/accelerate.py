@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.checkpoint.nested import own_state_dict, refuse_state_dicts
+from symmoe.checkpoint.tensors import own_state_dict, refuse_state_dicts
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp

@@ -183,6 +183,9 @@ class Modules:
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id; the reference keeps the id unique
         self.ddp_on_default_stream = False  # whether a DDP accumulates there
+        self.places: list[list[Any]] = []  # tensor addresses, from `settings`
+        self._trained: list[tuple[Any, ...]] = []
+        self._values: list[Any] = []
         self._settings = 0
         self._look()
 
@@ -344,10 +347,9 @@ class Modules:
         self.sharded: list[Any] = [
             parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
         ]
-        # Unknown until `settings`: tensor addresses, and the values of attributes.
-        self.places: list[list[Any]] = []
-        self._trained: list[tuple[Any, ...]] = []
-        self._values: list[Any] = []
+        self.places = []
+        self._trained = []
+        self._values = []  # unknown
 
 
 def _is_same(old: object, new: object) -> bool:

@@ -75,19 +75,19 @@ def slots_per_token(config: TransformerConfig) -> int:
 
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:
     """The setting that the layer and its dispatcher do not support, or None."""
-    field = f"moe_router_topk ({config.moe_router_topk})"
-    if config.moe_pad_expert_input_to_capacity:
-        field = (
-            "moe_pad_expert_input_to_capacity (True) may send a token to all experts: "
-            f"num_moe_experts ({config.num_moe_experts})"
-        )
+    field = (
+        "moe_pad_expert_input_to_capacity (True) may send a token to all experts: num_moe_experts"
+        if config.moe_pad_expert_input_to_capacity
+        else "moe_router_topk"
+    )
+    top_k = slots_per_token(config)
     # Parts of a layer that CUDA graphs capture; the field was renamed in 0.19.
     if (scopes := getattr(config, "cuda_graph_modules", None)) is None:
         scopes = config.cuda_graph_scope
     scopes = scopes if isinstance(scopes, list) else [scopes] if scopes else []
     captured = {getattr(scope, "name", str(scope)) for scope in scopes}
     return first_problem(
-        (slots_per_token(config) > MAX_TOP_K, f"{field} must be at most {MAX_TOP_K}"),
+        (top_k > MAX_TOP_K, f"{field} ({top_k}) must be at most {MAX_TOP_K}"),
         (
             config.cuda_graph_impl != "none" and captured != {"attn"},
             f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not "
