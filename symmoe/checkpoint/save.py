@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -173,24 +174,25 @@ def _json(name: str, value: Any) -> str:
 
 
 def _parts(places: Iterable[Place]) -> _Parts:
-    parts: _Parts = {}
-    for place in sorted(places, key=lambda place: (place.key, place.start or 0)):
-        first = parts.setdefault(place.key, [place])[0]
-        dtype = place.tensor.dtype
-        if not _fits_file(dtype):
-            raise ArgumentError(f"{place.key} is {dtype}, which safetensors does not hold")
-        if (dtype, place.shape) != (first.tensor.dtype, first.shape):
-            raise ArgumentError(
-                f"{place.key} is {first.tensor.dtype} {first.shape} and {dtype} {place.shape}"
+    in_order = sorted(places, key=lambda place: (place.key, place.start or 0))
+    parts: _Parts = lists_by_key((place.key, place) for place in in_order)
+    for key, its in parts.items():
+        kinds = [(place.tensor.dtype, place.shape) for place in its]
+        for dtype, shape in kinds:
+            raise_for(
+                first_problem(
+                    (not _fits_file(dtype), f"{key} is {dtype}, which safetensors does not hold"),
+                    (
+                        (dtype, shape) != kinds[0],
+                        f"{key} is {kinds[0][0]} {kinds[0][1]} and {dtype} {shape}",
+                    ),
+                )
             )
-        if place is first:
-            continue
-        last = parts[place.key][-1]
-        if first.start is None or place.start != (last.start or 0) + len(last.rows):
-            raise ArgumentError(
-                f"{place.key} has rows from {last.start} and from {place.start}; they must follow"
-            )
-        parts[place.key].append(place)
+        for last, place in itertools.pairwise(its):
+            if last.start is None or place.start != last.start + len(last.rows):
+                raise ArgumentError(
+                    f"{key} has rows from {last.start} and from {place.start}; they must follow"
+                )
     return parts
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -162,14 +162,18 @@ def places_of(
     `num_ranks` define it. ArgumentError: a checkpoint cannot store a value."""
     places = list(_walk("model", model, rank, num_ranks))
     for place in places:
-        if hasattr(place.tensor, "device_mesh"):
-            raise ArgumentError(
-                f"{place.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)"
+        raise_for(
+            first_problem(
+                (
+                    hasattr(place.tensor, "device_mesh"),
+                    f"{place.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)",
+                ),
+                (
+                    place.tensor.layout != torch.strided or place.tensor.is_meta,
+                    f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory",
+                ),
             )
-        if place.tensor.layout != torch.strided or place.tensor.is_meta:
-            raise ArgumentError(
-                f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory"
-            )
+        )
     return places
 
 

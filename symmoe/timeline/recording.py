@@ -125,14 +125,14 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
     offsets, errors = align(barriers)
     start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
     moved = tuple(
-        tuple(_earlier(e, offset + start) for e in events if e.begin_us >= mine[-1][1])
+        tuple(
+            e._replace(begin_us=e.begin_us - (offset + start), end_us=e.end_us - (offset + start))
+            for e in events
+            if e.begin_us >= mine[-1][1]
+        )
         for events, mine, offset in zip(ranks, barriers, offsets, strict=True)
     )
     return Timeline(ranks=moved, clock_error_us=tuple(errors), device=device)
-
-
-def _earlier(event: Event, by_us: float) -> Event:
-    return event._replace(begin_us=event.begin_us - by_us, end_us=event.end_us - by_us)
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:

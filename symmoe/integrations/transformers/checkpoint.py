@@ -173,10 +173,9 @@ def _lay_out(
     for name, (header, size) in layout.files.items():
         if like is not None and name in with_others:
             shutil.copyfile(like / name, partial / name)
-            continue
-        with (partial / name).open("wb") as file:
-            file.write(header)
-            file.truncate(size)
+        else:
+            (partial / name).write_bytes(header)
+            os.truncate(partial / name, size)
     if layout.index is not None:
         (partial / INDEX).write_bytes(layout.index)
     if like is None:
@@ -188,8 +187,7 @@ def _lay_out(
         config.save_pretrained(partial)
         if model.can_generate():
             model.generation_config.save_pretrained(partial)
-        return
-    for path in like.iterdir():
+    for path in () if like is None else like.iterdir():
         if path.is_file() and path.name not in (*layout.files, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
 

@@ -75,7 +75,5 @@ class SymmoeEP(EPImplementation):
             f"mlp.{name}": weight.contiguous()
             for name, weight in self._form.local_weights(self._experts).items()
         }
-        y: torch.Tensor = functional_call(
-            self._step_module, weights, (hidden_states, top_k_index, top_k_weights)
-        )
-        return y
+        inputs = hidden_states, top_k_index, top_k_weights
+        return cast(torch.Tensor, functional_call(self._step_module, weights, inputs))
