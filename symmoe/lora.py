@@ -163,10 +163,12 @@ def add_lora(
             another place for its gradients. The model is unchanged.
     """
     raise_for(
-        size_problem(rank=rank) or (None if dtype is None else parameter_dtype_problem(dtype))
+        size_problem(rank=rank)
+        or (None if dtype is None else parameter_dtype_problem(dtype))
+        or first_problem(
+            (not 0.0 <= rank_dropout < 1.0, f"rank_dropout ({rank_dropout}) must be in [0, 1)")
+        )
     )
-    if not 0.0 <= rank_dropout < 1.0:
-        raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
     check_factor("alpha", alpha)
     mlps = modules_of(model, GroupedMLP, needs="GroupedMLP to give adapters to")
     for mlp in mlps:

@@ -29,6 +29,9 @@ START = "symmoe/start"  # a range that marks where a recording starts
 _NAME_LENGTH = 120  # names of templates are longer
 _ALIGNING_BARRIERS = 16
 _BARRIERS = ("barrier", "barrier_kernel")
+_NOT_STARTED = (
+    "the recording was not started: call recording.start() in the context, after a step or two"
+)
 # About thirty milliseconds: the host needs them to launch the aligning barriers and, slowed by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
@@ -90,10 +93,7 @@ def record(
         yield recording
         heap.synchronize()
     _meet(heap)  # has a time limit, unlike later calls: a failed rank does not arrive
-    not_started = (
-        "the recording was not started: call recording.start() in the context, after a step or two"
-    )
-    heap._agree(None if recording._started else ArgumentError(not_started))
+    heap._agree(None if recording._started else ArgumentError(_NOT_STARTED))
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))

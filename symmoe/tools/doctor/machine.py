@@ -117,7 +117,7 @@ def read_system(environment: Mapping[str, str]) -> System:
     files, processes = (
         resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
     )
-    limits = (processes, _processes_left())
+    limits = [processes, *host_backend.left_by_groups("pids")]
     problem = host_backend.preflight()
     try:
         os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
@@ -137,7 +137,7 @@ def read_system(environment: Mapping[str, str]) -> System:
         shm_free_bytes=shm.free if shm else None,
         max_files=None if files == resource.RLIM_INFINITY else files,
         max_processes=min(
-            (each for each in limits if each not in (None, resource.RLIM_INFINITY)), default=None
+            (each for each in limits if each != resource.RLIM_INFINITY), default=None
         ),
         compiler=next((path for path in found if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
@@ -297,20 +297,6 @@ def _is_writable(folder: Path) -> bool:
         (each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/")
     )
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
-def _processes_left() -> int | None:
-    """The number of processes left in this control group (version 2); None without a limit."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        name = next(line[3:].strip().lstrip("/") for line in lines if line.startswith("0::"))
-        limit, used = (
-            Path("/sys/fs/cgroup", name, f"pids.{each}").read_text().strip()
-            for each in ("max", "current")
-        )
-    except (OSError, StopIteration):
-        return None
-    return None if limit == "max" else max(0, int(limit) - int(used))
 
 
 def _size(num_bytes: int) -> str:

@@ -24,6 +24,7 @@ from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
+from symmoe.symm_mem.host_backend import text_of
 from symmoe.tools.doctor.findings import Finding, Said, findings_about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
@@ -201,21 +202,11 @@ def read_facts(
 
 def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     """RDMA devices, such as "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", and whether they have a link."""
-
-    def said(device: Path, pattern: str) -> list[str]:
-        texts = []
-        for path in device.glob(f"ports/{pattern}"):
-            with contextlib.suppress(OSError):  # the kernel lacks the file
-                texts.append(path.read_text(encoding="utf-8").strip())
-        return texts
-
     nics = {}
     for device in sorted(folder.glob("*")):
-        about = [
-            text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text
-        ]
-        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = any(
-            "ACTIVE" in text for text in said(device, "*/state")
+        about = [text_of(device / "ports/1" / name).strip() for name in ("link_layer", "rate")]
+        nics[f"{device.name} ({', '.join(filter(None, about)) or 'RDMA'})"] = any(
+            "ACTIVE" in text_of(path) for path in device.glob("ports/*/state")
         )
     return nics
 
