@@ -252,12 +252,10 @@ def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
             `assign=True`, or only one of the two passes is captured in a CUDA graph. A write that bypasses autograd
             (`weight.data.copy_`) is not detected: results then use the old weight.
     """
-    linears = modules_of(
-        module, GroupedLinear, name="module", needs="GroupedLinear whose weights could be constant"
-    )
+    needs = "GroupedLinear whose weights could be constant"
     entered = [
         linear
-        for linear in linears
+        for linear in modules_of(module, GroupedLinear, name="module", needs=needs)
         if linear.precision is not None and linear.cached_weight is None
     ]
     with ExitStack() as held:

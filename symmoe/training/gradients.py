@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from symmoe.moe.ddp_and_fsdp import (
     group_size,
 )
 from symmoe.torch_internals import version_of
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 REDUCED = "_symmoe_reduced"  # on a gradient: its version after the reduction
 
@@ -92,7 +89,7 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     for parameter in parameters:
         if hasattr(parameter, "device_mesh"):
             raise ArgumentError(
-                f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast('DTensor', parameter).placements}): "
+                f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast(Any, parameter).placements}): "
                 "FSDP reduces its gradient in backward, and reduce_gradients would do it again"
             )
     # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
@@ -210,7 +207,7 @@ def _local_gradients(
             continue
         num_copies = num_replicas if is_expert else num_ranks
         if hasattr(gradient, "device_mesh"):
-            whole = cast("DTensor", gradient)  # DTensor's module is not imported here
+            whole: Any = gradient  # a DTensor, whose module is not imported here
             if any(placement.is_partial() for placement in whole.placements):
                 raise ArgumentError(
                     f"{name}.grad is a partial sum {whole.placements}: it has no norm yet"

@@ -131,26 +131,20 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
     sizes = sorted({record.num_ranks for record in by_rank.values()})
     if len(sizes) > 1:
         raise ArgumentError(f"the records are of groups of {sizes} ranks: give those of one group")
-    waits = {
-        rank: record.error.rank
-        for rank, record in by_rank.items()
-        if record.error.type == "PeerTimeout"
-    }
-    told = {
-        rank: record.error.rank
-        for rank, record in by_rank.items()
-        if record.error.type == "PeerAborted"
-    }
+    waits, told = (
+        {rank: its.error.rank for rank, its in by_rank.items() if its.error.type == kind}
+        for kind in ("PeerTimeout", "PeerAborted")
+    )
     gave_up = [
         rank
         for rank, record in by_rank.items()
         if record.error.text.startswith("this rank gave up: ")
     ]
+    without = sorted(set(range(sizes[0])) - set(by_rank))
     if waits:
         found = _timeout(by_rank, waits)
     else:
         found = _abort(by_rank, told, gave_up) if told or gave_up else _error(by_rank)
-    without = sorted(set(range(sizes[0])) - set(by_rank))
     tail = f"; {_ranks(without)} left no record." if without else "."
     return replace(found, without_record=without, sentence=found.sentence + tail)
 
@@ -203,10 +197,16 @@ def _error(by_rank: Records) -> Diagnosis:
     sentence = (
         f"{_ranks(sorted(by_rank))} raised {error.type} at '{status.phase}' (epoch {epoch}): {text}"
     )
-    culprits = [status.peer] if status.peer >= 0 else []
-    since, last_call = _since(by_rank, [rank], status.phase, epoch), _last_call(by_rank, rank)
     return Diagnosis(
-        "error", culprits, sorted(by_rank), status.phase, epoch, since, last_call, [], sentence
+        "error",
+        [status.peer] if status.peer >= 0 else [],
+        sorted(by_rank),
+        status.phase,
+        epoch,
+        _since(by_rank, [rank], status.phase, epoch),
+        _last_call(by_rank, rank),
+        [],
+        sentence,
     )
 
 
@@ -233,20 +233,20 @@ def _last_call(
 ) -> dict[str, Any] | None:
     """A rank's last known call (before that epoch), from its own record or from other ranks' records."""
     if rank in by_rank:
-        calls = [call for call in by_rank[rank].calls if before is None or call.epoch < before]
-        found = [
+        own = (
             {"phase": c.phase, "epoch": c.epoch, "at_unix_s": c.launched_unix_s, "own": True}
-            for c in calls[-1:]
-        ]
-        return found[0] if found else None
+            for c in reversed(by_rank[rank].calls)
+            if before is None or c.epoch < before
+        )
+        return next(own, None)
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
-    calls = [
-        call for witness in witnesses for call in reversed(by_rank[witness].calls)
-    ]  # all ranks make the same calls
-    phase = next(
-        (call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None
+    phases = (  # all ranks make the same calls
+        call.phase
+        for witness in witnesses
+        for call in reversed(by_rank[witness].calls)
+        if call.epoch == epoch and call.signal_of is None
     )
-    return {"phase": phase, "epoch": epoch, "at_unix_s": None, "own": False}
+    return {"phase": next(phases, None), "epoch": epoch, "at_unix_s": None, "own": False}
 
 
 def _last_known(rank: int, call: dict[str, Any] | None) -> str:

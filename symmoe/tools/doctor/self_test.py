@@ -104,7 +104,7 @@ def run_trial(
         took_s = time.monotonic() - start
         if ended is not None and not ended.is_failed():
             return Trial(num_ranks, took_s, json.loads(Path(folder, "found-0").read_text()))
-        failures = {} if ended is None else ended.failures
+        failures = ended.failures if ended else {}
         return Trial(num_ranks, took_s, None, *_first_error(Path(folder), failures, num_ranks))
 
 
