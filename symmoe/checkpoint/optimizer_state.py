@@ -157,7 +157,6 @@ def empty_state(
         # As in torch, the step count stays on the host unless a kernel reads it.
         on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         for place in places:
-            old = optimizer.state.get(place.tensor, {})
             for kind in kinds.get(place.key, ()):
                 key = f"{PREFIX}{place.key}.{kind}"
                 if not place.is_of(record.experts.get(key), key):
@@ -166,7 +165,8 @@ def empty_state(
                     value = record.values[key]
                 else:
                     device = torch.device("cpu") if kind in on_host else place.tensor.device
-                    value, own = _empty(place, key, record, tensors[key], old.get(kind), device)
+                    old = optimizer.state.get(place.tensor, {}).get(kind)
+                    value, own = _empty(place, key, record, tensors[key], old, device)
                     if own.tensor is value:
                         filled.append(own)
                     else:

@@ -231,8 +231,11 @@ def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor
     row_range = rows.row_range
     if recipe is None:
         return WeightProduct(d_out, x, row_range, {"x": x, "d_y": d_out})
-    left = gradient_columns(recipe, d_out, row_range)
-    return WeightProduct(left, recipe.quantize_columns(x, row_range).operand(), row_range)
+    return WeightProduct(
+        gradient_columns(recipe, d_out, row_range),
+        recipe.quantize_columns(x, row_range).operand(),
+        row_range,
+    )
 
 
 @contextmanager

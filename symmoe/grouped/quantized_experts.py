@@ -153,7 +153,6 @@ class QuantizedBackward(ExpertsBackward):
     _a_columns: Callable[[], Operand]
 
     def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
-        x = self._x
         weights = self._weights
         h = hidden.h
         self._dtype = h.dtype
@@ -161,7 +160,7 @@ class QuantizedBackward(ExpertsBackward):
         self._transposed1, transposed2 = hidden.transposed
         assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.fc2.weight.shape[2]))
-        received = replace(x, rows=self._d_out)
+        received = replace(self._x, rows=self._d_out)
         dbias = self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
             self._ops.grouped_gemm_quantized(
@@ -233,10 +232,12 @@ class QuantizedBackward(ExpertsBackward):
         if part is not None and self._transposed1 is None:
             return
         assert self._transposed1 is not None  # forward has kept it for this
-        dh = self._dh_rows()
-        d_rows = d_rows[: self._x.scale.shape[0]]
         self._ops.grouped_gemm_quantized(
-            dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail
+            self._dh_rows(),
+            self._transposed1,
+            self._x.row_range,
+            d_rows[: self._x.scale.shape[0]],
+            zero_tail=zero_tail,
         )
         self._transposed1 = None  # the rows have been made
 
@@ -253,11 +254,10 @@ class QuantizedBackward(ExpertsBackward):
     def w2_product(self) -> WeightProduct:
         x = self._x
         wire = self._weights.wire.gradients
-        received = self._d_out
         left = (
-            gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
+            gradient_columns(self._weights.recipe, self._d_out, x.row_range, x.row_index)
             if wire is None
-            else wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
+            else wire.columns(self._d_out, x.row_range, self._dtype, x.row_index).operand()
         )
         return WeightProduct(left, self._a_columns(), x.row_range)
 

@@ -112,9 +112,10 @@ class RowArguments:
             if buffer is not None
         ]
         raise_for(arguments.overlap_problem(buffers, read))
-        is_autocast = torch.is_autocast_enabled(x.device.type)
         x = x.to(working_dtype(x))
-        return x, *local_tensors(layers, x.dtype, cast_biases=is_autocast)
+        return x, *local_tensors(
+            layers, x.dtype, cast_biases=torch.is_autocast_enabled(x.device.type)
+        )
 
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
@@ -124,8 +125,9 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
     has_kernels = device.type in ("cpu", "cuda")
     casts = has_kernels and torch.is_autocast_enabled(device.type)
     dtypes = (*FLOATS, torch.float64) if casts else (weight.dtype,)
-    shape = ("...", "N", linear.in_features)
-    error = tensor_problem(name, x, shape=shape, dtypes=dtypes, device=device)
+    error = tensor_problem(
+        name, x, shape=("...", "N", linear.in_features), dtypes=dtypes, device=device
+    )
     if error is None and not has_kernels:
         return ArgumentError(
             f"{name} and the weights are on {device}; they must be on a CUDA device or the CPU"
@@ -190,8 +192,9 @@ def _rows_of(
 ) -> ExpertRows:
     """x [..., C] and its scale in the kernels' form."""
     scale = None if scale is None else scale.view(-1)
-    bias_scale = scale if products.scale_bias else None
-    return ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, bias_scale)
+    return ExpertRows(
+        x.view(-1, x.shape[-1]), row_range, scale, scale if products.scale_bias else None
+    )
 
 
 class _RowsFunction(Function):

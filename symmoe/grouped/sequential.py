@@ -246,8 +246,8 @@ def _keywords(module: nn.Module) -> set[str] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    taken = positional[1 + _num_extra_inputs(module) :]
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(taken)
+    keyword_only = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return keyword_only.union(positional[1 + _num_extra_inputs(module) :])
 
 
 def _are_fusible(calls: list[Call]) -> bool:

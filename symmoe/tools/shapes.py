@@ -78,9 +78,12 @@ def shape_options(*, default: str = "", what: str = "one") -> Options:
 
 def config_options(**defaults: str) -> Options:
     """Options for MoEConfig's fields with a choice of words."""
-    text = "see MoEConfig (default %(default)s)"
     return {
-        _option(name): {"choices": CHOICES[name], "default": default, "help": text}
+        _option(name): {
+            "choices": CHOICES[name],
+            "default": default,
+            "help": "see MoEConfig (default %(default)s)",
+        }
         for name, default in defaults.items()
     }
 

@@ -313,10 +313,10 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
     omits these tokens. ArgumentError: the router has no choice by scores to replace."""
     router: Any = model.get_submodule(f"{name}.router" if name else "router")
     if (replay := recorder_of(router)) is None:
-        config = router.config
         raise ArgumentError(
-            f"moe_router_load_balancing_type ({config.moe_router_load_balancing_type!r}) and moe_router_fusion "
-            f"({config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router cannot be given a choice"
+            f"moe_router_load_balancing_type ({router.config.moe_router_load_balancing_type!r}) and "
+            f"moe_router_fusion ({router.config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router cannot "
+            "be given a choice"
         )
     before = replay.router_replay_action
 

@@ -150,9 +150,12 @@ class ExpertParallelExperts(ExpertParallelModule):
         return f"experts={self.num_experts}, ranks={self.heap.num_ranks}, hidden={self.mlp.hidden}, ffn={self.mlp.ffn}"
 
     def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Problem:
-        shape = ("T", self.mlp.hidden)
         error = tensor_problem(
-            "hidden_states", x, shape=shape, dtypes=control.DTYPES, device=self.heap.device
+            "hidden_states",
+            x,
+            shape=("T", self.mlp.hidden),
+            dtypes=control.DTYPES,
+            device=self.heap.device,
         )
         if error is None and (topk_idx.shape[:1] != x.shape[:1] or weights.shape != topk_idx.shape):
             return ArgumentError(

@@ -81,10 +81,9 @@ class Trainer(transformers.Trainer):
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         # Whether the model's loss includes the balance loss of its routers.
-        has_balance_loss = isinstance(outputs, dict) and all(
+        if isinstance(outputs, dict) and all(
             outputs.get(name) is not None for name in ("loss", "aux_loss")
-        )
-        if has_balance_loss:
+        ):
             # The token losses are divided by all ranks' token count, so ranks and micro-batches add up. The
             # balance loss, a mean, would add up too.
             times = self.args.world_size if self.args.average_tokens_across_devices else 1

@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
         findings = join_and_examine(
             os.environ, tell, args.ranks_per_node, sends=not args.no_self_test
         )
-        return int(
-            worst_level(findings) == "problem"
-        )  # in every process, so that torchrun on every node returns it
+        # In every process, so that torchrun on every node returns it.
+        return int(worst_level(findings) == "problem")
     # torchrun has started one per rank; they would disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0

@@ -184,8 +184,17 @@ def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagno
     found_out = f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
     last = f"; {_last_known(culprits[0], last_call)}" if last_call else ""
     sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}{found_out}{last}"
-    since = _since(by_rank, witnesses, phase, epoch)
-    return Diagnosis("abort", culprits, witnesses, phase, epoch, since, last_call, [], sentence)
+    return Diagnosis(
+        "abort",
+        culprits,
+        witnesses,
+        phase,
+        epoch,
+        _since(by_rank, witnesses, phase, epoch),
+        last_call,
+        [],
+        sentence,
+    )
 
 
 def _error(by_rank: Records) -> Diagnosis:
