@@ -315,8 +315,8 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
     if (replay := recorder_of(router)) is None:
         raise ArgumentError(
             f"moe_router_load_balancing_type ({router.config.moe_router_load_balancing_type!r}) and "
-            f"moe_router_fusion ({router.config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router cannot "
-            "be given a choice"
+            f"moe_router_fusion ({router.config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router "
+            "cannot be given a choice"
         )
     before = replay.router_replay_action
 

@@ -197,7 +197,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
 
 def be_rank(
     known: str,
-    work: Callable[[Ranks, float, Any], Any],
+    work: Callable[[Ranks, float, Any], dict[str, float]],
     text_of: Callable[[int, Exception], str] = lambda _, error: str(error),
 ) -> int:
     """Joins the others, works, and writes the result, or the error and its text by rank, to a file as JSON. known: what
@@ -211,7 +211,7 @@ def be_rank(
             ranks = stack.enter_context(
                 join(f"file://{its['store']}", its["rank"], its["num_ranks"])
             )
-            found: dict[str, Any] = work(ranks, its["deadline_s"] / _WAITS, its["job"])
+            found: Mapping[str, Any] = work(ranks, its["deadline_s"] / _WAITS, its["job"])
         except Exception as error:  # noqa: BLE001 - the parent process must report any error
             found = {"error": type(error).__name__, "text": text_of(its["rank"], error)}
             lingers = isinstance(error, PeerError)
