@@ -34,7 +34,7 @@ class Told:
     by_rank: list[Any] = field(default_factory=list)  # set after the step
 
 
-class Peers:
+class Peers(contextlib.AbstractContextManager["Peers"]):
     """A process group that exchanges JSON. Every method is collective.
 
     A block `with peers:` surrounds all calls. If an exception of one rank (an interrupt) ends its block, the next
@@ -47,9 +47,6 @@ class Peers:
         self._is_over = False  # no peer will wait for this rank again
         self.rank = self._bootstrap.rank
         self.num_ranks = self._bootstrap.num_ranks
-
-    def __enter__(self) -> Peers:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or self._is_over:

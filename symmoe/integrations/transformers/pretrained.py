@@ -84,5 +84,4 @@ def from_pretrained(
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.eval()
-    return model
+    return model.eval()
