@@ -84,4 +84,5 @@ def from_pretrained(
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    model.eval()
+    return model

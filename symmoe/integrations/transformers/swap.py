@@ -121,13 +121,12 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
 
 
 @torch.no_grad()
-def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
+def adapt(experts: ExpertParallelExperts, wrappers: list[Any]) -> None:
     """Adds this rank's part of the `wrappers`' adapters, which cover all experts. Freezes the experts' weights.
     Local. ArgumentError: gate_up_proj and down_proj do not have exactly one unmerged adapter each; or options that
     grouped layers lack."""
     names, mlp, is_transposed = dict[str, PeftNames](), experts.mlp, experts.form.is_transposed
-    for depth, wrapper in enumerate(wrappers):
-        peft: Any = wrapper  # torch gives all attributes of a module one type
+    for depth, peft in enumerate(wrappers):
         if peft.parameter_name not in _LINEAR_OF or len(peft.lora_A) != 1 or peft.merged_adapters:
             raise ArgumentError(
                 f"peft has adapters {list(peft.lora_A)} for {peft.parameter_name}, merged {peft.merged_adapters}; "
