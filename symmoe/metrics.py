@@ -295,24 +295,22 @@ def _counts(is_training: bool) -> bool:
 def _numbers(records: list[LayerRecord]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for field in LayerRecord.__dataclass_fields__:
-        values = [getattr(record, field) for record in records]
-        for record, value in zip(records, values, strict=True):
-            if isinstance(value, tuple):
-                numbers |= {
-                    f"moe/{record.name}/{field}/{i}": float(number)
-                    for i, number in enumerate(value)
-                }
-            if isinstance(value, tuple) and field.endswith("_per_rank"):
-                numbers[f"moe/{record.name}/{field}_max_over_mean"] = (
-                    max(value) * len(value) / max(1, sum(value))
-                )
-        if all(isinstance(value, (int, float)) for value in values):
+        values = {f"moe/{record.name}/{field}": getattr(record, field) for record in records}
+        lists = {name: value for name, value in values.items() if isinstance(value, tuple)}
+        numbers |= {
+            f"{name}/{i}": float(number)
+            for name, value in lists.items()
+            for i, number in enumerate(value)
+        }
+        if field.endswith("_per_rank"):
             numbers |= {
-                **{
-                    f"moe/{record.name}/{field}": float(getattr(record, field))
-                    for record in records
-                },
-                f"moe/{field}/mean": float(sum(values) / len(values)),
-                f"moe/{field}/max": float(max(values)),
+                f"{name}_max_over_mean": max(value) * len(value) / max(1, sum(value))
+                for name, value in lists.items()
+            }
+        if all(isinstance(value, (int, float)) for value in values.values()):
+            numbers |= {
+                **{name: float(value) for name, value in values.items()},
+                f"moe/{field}/mean": float(sum(values.values()) / len(values)),
+                f"moe/{field}/max": float(max(values.values())),
             }
     return numbers
