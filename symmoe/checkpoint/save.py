@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
-from symmoe.checkpoint import files, folder
+from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import Manifest, StoredFile
 from symmoe.checkpoint.optimizer_state import (
     groups_of,
@@ -276,6 +276,6 @@ def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, An
             "DCP_SHARDING_INFO": json.dumps(offsets)
         }  # one entry: safetensors does not order several
         data = safetensors.torch.save({key: _to_host(parts[key]) for key in keys}, header)
-        files.write(unfinished / name, data)
+        folder.write(unfinished / name, data)
         written[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return written

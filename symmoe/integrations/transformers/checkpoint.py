@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from symmoe.checkpoint.files import sync
+from symmoe.checkpoint.folder import sync
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import REPLICAS, agreed, bare, digest, lists_by_key
 from symmoe.checks.extras import extra
