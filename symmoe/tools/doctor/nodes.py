@@ -63,10 +63,6 @@ class Rail:
 class RanksMissing(Exception):
     """Ranks did not answer in time."""
 
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
-        super().__init__(f"ranks {listed(ranks)} did not answer in time, at '{what}'")
-        self.ranks = tuple(ranks)
-
 
 class Board(NamedTuple):
     """This process with torchrun's ranks, and a torch store where every rank publishes its findings and reads those of
@@ -91,7 +87,7 @@ class Board(NamedTuple):
             except RuntimeError:  # some stores raise a DistError, others do not
                 missing.append(rank)
         if missing:
-            raise RanksMissing(what, missing)
+            raise RanksMissing(f"ranks {listed(missing)} did not answer in time, at '{what}'")
         return said
 
 
