@@ -34,7 +34,7 @@ from symmoe.integrations.megatron.compat import (
 )
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.kernels import control
-from symmoe.moe.listeners import Choose, Listeners, RoutingReport
+from symmoe.moe.listeners import Choose, Listeners
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -235,18 +235,15 @@ class SymmMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         if self._routed is not None:
             y, load = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
-            if self.listeners.callbacks:
-                self._tell(hidden_states, load)
+            self._tell(hidden_states, load)
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
-        if self.listeners.callbacks:
-            plan = begun(dispatcher.plan)
-            self._tell(rows, (plan.expert_load, plan.num_dropped))
+        plan = begun(dispatcher.plan)
+        self._tell(rows, (plan.expert_load, plan.num_dropped))
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
-        ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
         # The choice before a capacity factor's drops; another action's record may be of an earlier forward.
         recorder = self._recorder
         recorded = (
@@ -254,10 +251,8 @@ class SymmMoELayer(MoELayer):
             if recorder and recorder.router_replay_action == RouterReplayAction.RECORD
             else None
         )
-        chosen = ids if recorded is None else recorded
-        self.listeners.tell(
-            RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training)
-        )
+        ids = begun(self.token_dispatcher.topk_idx)
+        self.listeners.tell_call(ids, load, rows, is_training=self.training, chosen_idx=recorded)
 
 
 def begun(value: _Value | None) -> _Value:

@@ -27,7 +27,7 @@ from symmoe.integrations.transformers.forms import ExpertsForm, PeftNames, Stock
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
-from symmoe.moe.listeners import Listeners, RoutingReport
+from symmoe.moe.listeners import Listeners
 from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -139,11 +139,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, load = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
-        if self.listeners.callbacks:
-            ids, size = top_k_index, self.config.hidden * dtype.itemsize
-            self.listeners.tell(
-                RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training)
-            )
+        self.listeners.tell_call(top_k_index, load, tokens, is_training=self.training)
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

@@ -159,13 +159,17 @@ class Trainer(transformers.Trainer):
 
 def _balance_coefficient(model: Any) -> float:
     """The factor of a model's balance loss."""
-    for owner in (model, model.config.get_text_config()):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            if hasattr(owner, name):
-                return float(getattr(owner, name))
-    raise ArgumentError(
-        f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
-    )
+    found = [
+        getattr(owner, name)
+        for owner in (model, model.config.get_text_config())
+        for name in ("router_aux_loss_coef", "aux_loss_coef")
+        if hasattr(owner, name)
+    ]
+    if not found:
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
+        )
+    return float(found[0])
 
 
 def _save_or_load_by(
