@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import check_kind, modules_of
-from symmoe.errors import ArgumentError, first_problem, warn
+from symmoe.errors import ArgumentError, warn
 from symmoe.grouped.parameters import local_part, named_parameters
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.training.gradients import REDUCED
@@ -105,12 +105,11 @@ def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
         ),
     )
     of_experts = (
-        experts == 1,
         "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed "
-        "them with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)",
+        "them with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
     )
-    found = first_problem(*of_dense), first_problem(of_experts)
-    return [str(each) for each in found if each is not None]
+    found = [text for is_so, text in of_dense if is_so][:1]
+    return [*found, of_experts] if experts == 1 else found
 
 
 def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
