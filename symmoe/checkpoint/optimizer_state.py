@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from symmoe.checkpoint.manifest import StoredGroup, StoredOptimizer
 from symmoe.checkpoint.tensors import Place, agreed, lists_by_key
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
 
 PREFIX = "optimizer."
 State = dict[torch.Tensor, dict[str, Any]]
@@ -33,12 +33,15 @@ def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Group
         id(place.parameter): replace(place, tensor=place.parameter)
         for place in reversed(list(model))
     }
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in places:
-                raise ArgumentError(
-                    f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}"
-                )
+    rules = (
+        (
+            id(parameter) not in places,
+            f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}",
+        )
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    )
+    raise_for(first_problem(*rules))
     return [
         [places[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
     ]

@@ -177,12 +177,15 @@ def broadcast_parameters(model: nn.Module, *, group: dist.ProcessGroup | None = 
     was sent."""
     experts = tensors_of_experts(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, tensor in tensors.items():
-        if hasattr(tensor, "device_mesh") or tensor.is_meta:
-            kind = "on meta" if tensor.is_meta else "a DTensor"
-            raise ArgumentError(
-                f"{name} is {kind}: only tensors that are whole, with memory, can be made equal"
-            )
+    rules = (
+        (
+            hasattr(tensor, "device_mesh") or tensor.is_meta,
+            f"{name} is {'on meta' if tensor.is_meta else 'a DTensor'}: only tensors that are whole, with memory, can "
+            "be made equal",
+        )
+        for name, tensor in tensors.items()
+    )
+    raise_for(first_problem(*rules))
     group = group or dist.group.WORLD
     expert_group = expert_group_of(model)
     for tensor in tensors.values():
