@@ -69,8 +69,10 @@ sanitize() { # tool, log, command...
 
 exec > >(tee "$folder/summary.txt")
 "$python" -c "
+import sys
 import torch
-from symmoe.tools.facts import machine
+sys.path.insert(0, 'benchmarks')
+from suites.records import machine
 print(', '.join(f'{key} {value}' for key, value in machine(torch.device('cuda')).items()))"
 echo "without a tool (compiles what the tools run):"
 workers=()

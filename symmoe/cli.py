@@ -41,7 +41,6 @@ from symmoe.training.precision_choice import (
     in_full,
 )
 
-_PLAN_HELP = "bytes of heap and activations, or bytes and time on several nodes, per rank"
 _PLAN = """\
 Computes the memory of a rank that trains MoE layers, before any allocation: bytes of the symmetric heap and of
 activations with exact capacity (uniform routing, and the worst) and with a static one. With --nodes: a model of the
@@ -147,13 +146,23 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
     commands = parser.add_subparsers(required=True)
-    raw = argparse.RawDescriptionHelpFormatter
     for name, text, description, options, run in (
-        ("plan", _PLAN_HELP, _PLAN, _OPTIONS, _plan),
+        (
+            "plan",
+            "bytes of heap and activations, or bytes and time on several nodes, per rank",
+            _PLAN,
+            _OPTIONS,
+            _plan,
+        ),
         ("doctor", doctor.HELP, doctor.DESCRIPTION, doctor.OPTIONS, doctor.run),
         ("check", check.HELP, check.DESCRIPTION, check.OPTIONS, check.run),
     ):
-        its = commands.add_parser(name, help=text, description=description, formatter_class=raw)
+        its = commands.add_parser(
+            name,
+            help=text,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         add_options(its, options)
         its.set_defaults(run=run)
     args = parser.parse_args(argv)
@@ -208,8 +217,6 @@ def _forward(plan: NetworkPlan) -> str:
         for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine))
         for label, field in TRAFFIC_SHOWN
     }
-    forward_us = plan.step_forward_s * 1e6
-    backward_us = plan.step_backward_s * 1e6
     lines = [
         f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}",
         *(
@@ -222,7 +229,8 @@ def _forward(plan: NetworkPlan) -> str:
             f"bound by {it.bound}"
             for name, it in (("exact", plan.exact), ("fixed size", plan.fixed))
         ),
-        f"a step, default schedule: forward {forward_us:.0f} us, backward {backward_us:.0f} us",
+        f"a step, default schedule: forward {plan.step_forward_s * 1e6:.0f} us, "
+        f"backward {plan.step_backward_s * 1e6:.0f} us",
     ]
     return "\n".join(lines)
 

@@ -168,6 +168,11 @@ def choice_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentE
     return ArgumentError(f"{name} ({word!r}) must be one of {words}")
 
 
+def first_problem(*rules: tuple[object, str]) -> ArgumentError | None:
+    """The error of the first rule that is broken, of (whether it is, the text), or None."""
+    return next((ArgumentError(text) for is_broken, text in rules if is_broken), None)
+
+
 _FOLDERS = [os.path.dirname(str(module.__file__)) for module in (torch, sys.modules["symmoe"])]
 _INSIDE = (*[folder + os.sep for folder in _FOLDERS], contextlib.__file__)
 

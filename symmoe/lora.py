@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import check_factor, modules_of, parameter_dtype_problem, size_problem
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.parameters import RANK_MULTIPLE, local_part
@@ -163,10 +163,12 @@ def add_lora(
             another place for its gradients. The model is unchanged.
     """
     raise_for(
-        size_problem(rank=rank) or (None if dtype is None else parameter_dtype_problem(dtype))
+        size_problem(rank=rank)
+        or (None if dtype is None else parameter_dtype_problem(dtype))
+        or first_problem(
+            (not 0.0 <= rank_dropout < 1.0, f"rank_dropout ({rank_dropout}) must be in [0, 1)")
+        )
     )
-    if not 0.0 <= rank_dropout < 1.0:
-        raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
     check_factor("alpha", alpha)
     mlps = modules_of(model, GroupedMLP, needs="GroupedMLP to give adapters to")
     for mlp in mlps:
@@ -207,14 +209,18 @@ def unmerge_lora(model: nn.Module) -> None:
 def _check_linear(name: str, linear: GroupedLinear) -> None:
     if type(linear) is not GroupedLinear:
         raise ArgumentError(f"{name} ({type(linear).__name__}) must be a GroupedLinear")
-    for option in ("accumulate_into_main_grad", "delay_wgrad"):
-        if getattr(linear, option):
-            raise ArgumentError(
-                f"{name}.{option} (True) must be False: gradients are those of the adapters"
-            )
-    if linear.precision is not None:
-        raise ArgumentError(
-            f"{name}.precision ({linear.precision}) must be None: adapters add to products in full"
+    of_adapters = "(True) must be False: gradients are those of the adapters"
+    raise_for(
+        first_problem(
+            (linear.accumulate_into_main_grad, f"{name}.accumulate_into_main_grad {of_adapters}"),
+            (linear.delay_wgrad, f"{name}.delay_wgrad {of_adapters}"),
+            (
+                linear.precision is not None,
+                f"{name}.precision ({linear.precision}) must be None: adapters add to products in full",
+            ),
+            (
+                any(hasattr(parameter, "device_mesh") for parameter in linear.parameters()),
+                f"{name} holds DTensors; give it adapters before it is sharded",
+            ),
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in linear.parameters()):
-        raise ArgumentError(f"{name} holds DTensors; give it adapters before it is sharded")
+    )

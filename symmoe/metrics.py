@@ -21,7 +21,17 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import graph_task_id
 
 Sink = Callable[[dict[str, float], int], object]
-_NUM_TOTALS = 8  # a layer's totals besides the loads of its experts and ranks
+# A layer's totals besides the loads of its experts and ranks; counts but for the loss.
+_TOTALS = (
+    "num_calls",
+    "aux_loss",
+    "num_dropped",
+    "num_over_capacity",
+    "num_replicas",
+    "replica_bytes",
+    "dispatch_bytes",
+    "combine_bytes",
+)
 _SPANS = ("forward", "dispatch", "combine")
 
 
@@ -107,7 +117,7 @@ class MetricsLogger:
         check_kind("sink", sink, (Callable, type(None)), "a function sink(numbers, step), or None")
         self._sink = sink
         watched = [listeners for _, listeners in layers.values()]
-        self._sizes = [its.num_experts + its.heap.num_ranks + _NUM_TOTALS for its in watched]
+        self._sizes = [its.num_experts + its.heap.num_ranks + len(_TOTALS) for its in watched]
         self._totals = torch.zeros(
             sum(self._sizes), dtype=torch.float64, device=watched[0].heap.device
         )
@@ -178,57 +188,42 @@ class _Watched:
         read = is_remote.sum() if self.listeners.order == "slot" else sent
         self._totals[:num_experts].add_(report.expert_load)
         balanced, others = self._totals[num_experts:].tensor_split([heap.num_ranks])
-        (
-            num_calls,
-            aux_loss,
-            num_dropped,
-            num_over_capacity,
-            *of_replicas,
-            dispatch_bytes,
-            combine_bytes,
-        ) = others
+        total = dict(zip(_TOTALS, others, strict=True))
         if report.replica_to_expert is not None and report.replica_rows is not None:
-            self._balances, num_replicas, replica_bytes = True, *of_replicas
+            self._balances = True
             balanced.add_(
                 balance.rows_per_rank(
                     report.expert_load, report.replica_to_expert, report.replica_rows
                 )[1]
             )
-            num_replicas.add_((report.replica_to_expert >= 0).sum())
+            total["num_replicas"].add_((report.replica_to_expert >= 0).sum())
             own = report.replica_to_expert // (num_experts // heap.num_ranks) == heap.rank
-            replica_bytes.add_(own.sum(), alpha=report.replica_bytes)
-        num_calls.add_(1)
+            total["replica_bytes"].add_(own.sum(), alpha=report.replica_bytes)
+        total["num_calls"].add_(1)
         self._knows_losses = report.aux_loss is not None
         if report.aux_loss is not None:
-            aux_loss.add_(report.aux_loss.detach())
-        num_dropped.add_(report.num_dropped[0])
+            total["aux_loss"].add_(report.aux_loss.detach())
+        total["num_dropped"].add_(report.num_dropped[0])
         if report.num_over_capacity is not None:
-            num_over_capacity.add_(report.num_over_capacity[0])
-        dispatch_bytes.add_(sent, alpha=report.sent_row_bytes)
-        combine_bytes.add_(read, alpha=report.row_bytes)
+            total["num_over_capacity"].add_(report.num_over_capacity[0])
+        total["dispatch_bytes"].add_(sent, alpha=report.sent_row_bytes)
+        total["combine_bytes"].add_(read, alpha=report.row_bytes)
 
     def record(self, values: torch.Tensor) -> LayerRecord:
         """The record of these totals, on the CPU; resets times."""
         heap = self.listeners.heap
         num_experts = self.listeners.num_experts
         load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
-        load, (num_calls, aux_loss, *counts) = load.long(), rest.tolist()
-        names = (
-            "num_dropped",
-            "num_over_capacity",
-            "num_replicas",
-            "replica_bytes",
-            "dispatch_bytes",
-            "combine_bytes",
-        )
-        others: dict[str, Any] = dict(zip(names, map(int, counts), strict=True))
+        load = load.long()
+        total = dict(zip(_TOTALS, rest.tolist(), strict=True))
+        aux_loss = total.pop("aux_loss") / max(total["num_calls"], 1.0)
+        others: dict[str, Any] = {name: int(value) for name, value in total.items()}
         others |= {
             f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS
         }
         return LayerRecord(
             name=self._name,
-            num_calls=int(num_calls),
-            aux_loss=aux_loss / max(num_calls, 1.0) if self._knows_losses else None,
+            aux_loss=aux_loss if self._knows_losses else None,
             tokens_per_expert=tuple(load.tolist()),
             tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
             balanced_per_rank=tuple(balanced.long().tolist()) if self._balances else None,
@@ -300,24 +295,22 @@ def _counts(is_training: bool) -> bool:
 def _numbers(records: list[LayerRecord]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for field in LayerRecord.__dataclass_fields__:
-        values = [getattr(record, field) for record in records]
-        for record, value in zip(records, values, strict=True):
-            if isinstance(value, tuple):
-                numbers |= {
-                    f"moe/{record.name}/{field}/{i}": float(number)
-                    for i, number in enumerate(value)
-                }
-            if isinstance(value, tuple) and field.endswith("_per_rank"):
-                numbers[f"moe/{record.name}/{field}_max_over_mean"] = (
-                    max(value) * len(value) / max(1, sum(value))
-                )
-        if all(isinstance(value, (int, float)) for value in values):
+        values = {f"moe/{record.name}/{field}": getattr(record, field) for record in records}
+        lists = {name: value for name, value in values.items() if isinstance(value, tuple)}
+        numbers |= {
+            f"{name}/{i}": float(number)
+            for name, value in lists.items()
+            for i, number in enumerate(value)
+        }
+        if field.endswith("_per_rank"):
             numbers |= {
-                **{
-                    f"moe/{record.name}/{field}": float(getattr(record, field))
-                    for record in records
-                },
-                f"moe/{field}/mean": float(sum(values) / len(values)),
-                f"moe/{field}/max": float(max(values)),
+                f"{name}_max_over_mean": max(value) * len(value) / max(1, sum(value))
+                for name, value in lists.items()
+            }
+        if all(isinstance(value, (int, float)) for value in values.values()):
+            numbers |= {
+                **{name: float(value) for name, value in values.items()},
+                f"moe/{field}/mean": float(sum(values.values()) / len(values)),
+                f"moe/{field}/max": float(max(values.values())),
             }
     return numbers

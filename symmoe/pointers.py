@@ -64,9 +64,10 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
         )
     raise_for(_source_problem(source))
     data = host_bytes(source)
-    num_bytes = destination.numel() * destination.element_size()
-    if len(data) > num_bytes:
-        raise ArgumentError(f"source has {len(data)} bytes; destination has only {num_bytes}")
+    if len(data) > destination.nbytes:
+        raise ArgumentError(
+            f"source has {len(data)} bytes; destination has only {destination.nbytes}"
+        )
     if len(data) == 0:
         return
     for name, tensor in (("source", source), ("destination", destination)):

@@ -20,7 +20,7 @@ from torch import nn
 
 from symmoe.autograd import is_in_backward
 from symmoe.checks.arguments import check_kind
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
@@ -128,9 +128,8 @@ def replay_routing(
                 layers,
             )
         its = layers[name][1]
-        is_wide = (
-            its.give is None and ids.dtype == torch.int64
-        )  # the plan finds ids that int32 cannot hold
+        # The plan finds ids that int32 cannot hold.
+        is_wide = its.give is None and ids.dtype == torch.int64
         return ids.to(its.heap.device, torch.int64 if is_wide else torch.int32, non_blocking=True)
 
     with ExitStack() as hooks, _choose(model, layers, choice):
@@ -208,17 +207,20 @@ def routing_from_array(
         is_whole = ids.dtype == torch.bool
         its = torch.where(ids, ids.cumsum(0) - 1, -1) if is_whole else ids.long().clamp(min=-1)
         num_found = int(its.max()) + 1 if len(its) else 0
-        if ids.is_floating_point() or (
-            not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2
-        ):
-            _fail_for(
-                ArgumentError(
-                    f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens"
+        is_mask_of_numbers = not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2
+        _fail_for(
+            first_problem(
+                (
+                    ids.is_floating_point() or is_mask_of_numbers,
+                    f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens",
                 ),
-                found,
-            )
-        if num_found > num_rows or (is_whole and num_found < num_rows):
-            _fail_for(ArgumentError(f"rows has {num_found} tokens; array has {num_rows}"), found)
+                (
+                    num_found > num_rows or (is_whole and num_found < num_rows),
+                    f"rows has {num_found} tokens; array has {num_rows}",
+                ),
+            ),
+            found,
+        )
         given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[
             its
         ]  # its last row is for -1
@@ -345,15 +347,19 @@ def _choose(
 
     with ExitStack() as given:
         for name, (layer, listeners) in layers.items():
-            if isinstance(layer, MoELayer) and layer.router is None:
-                raise ArgumentError(
-                    f"layer {name!r} has no router (router=None) that could weigh what it is given"
+            raise_for(
+                first_problem(
+                    (
+                        isinstance(layer, MoELayer) and layer.router is None,
+                        f"layer {name!r} has no router (router=None) that could weigh what it is given",
+                    ),
+                    (
+                        listeners.is_given,
+                        f"layer {name!r} is given its experts by another context already; of several micro-batches "
+                        "give replay_routing a list",
+                    ),
                 )
-            if listeners.is_given:
-                raise ArgumentError(
-                    f"layer {name!r} is given its experts by another context already; of several micro-batches give "
-                    "replay_routing a list"
-                )
+            )
             listeners.is_given = True
             given.callback(setattr, listeners, "is_given", False)
             if listeners.give is None:

@@ -45,7 +45,7 @@ import numpy.typing as npt
 import torch
 
 from suites.problem import DTYPE, Problem
-from symmoe.tools.facts import output_of, version_of
+from symmoe.tools.doctor.versions import output_of, version_of
 from symmoe.tools.ranks import Ranks
 
 Record = dict[str, Any]

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from symmoe.checkpoint.manifest import StoredGroup, StoredOptimizer
-from symmoe.checkpoint.tensors import Place, agreed
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.checkpoint.tensors import Place, agreed, lists_by_key
+from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
 
 PREFIX = "optimizer."
 State = dict[torch.Tensor, dict[str, Any]]
@@ -33,12 +33,15 @@ def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Group
         id(place.parameter): replace(place, tensor=place.parameter)
         for place in reversed(list(model))
     }
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in places:
-                raise ArgumentError(
-                    f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}"
-                )
+    rules = (
+        (
+            id(parameter) not in places,
+            f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}",
+        )
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    )
+    raise_for(first_problem(*rules))
     return [
         [places[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
     ]
@@ -147,11 +150,9 @@ def empty_state(
 ) -> tuple[State, list[Place], Shared]:
     """A new state for the optimizer, its tensors for loading, and the tensors that experts share, to load first. Reuses
     the optimizer's tensors that fit. CheckpointError: the stored sets of experts differ from ours."""
-    kinds: dict[str, list[str]] = {}
-    for key in (*tensors, *record.values):
-        if key.startswith(PREFIX):
-            name, _, kind = key.removeprefix(PREFIX).rpartition(".")
-            kinds.setdefault(name, []).append(kind)
+    stored = [key for key in (*tensors, *record.values) if key.startswith(PREFIX)]
+    parts = (key.removeprefix(PREFIX).rpartition(".") for key in stored)
+    kinds = lists_by_key((name, kind) for name, _, kind in parts)
     state: State = {}
     filled = []
     shared: Shared = []
@@ -159,7 +160,6 @@ def empty_state(
         # As in torch, the step count stays on the host unless a kernel reads it.
         on_host = () if group.get("capturable") or group.get("fused") else ("step",)
         for place in places:
-            old = optimizer.state.get(place.tensor, {})
             for kind in kinds.get(place.key, ()):
                 key = f"{PREFIX}{place.key}.{kind}"
                 if not place.is_of(record.experts.get(key), key):
@@ -168,7 +168,8 @@ def empty_state(
                     value = record.values[key]
                 else:
                     device = torch.device("cpu") if kind in on_host else place.tensor.device
-                    value, own = _empty(place, key, record, tensors[key], old.get(kind), device)
+                    old = optimizer.state.get(place.tensor, {}).get(kind)
+                    value, own = _empty(place, key, record, tensors[key], old, device)
                     if own.tensor is value:
                         filled.append(own)
                     else:

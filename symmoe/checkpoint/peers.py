@@ -34,7 +34,7 @@ class Told:
     by_rank: list[Any] = field(default_factory=list)  # set after the step
 
 
-class Peers:
+class Peers(contextlib.AbstractContextManager["Peers"]):
     """A process group that exchanges JSON. Every method is collective.
 
     A block `with peers:` surrounds all calls. If an exception of one rank (an interrupt) ends its block, the next
@@ -47,9 +47,6 @@ class Peers:
         self._is_over = False  # no peer will wait for this rank again
         self.rank = self._bootstrap.rank
         self.num_ranks = self._bootstrap.num_ranks
-
-    def __enter__(self) -> Peers:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or self._is_over:
@@ -74,8 +71,7 @@ class Peers:
         except Exception as error:  # noqa: BLE001 - the others must receive any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
-            messages = self._meet(problem, message, is_last=is_last)
-            told.by_rank = [json.loads(theirs) for theirs in messages]
+            told.by_rank = list(map(json.loads, self._meet(problem, message, is_last=is_last)))
         finally:
             del problem  # its traceback would keep this frame, and the frame it
 

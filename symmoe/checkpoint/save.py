@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
-from symmoe.checkpoint import files, folder
+from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import Manifest, StoredFile
 from symmoe.checkpoint.optimizer_state import (
     groups_of,
@@ -33,11 +34,12 @@ from symmoe.checkpoint.tensors import (
     Place,
     agreed,
     digest,
+    lists_by_key,
     places_of,
     rows_problem,
 )
 from symmoe.checks.extras import extra
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
 
 with extra("checkpoint"):
     import safetensors.torch
@@ -83,12 +85,18 @@ def save_checkpoint(
     """
     with contextlib.ExitStack() as held, Peers(group) as peers:
         with peers.step() as given:
-            if type(step) is not int or not 0 <= step <= MAX_STEP:
-                raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
-            if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-                raise ArgumentError(
-                    f"keep_last ({keep_last!r}) must be None or an integer of at least 1"
+            raise_for(
+                first_problem(
+                    (
+                        type(step) is not int or not 0 <= step <= MAX_STEP,
+                        f"step ({step!r}) must be an integer from 0 to {MAX_STEP}",
+                    ),
+                    (
+                        keep_last is not None and (type(keep_last) is not int or keep_last < 1),
+                        f"keep_last ({keep_last!r}) must be None or an integer of at least 1",
+                    ),
                 )
+            )
             place = folder.path_of(directory)
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
             groups = [] if optimizer is None else groups_of(optimizer, places)
@@ -106,8 +114,7 @@ def save_checkpoint(
                 "rank_extra": _json("rank_extra", rank_extra),
             }
         with peers.step() as had:
-            everywhere = "; it must be the same everywhere"
-            agreed([table["common"] for table in given.by_rank], everywhere)
+            agreed([table["common"] for table in given.by_rank], "; it must be the same everywhere")
             stored = [place for place in places if place.is_stored]
             record = None
             if optimizer is not None:
@@ -167,24 +174,25 @@ def _json(name: str, value: Any) -> str:
 
 
 def _parts(places: Iterable[Place]) -> _Parts:
-    parts: _Parts = {}
-    for place in sorted(places, key=lambda place: (place.key, place.start or 0)):
-        first = parts.setdefault(place.key, [place])[0]
-        dtype = place.tensor.dtype
-        if not _fits_file(dtype):
-            raise ArgumentError(f"{place.key} is {dtype}, which safetensors does not hold")
-        if (dtype, place.shape) != (first.tensor.dtype, first.shape):
-            raise ArgumentError(
-                f"{place.key} is {first.tensor.dtype} {first.shape} and {dtype} {place.shape}"
+    in_order = sorted(places, key=lambda place: (place.key, place.start or 0))
+    parts: _Parts = lists_by_key((place.key, place) for place in in_order)
+    for key, its in parts.items():
+        kinds = [(place.tensor.dtype, place.shape) for place in its]
+        for dtype, shape in kinds:
+            raise_for(
+                first_problem(
+                    (not _fits_file(dtype), f"{key} is {dtype}, which safetensors does not hold"),
+                    (
+                        (dtype, shape) != kinds[0],
+                        f"{key} is {kinds[0][0]} {kinds[0][1]} and {dtype} {shape}",
+                    ),
+                )
             )
-        if place is first:
-            continue
-        last = parts[place.key][-1]
-        if first.start is None or place.start != (last.start or 0) + len(last.rows):
-            raise ArgumentError(
-                f"{place.key} has rows from {last.start} and from {place.start}; they must follow"
-            )
-        parts[place.key].append(place)
+        for last, place in itertools.pairwise(its):
+            if last.start is None or place.start != last.start + len(last.rows):
+                raise ArgumentError(
+                    f"{key} has rows from {last.start} and from {place.start}; they must follow"
+                )
     return parts
 
 
@@ -221,18 +229,15 @@ def _to_host(part: list[Place]) -> torch.Tensor:
 def _holders(told: list[dict[str, Any]]) -> _Holders:
     """The ranks of every part; checks that ranks agree and no row is missing."""
     tensors = agreed([{key: each[:2] for key, each in parts.items()} for parts in told])
-    holders: _Holders = {}
-    for rank, parts in enumerate(told):
-        for key, (_, shape, start, length, _) in parts.items():
-            if (
-                length or 0 in shape[:1]
-            ):  # a part without rows counts only if the whole tensor has none
-                holders.setdefault((key, start, length), []).append(rank)
-    runs: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
-    for key, start, length in holders:
-        runs[key].append((start, length))
+    holders: _Holders = lists_by_key(
+        ((key, start, length), rank)
+        for rank, parts in enumerate(told)
+        for key, (_, shape, start, length, _) in parts.items()
+        if length or 0 in shape[:1]  # a part without rows counts only if the whole tensor has none
+    )
+    runs = lists_by_key((key, (start, length)) for key, start, length in holders)
     for key, (_, shape) in tensors.items():
-        if (problem := rows_problem(runs[key], shape[0] if shape else 1)) is not None:
+        if (problem := rows_problem(runs.get(key, []), shape[0] if shape else 1)) is not None:
             raise CheckpointError(
                 f"{key} is not whole over the ranks that save together: {problem}"
             )
@@ -271,6 +276,6 @@ def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, An
             "DCP_SHARDING_INFO": json.dumps(offsets)
         }  # one entry: safetensors does not order several
         data = safetensors.torch.save({key: _to_host(parts[key]) for key in keys}, header)
-        files.write(unfinished / name, data)
+        folder.write(unfinished / name, data)
         written[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return written

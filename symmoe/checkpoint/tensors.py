@@ -7,21 +7,24 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _DISCRETE = re.compile(r"weight(\d+)")
 REPLICAS = (  # a note of ranks that have the same part
     ", which must have the same bits (unless it is an expert's: then its module has to say holds_experts = True)"
 )
+_NOTE = "symmoe.state_dict"  # replaces a state dict: its path, its keys, and its values other than tensors
 COMPILED = "_orig_mod."  # torch.compile's prefix of names in compiled modules
 
 
@@ -61,9 +64,7 @@ class ModuleState:
         """New tensors on the host for a state, with this rank's experts. stored: by key, tensors with the state's
         dtypes and shapes, except the number of experts; they need no memory."""
         own = dict(_of_module("", module, 0, 1))
-        names: dict[str, list[str]] = {}
-        for name, place in own.items():
-            names.setdefault(place.key[1:], []).append(name)
+        names = lists_by_key((place.key[1:], name) for name, place in own.items())
         by_key = {key: own[its[0]] for key, its in names.items()}
         tensors = {}
         for key, like in stored.items():
@@ -139,12 +140,10 @@ class Place:
     ) -> Place:
         """The place of an optimizer's state for this parameter. experts: the experts with such a state, if not all. A
         stack's state is repeated for each of its experts."""
-        if self.start is None:
-            return Place(key=key, tensor=state)
         if is_of_stack and not self.is_row:
             state = state.expand(len(self.tensor), *state.shape)
         own = replace(self, key=key, tensor=state)
-        if experts is None:
+        if experts is None or self.start is None:
             return own
         return replace(own, start=experts.index(self.start), num_rows=len(experts))
 
@@ -163,14 +162,18 @@ def places_of(
     `num_ranks` define it. ArgumentError: a checkpoint cannot store a value."""
     places = list(_walk("model", model, rank, num_ranks))
     for place in places:
-        if hasattr(place.tensor, "device_mesh"):
-            raise ArgumentError(
-                f"{place.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)"
+        raise_for(
+            first_problem(
+                (
+                    hasattr(place.tensor, "device_mesh"),
+                    f"{place.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)",
+                ),
+                (
+                    place.tensor.layout != torch.strided or place.tensor.is_meta,
+                    f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory",
+                ),
             )
-        if place.tensor.layout != torch.strided or place.tensor.is_meta:
-            raise ArgumentError(
-                f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory"
-            )
+        )
     return places
 
 
@@ -179,6 +182,14 @@ def bare(model: Any) -> Any:
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model._modules.get("_orig_mod", model._modules.get("module"))
     return model
+
+
+def lists_by_key(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """The values of every key, both in order."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
@@ -209,6 +220,74 @@ def agreed(tables: Sequence[Mapping[str, Any]], note: str = "") -> dict[str, Any
                 differs = f"{key} differs between rank {first} and rank {rank}"
                 raise CheckpointError(differs + (note or f": {known} and {value}"))
     return {key: value for key, (_, value) in found.items()}
+
+
+# -- state dicts with experts, inside objects that a trainer pickles on one rank: all ranks save them instead ----------
+
+
+def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleState]) -> Any:
+    """Replaces state dicts in `node` that have tensors of the module's experts by notes, and collects them in `found`,
+    by path. ArgumentError: a list has such tensors, without names."""
+    if isinstance(node, list | tuple):
+        state = ModuleState(module=module, tensors={})
+        if any(isinstance(each, torch.Tensor) and state.is_like_experts(each) for each in node):
+            raise ArgumentError(
+                f"{path} is a {type(node).__name__} with tensors of the shape of this rank's experts, which would be "
+                "saved on rank 0 only: make it a dict by the names of the model's state dict"
+            )
+    if not isinstance(node, Mapping):
+        return node
+    tensors = {
+        name: each
+        for name, each in node.items()
+        if isinstance(name, str) and isinstance(each, torch.Tensor)
+    }
+    others = {
+        name: take_out(each, module, f"{path}.{name}".lstrip("."), found)
+        for name, each in node.items()
+        if name not in tensors
+    }
+    state = ModuleState(module=module, tensors=tensors)
+    places = state.places()
+    if any(place.start is not None for place in places):
+        found[path] = state
+        stored = {place.key[1:]: place.rows.to("meta") for place in places}
+        return {_NOTE: path, "tensors": stored, "others": others}
+    is_same = all(each is node[name] for name, each in others.items())
+    return node if is_same else {name: others.get(name, each) for name, each in node.items()}
+
+
+def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any:
+    """Replaces notes in `node` by empty state dicts, and collects these in `found` for loading."""
+    if not isinstance(node, Mapping):
+        return node
+    if _NOTE in node:
+        found[node[_NOTE]] = ModuleState.empty(module, node["tensors"])
+        return {**found[node[_NOTE]].tensors, **put_back(node["others"], module, found)}
+    others = {name: put_back(each, module, found) for name, each in node.items()}
+    return node if all(each is node[name] for name, each in others.items()) else others
+
+
+def own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict of a module with this rank's experts, without the warning."""
+    return {
+        name: each.detach() if isinstance(each, torch.Tensor) else each
+        for name, each in module.state_dict(keep_vars=True).items()
+    }
+
+
+def refuse_state_dicts(node: Any, module: nn.Module, path: str) -> None:
+    """ArgumentError: a state dict in `node` has tensors of the module's experts, and only one rank would save it."""
+    found: dict[str, ModuleState] = {}
+    take_out(node, module, path, found)
+    for where in found:
+        raise ArgumentError(
+            f"{where} has this rank's experts, and would be saved on rank 0 only: save it with "
+            "symmoe.checkpoint.save_checkpoint, as a ModuleState"
+        )
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
 
 
 def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
@@ -255,8 +334,9 @@ def _of_state(prefix: str, state: ModuleState, rank: int, num_ranks: int) -> Ite
         if known is None:
             yield Place(key=f"{prefix}.{name}", tensor=tensor)
         else:
-            key = f"{prefix}.{_renamed(name, own[known].key)}"
-            yield replace(own[known], key=key, tensor=tensor)
+            yield replace(
+                own[known], key=f"{prefix}.{_renamed(name, own[known].key)}", tensor=tensor
+            )
 
 
 def _of_module(
@@ -264,8 +344,11 @@ def _of_module(
 ) -> Iterator[tuple[str, Place]]:
     """The name and the place of every tensor of a module's state dict."""
     module = bare(module)
-    found = {path: getattr(child, "heap", None) for path, child in module.named_modules()}
-    heaps = {path: heap for path, heap in found.items() if isinstance(heap, SymmetricHeap)}
+    heaps = {
+        path: heap
+        for path, child in module.named_modules()
+        if isinstance(heap := getattr(child, "heap", None), SymmetricHeap)
+    }
     experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
         plain = name.replace(COMPILED, "")

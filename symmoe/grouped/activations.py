@@ -155,8 +155,7 @@ class _ScaledActivation(Function):
         scale = scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
         out = h.new_empty((*h.shape[:-1], ffn))
-        ops = kernels.for_device(h.device)
-        ops.scaled_activation(
+        kernels.for_device(h.device).scaled_activation(
             h.view(-1, h.shape[-1]), scale.view(-1), out.view(-1, ffn), activation
         )
         ctx.save_for_backward(h, scale)
@@ -170,8 +169,7 @@ class _ScaledActivation(Function):
         d_h = torch.empty_like(h)
         d_scale = torch.empty_like(scale)
         d_rows, rows, d_h_rows = (t.view(-1, t.shape[-1]) for t in (d_out.contiguous(), h, d_h))
-        ops = kernels.for_device(h.device)
-        ops.scaled_activation_grad(
+        kernels.for_device(h.device).scaled_activation_grad(
             d_rows, rows, scale.view(-1), d_h_rows, d_scale.view(-1), ctx.activation
         )
         return d_h, d_scale, None

@@ -155,7 +155,6 @@ class LinearProducts:
         transposed weight in the recipe's numbers."""
         recipe = self.layers[0].precision
         transposed = None
-        t = None
         ops = kernels.for_device(out.device)
         bias = (weights.bias, rows.bias_scale)
         if recipe is None:
@@ -170,6 +169,7 @@ class LinearProducts:
             ops.grouped_gemm_quantized(
                 left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail
             )
+        t = None
         if weights.a is not None:
             t = rows.rows.new_empty((len(rows.rows), weights.a.shape[1]))
             ops.grouped_gemm(rows.rows, weights.a, rows.row_range, t)
@@ -197,9 +197,8 @@ class LinearProducts:
         bias: Any = weights.bias  # not None if it or its scale needs a gradient
         d_bias = torch.empty_like(bias) if needs_bias else None
         d_scale = None
-        d_t = None
-        if t is not None:
-            d_t = torch.empty_like(t)
+        d_t = None if t is None else torch.empty_like(t)
+        if d_t is not None:
             ops.grouped_gemm_dgrad(d_out, weights.b, row_range, d_t)
         if d_bias is not None and (recipe is None or d_rows is None):
             ops.grouped_bias_grad(d_out, row_range, d_bias, scale=rows.bias_scale)
@@ -232,8 +231,11 @@ def _weight_product(recipe: Recipe | None, rows: ExpertRows, d_out: torch.Tensor
     row_range = rows.row_range
     if recipe is None:
         return WeightProduct(d_out, x, row_range, {"x": x, "d_y": d_out})
-    left = gradient_columns(recipe, d_out, row_range)
-    return WeightProduct(left, recipe.quantize_columns(x, row_range).operand(), row_range)
+    return WeightProduct(
+        gradient_columns(recipe, d_out, row_range),
+        recipe.quantize_columns(x, row_range).operand(),
+        row_range,
+    )
 
 
 @contextmanager
@@ -253,12 +255,10 @@ def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
             `assign=True`, or only one of the two passes is captured in a CUDA graph. A write that bypasses autograd
             (`weight.data.copy_`) is not detected: results then use the old weight.
     """
-    linears = modules_of(
-        module, GroupedLinear, name="module", needs="GroupedLinear whose weights could be constant"
-    )
+    needs = "GroupedLinear whose weights could be constant"
     entered = [
         linear
-        for linear in linears
+        for linear in modules_of(module, GroupedLinear, name="module", needs=needs)
         if linear.precision is not None and linear.cached_weight is None
     ]
     with ExitStack() as held:

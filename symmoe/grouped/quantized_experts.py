@@ -149,7 +149,6 @@ class QuantizedBackward(ExpertsBackward):
     _a_columns: Callable[[], Operand]
 
     def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
-        x = self._x
         weights = self._weights
         h = hidden.h
         self._dtype = h.dtype
@@ -157,7 +156,7 @@ class QuantizedBackward(ExpertsBackward):
         self._transposed1, transposed2 = hidden.transposed
         assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.fc2.weight.shape[2]))
-        received = replace(x, rows=self._d_out)
+        received = replace(self._x, rows=self._d_out)
         dbias = self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
             self._ops.grouped_gemm_quantized(
@@ -175,7 +174,6 @@ class QuantizedBackward(ExpertsBackward):
     def _differentiate_and_quantize(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """The gradients from da [N, I]; d_scale fp32 [N], 0 in the tail; and db1 [G, W] if wanted, the sum of dh."""
         x = self._x
-        activation = self._weights.activation
         recipe = self._weights.recipe
         num_rows, ffn = da.shape
         numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, self.db1)
@@ -185,7 +183,14 @@ class QuantizedBackward(ExpertsBackward):
         a_columns = recipe.empty("columns", num_rows, ffn, x.row_range)
         out = DactOperands(self.d_scale, rows.buffers, columns.buffers, a_columns.buffers, self.db1)
         self._ops.dact_quantize(
-            da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format
+            da,
+            h,
+            x.scale,
+            x.row_range,
+            out,
+            workspace,
+            self._weights.activation,
+            recipe.row_format,
         )
         # Now, not on first use: this may launch kernels.
         for_dgrad = rows.operand()
@@ -223,33 +228,32 @@ class QuantizedBackward(ExpertsBackward):
         if part is not None and self._transposed1 is None:
             return
         assert self._transposed1 is not None  # forward has kept it for this
-        dh = self._dh_rows()
-        d_rows = d_rows[: self._x.scale.shape[0]]
         self._ops.grouped_gemm_quantized(
-            dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail
+            self._dh_rows(),
+            self._transposed1,
+            self._x.row_range,
+            d_rows[: self._x.scale.shape[0]],
+            zero_tail=zero_tail,
         )
         self._transposed1 = None  # the rows have been made
 
     def w1_product(self) -> WeightProduct:
         x = self._x
         wire = self._weights.wire.rows
-        recipe = self._weights.recipe
         columns = (
-            recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
+            self._weights.recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index)
             if wire is None
             else wire.columns(x.rows, x.row_range, self._dtype, x.row_index)
         )
-        left = self._dh_columns()
-        return WeightProduct(left, columns.operand(), x.row_range)
+        return WeightProduct(self._dh_columns(), columns.operand(), x.row_range)
 
     def w2_product(self) -> WeightProduct:
         x = self._x
         wire = self._weights.wire.gradients
-        received = self._d_out
         left = (
-            gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
+            gradient_columns(self._weights.recipe, self._d_out, x.row_range, x.row_index)
             if wire is None
-            else wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
+            else wire.columns(self._d_out, x.row_range, self._dtype, x.row_index).operand()
         )
         return WeightProduct(left, self._a_columns(), x.row_range)
 

@@ -66,7 +66,6 @@ class RowArguments:
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
         """The error of the arguments for rows that go through these layers, or None. Reads no device memory."""
         first = layers[0]
-        last = layers[-1]
         num_rows = None if rows.shape is None else math.prod(rows.shape)
         error = splits_problem(
             self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows
@@ -85,7 +84,7 @@ class RowArguments:
                 f"bias_scale ({found}) needs a bias that is added; {first} adds none"
             )
         for name, buffer, width in (
-            ("out", self.out, last.out_features),
+            ("out", self.out, layers[-1].out_features),
             ("grad_input_out", self.grad_input_out, first.in_features),
         ):
             if error is None and buffer is not None:
@@ -113,9 +112,10 @@ class RowArguments:
             if buffer is not None
         ]
         raise_for(arguments.overlap_problem(buffers, read))
-        is_autocast = torch.is_autocast_enabled(x.device.type)
         x = x.to(working_dtype(x))
-        return x, *local_tensors(layers, x.dtype, cast_biases=is_autocast)
+        return x, *local_tensors(
+            layers, x.dtype, cast_biases=torch.is_autocast_enabled(x.device.type)
+        )
 
 
 def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
@@ -125,8 +125,9 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
     has_kernels = device.type in ("cpu", "cuda")
     casts = has_kernels and torch.is_autocast_enabled(device.type)
     dtypes = (*FLOATS, torch.float64) if casts else (weight.dtype,)
-    shape = ("...", "N", linear.in_features)
-    error = tensor_problem(name, x, shape=shape, dtypes=dtypes, device=device)
+    error = tensor_problem(
+        name, x, shape=("...", "N", linear.in_features), dtypes=dtypes, device=device
+    )
     if error is None and not has_kernels:
         return ArgumentError(
             f"{name} and the weights are on {device}; they must be on a CUDA device or the CPU"
@@ -191,8 +192,9 @@ def _rows_of(
 ) -> ExpertRows:
     """x [..., C] and its scale in the kernels' form."""
     scale = None if scale is None else scale.view(-1)
-    bias_scale = scale if products.scale_bias else None
-    return ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, bias_scale)
+    return ExpertRows(
+        x.view(-1, x.shape[-1]), row_range, scale, scale if products.scale_bias else None
+    )
 
 
 class _RowsFunction(Function):
@@ -344,8 +346,7 @@ def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) 
     )
     counts = counts if counts.dtype in _KERNEL_DTYPES else counts.long()
     row_range = torch.empty((2, counts.shape[0]), dtype=torch.int32, device=counts.device)
-    ops = kernels.for_device(counts.device)
-    ops.splits_to_row_range(counts.contiguous(), row_range, num_rows)
+    kernels.for_device(counts.device).splits_to_row_range(counts.contiguous(), row_range, num_rows)
     if counts.device == device:
         return row_range
     on_device = torch.empty_like(row_range, device=device)

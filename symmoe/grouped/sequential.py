@@ -246,8 +246,8 @@ def _keywords(module: nn.Module) -> set[str] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    taken = positional[1 + _num_extra_inputs(module) :]
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(taken)
+    keyword_only = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return keyword_only.union(positional[1 + _num_extra_inputs(module) :])
 
 
 def _are_fusible(calls: list[Call]) -> bool:
@@ -351,10 +351,9 @@ class Stage:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
         call = self.calls[0 if name == "grad_input_out" else -1]
         tensor = call.keywords.get(name)
-        kind = type(call.module).__name__
         takes_it = isinstance(call.module, (GroupedLinear, GroupedMLP))
         if takes_it and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            return Buffer(f"{name} of module {call.name} ({kind})", tensor)
+            return Buffer(f"{name} of module {_label(call.name, call.module)}", tensor)
         return None
 
     def tensors(self) -> Iterator[torch.Tensor]:

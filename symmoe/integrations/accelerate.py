@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.checkpoint.nested import own_state_dict, refuse_state_dicts
+from symmoe.checkpoint.tensors import own_state_dict, refuse_state_dicts
 from symmoe.checks.extras import extra
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
 from symmoe.training.gradients import clip_grad_norm
 
@@ -43,15 +43,19 @@ class Accelerator(_Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.mixed_precision == "fp16":
-            raise ArgumentError(
-                "mixed_precision ('fp16') must be 'no' or 'bf16' with experts on several ranks"
-            )
         kind = self.distributed_type.value
-        if kind != "NO" and not kind.startswith("MULTI_"):
-            raise ArgumentError(
-                f"distributed_type ({kind}) must be that of DDP with experts on several ranks"
+        raise_for(
+            first_problem(
+                (
+                    self.mixed_precision == "fp16",
+                    "mixed_precision ('fp16') must be 'no' or 'bf16' with experts on several ranks",
+                ),
+                (
+                    kind != "NO" and not kind.startswith("MULTI_"),
+                    f"distributed_type ({kind}) must be that of DDP with experts on several ranks",
+                ),
             )
+        )
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As in accelerate, with a DDP that ignores the experts."""
@@ -128,11 +132,11 @@ class Accelerator(_Accelerator):
     ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None, list[Any]]]:
         """The prepared model and the optimizer, which accelerate does not save or load in this block; and the state
         dicts to save, or the models to load, that other hooks leave."""
-        models = self._models
         optimizers = self._optimizers
-        if len(models) != 1 or len(optimizers) > 1:
+        if len(self._models) != 1 or len(optimizers) > 1:
             raise ArgumentError(
-                f"prepared are {len(models)} models and {len(optimizers)} optimizers; they must be one, and one or none"
+                f"prepared are {len(self._models)} models and {len(optimizers)} optimizers; they must be one, and one "
+                "or none"
             )
         left: list[Any] = []
 
@@ -145,7 +149,7 @@ class Accelerator(_Accelerator):
         self._gives_state_dicts = True
         try:
             with self.register_save_state_pre_hook(take), self.register_load_state_pre_hook(take):
-                yield models[0], optimizers[0].optimizer if optimizers else None, left
+                yield self._models[0], optimizers[0].optimizer if optimizers else None, left
         finally:
             self._optimizers = optimizers
             self._gives_state_dicts = False

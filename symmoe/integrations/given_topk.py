@@ -29,9 +29,8 @@ def give_topk(
             f"model ({type(model).__name__}) is without its router; pass what is around both"
         )
     experts, chooser = model.get_submodule(name), model.get_submodule(block).get_submodule(router)
-    counted: Any = getattr(
-        experts, "inner_experts", experts
-    )  # torch gives all attributes of a module one type
+    # torch gives all attributes of a module one type.
+    counted: Any = getattr(experts, "inner_experts", experts)
     given = _GivenTopK(counted.num_experts, choose)
     before, forward = vars(chooser).get("forward"), chooser.forward
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.checkpoint.nested import own_state_dict, put_back, refuse_state_dicts, take_out
+from symmoe.checkpoint.tensors import own_state_dict, put_back, refuse_state_dicts, take_out
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp

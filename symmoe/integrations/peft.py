@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from symmoe.checkpoint.nested import own_state_dict
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import bare
+from symmoe.checkpoint.tensors import bare, own_state_dict
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.checkpoint import compare

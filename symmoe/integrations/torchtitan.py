@@ -24,7 +24,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
 from symmoe.integrations.given_topk import give_topk
-from symmoe.moe.listeners import Listeners, RoutingReport
+from symmoe.moe.listeners import Listeners
 from symmoe.symm_mem.heap import SymmetricHeap, shared_heap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
@@ -75,9 +75,11 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             )
         # Layers share a heap: with NVSHMEM a process can have only one.
         self.heap = shared_heap(self.ep_mesh.get_group(), num_bytes=self.heap_bytes(num_ranks))
-        give = partial(give_topk, router="router", position=2)
         self.listeners = Listeners(
-            self.heap, num_experts=self.num_experts, order=self.config.order, give=give
+            self.heap,
+            num_experts=self.num_experts,
+            order=self.config.order,
+            give=partial(give_topk, router="router", position=2),
         )
 
     def heap_bytes(self, num_ranks: int) -> int:
@@ -141,11 +143,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     def tell(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
         """Reports a call to listeners. load: the plan's expert_load and num_dropped."""
-        if self.listeners is not None and self.listeners.callbacks:
-            size, trains = x_TD.shape[1] * x_TD.element_size(), torch.is_grad_enabled()
-            self.listeners.tell(
-                RoutingReport(ids, ids, load[0], load[1], size, size, is_training=trains)
-            )
+        if self.listeners is not None:
+            self.listeners.tell_call(ids, load, x_TD, is_training=torch.is_grad_enabled())
 
     def close(self) -> None:
         """Closes the heap, for every layer that shares it. Collective."""

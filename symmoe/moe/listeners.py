@@ -5,7 +5,7 @@ MoELayer has :class:`Listeners`, as do the layers of integrations with a trainer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,6 +74,24 @@ class Listeners:
         """Passes the report to every listener, in the order of registration."""
         for callback in self.callbacks:
             callback(report)
+
+    def tell_call(
+        self,
+        topk_idx: torch.Tensor,
+        load: Sequence[torch.Tensor],
+        tokens: torch.Tensor,
+        *,
+        is_training: bool,
+        chosen_idx: torch.Tensor | None = None,
+    ) -> None:
+        """Reports a call behind a trainer's router, if there are listeners. load: the plan's expert_load and
+        num_dropped; tokens: of the width and dtype that travel; chosen_idx: None if it is not known."""
+        if self.callbacks:
+            row_bytes = tokens.shape[-1] * tokens.element_size()
+            chosen = topk_idx if chosen_idx is None else chosen_idx
+            self.tell(
+                RoutingReport(topk_idx, chosen, load[0], load[1], row_bytes, row_bytes, is_training)
+            )
 
     def _remove(
         self, callback: Callable[[RoutingReport], object], totals: tuple[torch.Tensor, ...]

@@ -142,24 +142,31 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory that is still available to this process's control group; None if unknown. root: of the file system."""
-    lines = [line.partition(":") for line in _text(root / "proc/meminfo").splitlines()]
+    lines = [line.partition(":") for line in text_of(root / "proc/meminfo").splitlines()]
     found = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
-    # This process's group and its ancestors (version 2). A container sees its group as the root.
+    return min([*found, *left_by_groups("memory", root)], default=None)
+
+
+def left_by_groups(resource: str, root: Path = Path("/")) -> list[int]:
+    """How much of "memory" (bytes) or "pids" this process's control group and its ancestors (version 2) leave, if they
+    limit it. A container sees its group as the root. root: of the file system."""
+    found = []
     top = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         group = top / line.removeprefix("0::").strip().lstrip("/")
         for folder in (group, *group.parents) if line.startswith("0::") else ():
             limit, used = (
-                _text(folder / name).strip() for name in ("memory.max", "memory.current")
+                text_of(folder / f"{resource}.{name}").strip() for name in ("max", "current")
             )
             if limit.isdigit() and used.isdigit():  # "max" is no limit
                 found.append(max(0, int(limit) - int(used)))
             if folder == top:
                 break
-    return min(found, default=None)
+    return found
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of one of the kernel's files; "" without it."""
     try:
         return path.read_text()
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,8 +172,7 @@ def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """The parts of `spans` outside all `others`; both from _spans_of."""
-    begins = [-math.inf, *(end for _, end in others)]
-    ends = [*(begin for begin, _ in others), math.inf]
-    gaps = list(zip(begins, ends, strict=True))
+    edges = [-math.inf, *itertools.chain(*others), math.inf]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
     parts = ((max(a, c), min(b, d)) for a, b in spans for c, d in gaps)
     return [(begin, end) for begin, end in parts if begin < end]

@@ -3,7 +3,6 @@ ranges lie around operators of `symmoe.kernels`; they turn the profiler's trace 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import tempfile
@@ -88,9 +87,7 @@ def record(
         None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json")
     )
     heap.synchronize()
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]
-    with annotate(heap), torch.profiler.profile(activities=activities) as profiler:
+    with annotate(heap), torch.profiler.profile() as profiler:  # of the CPU, and of GPUs if any
         recording = Recording(heap)
         yield recording
         heap.synchronize()
@@ -127,14 +124,14 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
     offsets, errors = align(barriers)
     start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
     moved = tuple(
-        tuple(_earlier(e, offset + start) for e in events if e.begin_us >= mine[-1][1])
+        tuple(
+            e._replace(begin_us=e.begin_us - (offset + start), end_us=e.end_us - (offset + start))
+            for e in events
+            if e.begin_us >= mine[-1][1]
+        )
         for events, mine, offset in zip(ranks, barriers, offsets, strict=True)
     )
     return Timeline(ranks=moved, clock_error_us=tuple(errors), device=device)
-
-
-def _earlier(event: Event, by_us: float) -> Event:
-    return event._replace(begin_us=event.begin_us - by_us, end_us=event.end_us - by_us)
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
@@ -195,20 +192,21 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     """A trace's events by begin, on the clock of the trace (Kineto's Chrome format); in a recording, only launches
     after its start. A kernel has the phase and the direction of its launch's range; without a range, as in a CUDA
     graph, its name determines the phase. A host computes an operator while its range lasts."""
-    of_category: dict[Any, list[Trace]] = defaultdict(list)
-    for item in trace["traceEvents"]:
-        if item.get("ph") == "X":
-            of_category[item.get("cat")].append(item)
+    items = [item for item in trace["traceEvents"] if item.get("ph") == "X"]
+
+    def of(*categories: str) -> list[Trace]:
+        return [item for item in items if item.get("cat") in categories]
+
     # By correlation: the thread, and the time.
     launches: dict[Any, tuple[Any, float]] = {
         item["args"].get("correlation"): ((item["pid"], item["tid"]), float(item["ts"]))
-        for item in (*of_category["cuda_runtime"], *of_category["cuda_driver"])
+        for item in of("cuda_runtime", "cuda_driver")
     }
-    starts = [item for item in of_category["user_annotation"] if item["name"] == START]
+    starts = [item for item in of("user_annotation") if item["name"] == START]
     started = max((float(item["ts"]) for item in starts), default=-math.inf)
     # By thread: span, direction, operator.
     ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)
-    for item in of_category["user_annotation"]:
+    for item in of("user_annotation"):
         prefix, *named = item["name"].split("/")
         if prefix == _PREFIX and len(named) == 2 and named[1] in BY_OPERATOR:
             begin, end = float(item["ts"]), float(item["ts"]) + float(item["dur"])
@@ -222,7 +220,7 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             for *span, direction, name in spans
         ]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ()
-    for item in itertools.chain.from_iterable(of_category[kind] for kind in kinds):
+    for item in of(*kinds):
         begin, name = float(item["ts"]), item["name"]
         thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
         if launched >= started:

@@ -44,10 +44,9 @@ class Ranks:
 
     def gather(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Every rank's array of the same shape and dtype, stacked in rank order."""
-        payload = values.tobytes()
-        gathered = self._messages.all_gather_bytes(payload, num_bytes=len(payload))
+        gathered = self._messages.gather_bytes(values.tobytes())
         return np.stack(
-            [np.frombuffer(data, dtype=values.dtype).reshape(values.shape) for data in gathered]
+            [np.frombuffer(data, values.dtype).reshape(values.shape) for data in gathered]
         )
 
     def largest(self, value: float) -> float:

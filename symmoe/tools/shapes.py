@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symmoe.checks.arguments import CHOICES
-from symmoe.errors import ArgumentError
+from symmoe.errors import first_problem, raise_for
 from symmoe.moe.config import MoEConfig
 
 Options = dict[str, dict[str, Any]]  # argparse's arguments for each, by name
@@ -82,9 +82,12 @@ def shape_options(*, default: str = "", what: str = "one") -> Options:
 
 def config_options(**defaults: str) -> Options:
     """Options for MoEConfig's fields with a choice of words."""
-    text = "see MoEConfig (default %(default)s)"
     return {
-        _option(name): {"choices": CHOICES[name], "default": default, "help": text}
+        _option(name): {
+            "choices": CHOICES[name],
+            "default": default,
+            "help": "see MoEConfig (default %(default)s)",
+        }
         for name, default in defaults.items()
     }
 
@@ -97,20 +100,24 @@ def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
     """The layer that the arguments name. Raises ArgumentError: a name is unknown, or sizes are missing."""
     sizes = {name: getattr(args, name) for name in _SIZES}
     given = [name for name, value in sizes.items() if value is not None]
-    if args.preset and given:
-        raise ArgumentError(
-            f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other"
+    preset = args.preset or ("" if given else default)
+    missing = ", ".join(_option(name) for name in sizes if name not in given)
+    raise_for(
+        first_problem(
+            (
+                args.preset and given,
+                f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other",
+            ),
+            (
+                preset and preset not in PRESETS,
+                f"preset ({preset}) must be one of {', '.join(PRESETS)}",
+            ),
+            (not preset and not given, "name a --preset, or sizes"),
+            (not preset and missing, f"explicit sizes also need {missing}"),
         )
-    if preset := args.preset or (default if not given else ""):
-        if preset not in PRESETS:
-            raise ArgumentError(f"preset ({preset}) must be one of {', '.join(PRESETS)}")
+    )
+    if preset:
         return PRESETS[preset]
-    if missing := [_option(name) for name in sizes if name not in given]:
-        raise ArgumentError(
-            f"explicit sizes also need {', '.join(missing)}"
-            if given
-            else "name a --preset, or sizes"
-        )
     return Shape("x".join(map(str, sizes.values())), *sizes.values())
 
 

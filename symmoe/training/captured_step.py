@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from symmoe.checks.arguments import check_factor, check_kind, size_problem
-from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, raise_for
+from symmoe.errors import ArgumentError, HeapSuspended, SymmoeError, first_problem, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
 from symmoe.moe.layer import MoELayer
@@ -80,12 +80,12 @@ def capture_step(
 
 def _problem(modules: Modules) -> ArgumentError | None:
     """The reason why steps of these modules cannot be captured, or None."""
-    for layer in modules.layers:
-        reason = "a step that is repeated would count twice"
-        if (problem := gradients_elsewhere(layer.experts, reason)) is not None:
-            return problem
+    elsewhere = (
+        gradients_elsewhere(layer.experts, "a step that is repeated would count twice")
+        for layer in modules.layers
+    )
     around = {layer._ddp_ref() for layer in modules.layers} - {None}
-    problems = (
+    return next(filter(None, elsewhere), None) or first_problem(
         (
             len({layer.heap for layer in modules.layers}) > 1,
             "model has layers on several heaps, whose groups could not agree to repeat a step",
@@ -104,7 +104,6 @@ def _problem(modules: Modules) -> ArgumentError | None:
             f"torch.cuda.stream(torch.cuda.Stream()):`, or take torch 2.13 or newer (this is {torch.__version__})",
         ),
     )
-    return next((ArgumentError(text) for is_so, text in problems if is_so), None)
 
 
 class CudaGraph:

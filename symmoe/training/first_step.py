@@ -16,29 +16,6 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.training.gradients import REDUCED
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUM_BYTES = 8
-
-_AT_START = (
-    "dense parameters differ between ranks before the first optimizer step: make them equal with "
-    "symmoe.training.broadcast_parameters(model) when the model is built"
-)
-_NOT_REDUCED = (
-    "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
-    "backward and before the optimizer"
-)
-_ONLY_LAYERS = (
-    "dense parameters outside of the MoE layers differ between ranks after the first optimizer step, and were equal "
-    "before: call symmoe.reduce_gradients(model) of the whole model, not of its layers only"
-)
-_CHANGED = (
-    "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
-    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.training.clip_grad_norm: torch's "
-    "clip_grad_norm_ counts only this rank's experts"
-)
-_EQUAL_EXPERTS = (
-    "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed them "
-    "with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
-)
 
 
 def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -81,13 +58,13 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         while watched:
             its = watched.pop()
             layers = _layers(its)
-            sums = [*before, *_checksums(its, given)]
             are_reduced = any(
                 hasattr(parameter.grad, REDUCED)
                 for layer in layers
                 for parameter in layer.parameters()
             )
-            for text in _mistakes(layers[0].heap.bootstrap.gather(sums), are_reduced=are_reduced):
+            sums = layers[0].heap.bootstrap.gather([*before, *_checksums(its, given)])
+            for text in _mistakes(sums, are_reduced=are_reduced):
                 warn(text)
 
     # torch iterates over hooks while it runs them, so a hook cannot remove itself. It stays, without the model.
@@ -105,22 +82,43 @@ def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
     experts, before, before_elsewhere, after, after_elsewhere = (
         len(set(column)) for column in zip(*rows, strict=True)
     )
-    texts = []
-    if before > 1:
-        texts.append(_AT_START)
-    elif after > 1:
-        texts.append(_CHANGED if are_reduced else _NOT_REDUCED)
-    elif after_elsewhere > before_elsewhere == 1:
-        texts.append(_ONLY_LAYERS)
-    return [*texts, _EQUAL_EXPERTS] if experts == 1 else texts
+    before_step = "dense parameters differ between ranks before the first optimizer step: "
+    after_step = "dense parameters differ between ranks after the first optimizer step: "
+    of_dense = (
+        (
+            before > 1,
+            f"{before_step}make them equal with symmoe.training.broadcast_parameters(model) when the model is built",
+        ),
+        (
+            after > 1 and are_reduced,
+            f"{after_step}gradients were changed after symmoe.reduce_gradients, otherwise on each rank. Clip with "
+            "symmoe.training.clip_grad_norm: torch's clip_grad_norm_ counts only this rank's experts",
+        ),
+        (
+            after > 1,
+            f"{after_step}call symmoe.reduce_gradients(model) after backward and before the optimizer",
+        ),
+        (
+            after_elsewhere > before_elsewhere == 1,
+            "dense parameters outside of the MoE layers differ between ranks after the first optimizer step, and were "
+            "equal before: call symmoe.reduce_gradients(model) of the whole model, not of its layers only",
+        ),
+    )
+    of_experts = (
+        "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed "
+        "them with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
+    )
+    found = [text for is_so, text in of_dense if is_so][:1]
+    return [*found, of_experts] if experts == 1 else found
 
 
 def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
     """Checksums of the layers' dense parameters, which must be equal on all ranks, and of the optimizer's other dense
     parameters, which may differ. If it trains none of the layers', all are one."""
     layers = _layers(model)
-    in_ddp = any(layer._ddp_ref() is not None for layer in layers)
-    if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if any(layer._ddp_ref() is not None for layer in layers) or any(
+        hasattr(parameter, "device_mesh") for parameter in model.parameters()
+    ):
         return 0, 0
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     named = [
@@ -146,17 +144,15 @@ def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
 
 def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
     """Sums of the bits of tensors, or of the rows of dimension 0, independent of order. Synchronises."""
-    found = [
-        tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row))
-        for tensor in tensors
-    ]
-    return [sums.view(-1).tolist() for sums in [bits.sum(-1, dtype=torch.int64) for bits in found]]
+    bits = (each.detach().view(_INTEGERS[each.element_size()]) for each in tensors)
+    sums = [each.flatten(int(by_row)).sum(-1, dtype=torch.int64) for each in bits]
+    return [each.view(-1).tolist() for each in sums]
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Does not depend on their order."""
     digest = hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()
-    return int.from_bytes(digest[:_SUM_BYTES], "little")
+    return int.from_bytes(digest[:8], "little")
 
 
 def _has_bits(parameter: torch.Tensor) -> bool:

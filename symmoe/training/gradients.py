@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from symmoe.checks.arguments import check_kind, modules_of
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.grouped.parameters import named_parameters, tensors_of_experts, trainable
 from symmoe.moe.ddp_and_fsdp import (
     ExpertParallelModule,
@@ -32,9 +32,6 @@ from symmoe.moe.ddp_and_fsdp import (
     group_size,
 )
 from symmoe.torch_internals import version_of
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 REDUCED = "_symmoe_reduced"  # on a gradient: its version after the reduction
 
@@ -62,11 +59,6 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     """
     group = group or dist.group.WORLD
     layers = modules_of(model, ExpertParallelModule)
-    if any(layer._ddp_ref() is not None for layer in layers):
-        raise ArgumentError(
-            "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
-            "reduce_gradients would do it again"
-        )
     dense, experts = trainable(model)
     parameters = dense + experts
     num_ranks = group_size(group)
@@ -80,15 +72,24 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
     shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
     # All ranks must agree, even if an expert of one rank has no gradient.
     present = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if shows and present and all(map(_is_reduced, present)):
-        raise ArgumentError(
-            "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
-            f"would divide those of experts by the number of ranks ({num_ranks}) once more"
+    raise_for(
+        first_problem(
+            (
+                any(layer._ddp_ref() is not None for layer in layers),
+                "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
+                "reduce_gradients would do it again",
+            ),
+            (
+                shows and present and all(map(_is_reduced, present)),
+                "reduce_gradients has been called for these gradients already, and there was no backward since: again "
+                f"it would divide those of experts by the number of ranks ({num_ranks}) once more",
+            ),
         )
+    )
     for parameter in parameters:
         if hasattr(parameter, "device_mesh"):
             raise ArgumentError(
-                f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast('DTensor', parameter).placements}): "
+                f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast(Any, parameter).placements}): "
                 "FSDP reduces its gradient in backward, and reduce_gradients would do it again"
             )
     # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
@@ -176,12 +177,15 @@ def broadcast_parameters(model: nn.Module, *, group: dist.ProcessGroup | None = 
     was sent."""
     experts = tensors_of_experts(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, tensor in tensors.items():
-        if hasattr(tensor, "device_mesh") or tensor.is_meta:
-            kind = "on meta" if tensor.is_meta else "a DTensor"
-            raise ArgumentError(
-                f"{name} is {kind}: only tensors that are whole, with memory, can be made equal"
-            )
+    rules = (
+        (
+            hasattr(tensor, "device_mesh") or tensor.is_meta,
+            f"{name} is {'on meta' if tensor.is_meta else 'a DTensor'}: only tensors that are whole, with memory, can "
+            "be made equal",
+        )
+        for name, tensor in tensors.items()
+    )
+    raise_for(first_problem(*rules))
     group = group or dist.group.WORLD
     expert_group = expert_group_of(model)
     for tensor in tensors.values():
@@ -206,7 +210,7 @@ def _local_gradients(
             continue
         num_copies = num_replicas if is_expert else num_ranks
         if hasattr(gradient, "device_mesh"):
-            whole = cast("DTensor", gradient)  # DTensor's module is not imported here
+            whole: Any = gradient  # a DTensor, whose module is not imported here
             if any(placement.is_partial() for placement in whole.placements):
                 raise ArgumentError(
                     f"{name}.grad is a partial sum {whole.placements}: it has no norm yet"

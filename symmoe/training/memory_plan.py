@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from symmoe.checks.arguments import check_kind, size_problem
 from symmoe.dispatch.plan import Plan, plan_call
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, choice_problem, raise_for
 from symmoe.grouped.mlp import kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig, RouterConfig
@@ -30,6 +30,7 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.torch_internals import storage_of
 
+Routing = Literal["uniform", "worst"]
 _TOO_LARGE = f"these sizes would need a heap of more than {ENDLESS_BYTES} bytes"
 _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
 
@@ -73,7 +74,7 @@ def plan_memory(
     num_layers: int = 1,
     num_in_flight: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    routing: Literal["uniform", "worst"] = "uniform",
+    routing: Routing = "uniform",
 ) -> MemoryPlan:
     """Bytes that a rank needs to train `num_layers` layers that share one heap. Local; allocates nothing.
 
@@ -98,16 +99,14 @@ def plan_memory(
         )
     )
     check_kind("config", config, MoEConfig)
-    config.experts_per_rank(num_ranks)
-    if routing not in ("uniform", "worst"):
-        raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
-    experts = config.num_experts
-    top_k = config.top_k
-    rows = num_ranks * num_tokens * min(top_k, experts // num_ranks)
+    raise_for(choice_problem("routing", routing, get_args(Routing)))
+    rows = num_ranks * num_tokens * min(config.top_k, config.experts_per_rank(num_ranks))
     packed_rows = num_ranks * num_tokens  # "worst"
     if routing == "uniform":
-        rows = num_tokens * top_k
-        packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
+        rows = num_tokens * config.top_k
+        packed_rows = math.ceil(
+            packed_rows * chance_of_part(config.num_experts, num_ranks, config.top_k)
+        )
     lines = max(
         config.capacity or rows,
         num_ranks * num_tokens * config.top_k,
@@ -184,8 +183,8 @@ def _dry_call(
         dy = empty(num_tokens, dtype)
         weight = empty(config.num_experts, torch.float32)
         with _Memory(heap) as memory:
-            rule = (config.router or RouterConfig()).rule
-            routed = route_tokens(Route(x, weight, None, None, config.top_k, rule))
+            router = config.router or RouterConfig()
+            routed = route_tokens(Route(x, weight, None, None, config.top_k, router.rule))
             plan = plan_call(
                 routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from symmoe.checks.arguments import size_problem
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import first_problem, raise_for
 from symmoe.kernels.gemm_parts import PART_ROWS, Division
 from symmoe.moe.config import MoEConfig, RouterConfig
 from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of
@@ -100,20 +100,31 @@ def plan_network(
         nic_gbs: 1e9 bytes per second that one rank sends over the network.
         dtype: the dtype of the rows; with a `quantized_wire`, of the returned rows.
     """
-    raise_for(size_problem(num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=num_tokens))
-    if not (math.isfinite(nic_gbs) and nic_gbs > 0):
-        raise ArgumentError(f"nic_gbs ({nic_gbs}) must be finite and greater than 0")
-    if num_ranks % num_nodes:
-        raise ArgumentError(f"num_ranks ({num_ranks}) must be divisible by num_nodes ({num_nodes})")
+    raise_for(
+        size_problem(num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=num_tokens)
+        or first_problem(
+            (
+                not (math.isfinite(nic_gbs) and nic_gbs > 0),
+                f"nic_gbs ({nic_gbs}) must be finite and greater than 0",
+            ),
+            (
+                num_ranks % num_nodes,
+                f"num_ranks ({num_ranks}) must be divisible by num_nodes ({num_nodes})",
+            ),
+        )
+    )
     config.experts_per_rank(num_ranks)
     router = config.router or RouterConfig()
     num_groups = router.num_expert_groups
-    for name, parts in (("num_ranks", num_ranks), ("num_nodes", num_nodes)):
-        if max(parts, num_groups) % min(parts, num_groups):
-            raise ArgumentError(
-                f"num_expert_groups ({num_groups}) must divide {name} ({parts}), or be divisible by it: the model "
-                "knows no groups that share a rank or a node in part"
-            )
+    rules = (
+        (
+            max(parts, num_groups) % min(parts, num_groups),
+            f"num_expert_groups ({num_groups}) must divide {name} ({parts}), or be divisible by it: the model "
+            "knows no groups that share a rank or a node in part",
+        )
+        for name, parts in (("num_ranks", num_ranks), ("num_nodes", num_nodes))
+    )
+    raise_for(first_problem(*rules))
     rates = rates_of(H200, config.precision)
     per_node = num_ranks // num_nodes
     nic = nic_gbs * 1e9
@@ -172,8 +183,7 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
     tile; reads and writes of weights and their gradients cost a part of their time; so do router, plan and launches."""
     chosen = overlap(sizes, H200_SMS, rates)
     own = 1 / sizes.num_nodes
-    rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
-    rail_s = sizes.rail_bytes / rail_rate
+    rail_s = sizes.rail_bytes / min(sizes.rail_bytes_per_s, rates.link_bytes)
     tokens_bytes = sizes.row_bytes / sizes.top_k
     own_s, others_s = (
         (share * sizes.row_bytes * sizes.is_expert_major + rows_bytes) / rates.memory_bytes

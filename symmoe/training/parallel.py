@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checks.arguments import check_kind, check_model, modules_of
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.grouped.parameters import trainable
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
 from symmoe.moe.layer import MoELayer
@@ -60,17 +60,19 @@ def parallelize(
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     replicas = _replica_names(mesh)
     dense_mesh = mesh._flatten("symmoe_dense") if dense_mesh is None else dense_mesh
-    if dense_mesh.size() != mesh.size():
-        raise ArgumentError(
-            f"dense_mesh has {dense_mesh.size()} ranks; it must have the {mesh.size()} of mesh"
+    raise_for(
+        first_problem(
+            (
+                dense_mesh.size() != mesh.size(),
+                f"dense_mesh has {dense_mesh.size()} ranks; it must have the {mesh.size()} of mesh",
+            ),
+            (
+                torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype)
+                and mp_policy.reduce_dtype != torch.float32,
+                f"mp_policy.reduce_dtype ({mp_policy.reduce_dtype}) must be torch.float32 with float16",
+            ),
         )
-    if (
-        torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype)
-        and mp_policy.reduce_dtype != torch.float32
-    ):
-        raise ArgumentError(
-            f"mp_policy.reduce_dtype ({mp_policy.reduce_dtype}) must be torch.float32 with float16"
-        )
+    )
     divisor = mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     units = list(_outermost_units(model) if units is None else units)
     if (
@@ -162,20 +164,25 @@ def _replica_names(mesh: DeviceMesh) -> tuple[str, ...]:
 def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh, expert_mesh: DeviceMesh) -> None:
     ranks = [layer.heap.bootstrap.global_ranks, sorted(layer.heap.expert_ranks)]
     ranks_of_mesh = [ep_mesh.mesh.tolist(), sorted(expert_mesh.mesh.flatten().tolist())]
-    if ranks != ranks_of_mesh:
-        raise ArgumentError(
-            f"the heap's group and expert_group have the ranks {ranks}; '{EP}' and {expert_mesh.mesh_dim_names} of the "
-            f"mesh have {ranks_of_mesh}: build the heap by SymmetricHeap.from_mesh(mesh['{EP}'], expert_mesh=...)"
+    raise_for(
+        first_problem(
+            (
+                ranks != ranks_of_mesh,
+                f"the heap's group and expert_group have the ranks {ranks}; '{EP}' and {expert_mesh.mesh_dim_names} of "
+                f"the mesh have {ranks_of_mesh}: build the heap by "
+                f"SymmetricHeap.from_mesh(mesh['{EP}'], expert_mesh=...)",
+            ),
+            (
+                not layer.experts.fc1.is_packed,
+                "experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank",
+            ),
+            (
+                any(isinstance(parameter, DTensor) for parameter in layer.experts.parameters()),
+                "the experts of a layer are DTensors already; a model is put on a mesh once",
+            ),
         )
-    if not layer.experts.fc1.is_packed:
-        raise ArgumentError(
-            "experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank"
-        )
-    raise_for(gradients_elsewhere(layer.experts))
-    if any(isinstance(parameter, DTensor) for parameter in layer.experts.parameters()):
-        raise ArgumentError(
-            "the experts of a layer are DTensors already; a model is put on a mesh once"
-        )
+        or gradients_elsewhere(layer.experts)
+    )
 
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:

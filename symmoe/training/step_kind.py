@@ -339,12 +339,10 @@ class Modules:
         self._public = [
             (d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor
         ]
-        tensors = (
-            *self.parameters,
-            *self._model.buffers(),
-        )  # filtered below: own memory only
-        self.located = [
-            t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        self.located = [  # in memory of their own
+            t
+            for t in (*self.parameters, *self._model.buffers())
+            if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         ]
         self.sharded: list[Any] = [
             parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")

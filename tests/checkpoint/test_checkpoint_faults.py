@@ -23,7 +23,7 @@ from cluster import Cluster, RankFailure, run_on
 from worker import assert_refused
 
 import symmoe
-from symmoe.checkpoint import files, load_checkpoint, read_manifest, save_checkpoint
+from symmoe.checkpoint import folder, load_checkpoint, read_manifest, save_checkpoint
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
@@ -48,7 +48,7 @@ def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
     def die(path: Path, data: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with patch.object(files, "write", die if rank == 1 else files.write):
+    with patch.object(folder, "write", die if rank == 1 else folder.write):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     Path(directory, f"heard-{rank}").write_text(text)
 
@@ -107,7 +107,7 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
         wait_for(tmp_path / "given-up")
 
     with (
-        patch.object(files, "write", hang if rank == 1 else files.write),
+        patch.object(folder, "write", hang if rank == 1 else folder.write),
         pytest.raises(symmoe.errors.CheckpointError) as caught,
     ):
         save_checkpoint(tmp_path / "c", 1, model=state(1, rank, num_ranks), group=group)
@@ -125,7 +125,7 @@ def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
-    def slowly(path: Path, data: bytes, write=files.write) -> None:
+    def slowly(path: Path, data: bytes, write=folder.write) -> None:
         wait_for(Path(directory, "interrupted"))
         time.sleep(0.2)
         write(path, data)
@@ -137,7 +137,7 @@ def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
 
     if rank == 1:
         threading.Thread(target=later).start()
-    with patch.object(files, "write", files.write if rank else slowly):
+    with patch.object(folder, "write", folder.write if rank else slowly):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     return text, time.monotonic() - began
 
@@ -285,7 +285,7 @@ def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster, tmp_path:
 _HOLD = """
 import os, sys
 from pathlib import Path
-from symmoe.checkpoint.files import locked
+from symmoe.checkpoint.folder import locked
 with locked(Path(sys.argv[1], ".lock")):
     print(os.getpid(), flush=True)
     sys.stdin.read()

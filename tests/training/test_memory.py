@@ -119,7 +119,7 @@ def test_whatever_the_caller_has_switched_off():
         ({"num_tokens": 0}, "num_tokens (0) must be at least 1"),
         ({"num_layers": -1}, "num_layers (-1) must be at least 1"),
         ({"num_in_flight": 0}, "num_in_flight (0) must be at least 1"),
-        ({"routing": "best"}, "routing ('best') must be 'uniform' or 'worst'"),
+        ({"routing": "best"}, "routing ('best') must be one of ('uniform', 'worst')"),
     ],
 )
 def test_wrong_arguments(change: dict, text: str):

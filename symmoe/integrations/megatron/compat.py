@@ -6,13 +6,15 @@ results or schedule if it does not implement them; a field that a version lacks 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import megatron.core
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem
 from symmoe.precision.recipes import Float8Block, Recipe, precision_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -67,48 +69,44 @@ _FP8_LIMITS: tuple[_Limit, ...] = (
 
 def slots_per_token(config: TransformerConfig) -> int:
     """K, the most experts of a token. Padded capacity fills experts with additional tokens of prob 0."""
-    top_k: int = (
-        config.num_moe_experts
-        if config.moe_pad_expert_input_to_capacity
-        else config.moe_router_topk
-    )
-    return top_k
+    pads = config.moe_pad_expert_input_to_capacity
+    return int(config.num_moe_experts if pads else config.moe_router_topk)
 
 
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:
     """The setting that the layer and its dispatcher do not support, or None."""
-    if slots_per_token(config) > MAX_TOP_K:
-        field = f"moe_router_topk ({config.moe_router_topk})"
-        if config.moe_pad_expert_input_to_capacity:
-            field = (
-                "moe_pad_expert_input_to_capacity (True) may send a token to all experts: "
-                f"num_moe_experts ({config.num_moe_experts})"
-            )
-        return ArgumentError(f"{field} must be at most {MAX_TOP_K}")
+    field = (
+        "moe_pad_expert_input_to_capacity (True) may send a token to all experts: num_moe_experts"
+        if config.moe_pad_expert_input_to_capacity
+        else "moe_router_topk"
+    )
+    top_k = slots_per_token(config)
     # Parts of a layer that CUDA graphs capture; the field was renamed in 0.19.
     if (scopes := getattr(config, "cuda_graph_modules", None)) is None:
         scopes = config.cuda_graph_scope
     scopes = scopes if isinstance(scopes, list) else [scopes] if scopes else []
     captured = {getattr(scope, "name", str(scope)) for scope in scopes}
-    if config.cuda_graph_impl != "none" and (
-        not captured or any(name != "attn" for name in captured)
-    ):
-        shown = sorted(captured) or "whole layers"
-        return ArgumentError(
-            f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not {shown}"
-        )
-    return _first_problem(config, _LAYER_LIMITS)
+    return first_problem(
+        (top_k > MAX_TOP_K, f"{field} ({top_k}) must be at most {MAX_TOP_K}"),
+        (
+            config.cuda_graph_impl != "none" and captured != {"attn"},
+            f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not "
+            f"{sorted(captured) or 'whole layers'}",
+        ),
+        *_rules(config, _LAYER_LIMITS),
+    )
 
 
 def experts_problem(config: TransformerConfig) -> ArgumentError | None:
     """The setting that SymmExperts do not support, or None. The experts check the activation."""
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
-    if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
-        return ArgumentError(
-            f"offload_modules ({sorted(offloaded)}) must not name parts of the experts"
-        )
-    limits = (*_EXPERT_LIMITS, *(_FP8_LIMITS if config.fp8 else ()))
-    return _first_problem(config, limits) or precision_problem(
+    return first_problem(
+        (
+            getattr(config, "fine_grained_activation_offloading", False) and offloaded,
+            f"offload_modules ({sorted(offloaded)}) must not name parts of the experts",
+        ),
+        *_rules(config, (*_EXPERT_LIMITS, *(_FP8_LIMITS if config.fp8 else ()))),
+    ) or precision_problem(
         precision_of(config),
         hidden_size=config.hidden_size,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -125,21 +123,19 @@ def groups_problem(
     pg_collection: ProcessGroupCollection, heap: SymmetricHeap
 ) -> ArgumentError | None:
     """The reason why these process groups cannot use `heap`, or None."""
-    if pg_collection.expt_tp.size() != 1:
-        return ArgumentError(
+    ep = pg_collection.ep
+    return first_problem(
+        (
+            pg_collection.expt_tp.size() != 1,
             f"expert_tensor_parallel_size ({pg_collection.expt_tp.size()}) must be 1: "
-            "experts are not split over tensor-parallel ranks"
-        )
-    of_group, of_heap = (
-        (pg_collection.ep.rank(), pg_collection.ep.size()),
-        (heap.rank, heap.num_ranks),
+            "experts are not split over tensor-parallel ranks",
+        ),
+        (
+            (ep.rank(), ep.size()) != (heap.rank, heap.num_ranks),
+            f"heap is rank {heap.rank} of {heap.num_ranks}, this process is rank {ep.rank()} of {ep.size()} in "
+            "the expert-parallel group; open the heap over that group (open_heap does)",
+        ),
     )
-    if of_group != of_heap:
-        return ArgumentError(
-            f"heap is rank {of_heap[0]} of {of_heap[1]}, this process is rank {of_group[0]} of {of_group[1]} in the "
-            "expert-parallel group; open the heap over that group (open_heap does)"
-        )
-    return None
 
 
 def process_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
@@ -147,11 +143,9 @@ def process_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroup
     return get_default_pg_collection() if pg_collection is None else pg_collection
 
 
-def _first_problem(config: TransformerConfig, limits: tuple[_Limit, ...]) -> ArgumentError | None:
+def _rules(config: TransformerConfig, limits: tuple[_Limit, ...]) -> Iterator[tuple[bool, str]]:
+    """The limits as rules of first_problem."""
     for field, supported, reason in limits:
         value = getattr(config, field, supported[0])
-        if value not in supported:
-            return ArgumentError(
-                f"{field} ({value!r}) must be {' or '.join(map(repr, supported))}: {reason}"
-            )
-    return None
+        wanted = " or ".join(map(repr, supported))
+        yield value not in supported, f"{field} ({value!r}) must be {wanted}: {reason}"

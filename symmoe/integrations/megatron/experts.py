@@ -100,10 +100,11 @@ class SymmExperts(MegatronModule):
         config = self.config
         on_cpu = config.use_cpu_initialization
         # Ranks initialise experts with different random numbers: on GPUs with Megatron's generator for experts.
-        generator = contextlib.nullcontext()
-        if config.perform_initialization and not on_cpu:
-            generator = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
-        with generator:
+        with (
+            get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+            if config.perform_initialization and not on_cpu
+            else contextlib.nullcontext()
+        ):
             linear = GroupedLinear(
                 self.num_local_experts,
                 in_features,
@@ -150,9 +151,8 @@ class SymmExperts(MegatronModule):
         Returns:
             [N, H], and None for Megatron's bias.
         """
-        layers = self.linear_fc1, self.activation, self.linear_fc2
         return fused_mlp(
-            layers,
+            (self.linear_fc1, self.activation, self.linear_fc2),
             permuted_local_hidden_states,
             RowArguments(tokens_per_expert, permuted_probs),
             scale_bias=False,
@@ -263,8 +263,13 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
     if not config.gated_linear_unit:  # then the other fields have no effect
         return ScaledActivation(replace(activation, is_gated=False))
     clamp = config.activation_func_clamp_value
-    limit = math.inf if clamp is None else clamp
-    return ScaledActivation(replace(activation, limit=limit, offset=config.glu_linear_offset))
+    return ScaledActivation(
+        replace(
+            activation,
+            limit=math.inf if clamp is None else clamp,
+            offset=config.glu_linear_offset,
+        )
+    )
 
 
 def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:

@@ -34,7 +34,7 @@ from symmoe.integrations.megatron.compat import (
 )
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.kernels import control
-from symmoe.moe.listeners import Choose, Listeners, RoutingReport
+from symmoe.moe.listeners import Choose, Listeners
 from symmoe.moe.routed_experts import CALL_PHASES, RoutedExperts
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -235,23 +235,24 @@ class SymmMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         if self._routed is not None:
             y, load = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
-            if self.listeners.callbacks:
-                self._tell(hidden_states, load)
+            self._tell(hidden_states, load)
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
-        if self.listeners.callbacks:
-            plan = begun(dispatcher.plan)
-            self._tell(rows, (plan.expert_load, plan.num_dropped))
+        plan = begun(dispatcher.plan)
+        self._tell(rows, (plan.expert_load, plan.num_dropped))
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
-        ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        recorded = recorded_by(self._recorder)
-        chosen = ids if recorded is None else recorded
-        self.listeners.tell(
-            RoutingReport(ids, chosen, load[0], load[1], size, size, is_training=self.training)
+        # The choice before a capacity factor's drops; another action's record may be of an earlier forward.
+        recorder = self._recorder
+        recorded = (
+            recorder.recorded_topk_idx
+            if recorder and recorder.router_replay_action == RouterReplayAction.RECORD
+            else None
         )
+        ids = begun(self.token_dispatcher.topk_idx)
+        self.listeners.tell_call(ids, load, rows, is_training=self.training, chosen_idx=recorded)
 
 
 def begun(value: _Value | None) -> _Value:
@@ -302,23 +303,15 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
     return router.router_replay
 
 
-def recorded_by(recorder: RouterReplay | None) -> torch.Tensor | None:
-    """A router's choice in the current forward, before a capacity factor's drops; None: not recorded."""
-    if recorder is None or recorder.router_replay_action != RouterReplayAction.RECORD:
-        return None  # the record may be of an earlier forward
-    recorded: torch.Tensor | None = recorder.recorded_topk_idx
-    return recorded
-
-
 def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
     """See Give, for SymmMoELayers. The router's statistics spread tokens without an expert over all experts; its map
     omits these tokens. ArgumentError: the router has no choice by scores to replace."""
     router: Any = model.get_submodule(f"{name}.router" if name else "router")
     if (replay := recorder_of(router)) is None:
-        config = router.config
         raise ArgumentError(
-            f"moe_router_load_balancing_type ({config.moe_router_load_balancing_type!r}) and moe_router_fusion "
-            f"({config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router cannot be given a choice"
+            f"moe_router_load_balancing_type ({router.config.moe_router_load_balancing_type!r}) and "
+            f"moe_router_fusion ({router.config.moe_router_fusion}) must not be 'sinkhorn' or True: such a router "
+            "cannot be given a choice"
         )
     before = replay.router_replay_action
 

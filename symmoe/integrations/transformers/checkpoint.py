@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from symmoe.checkpoint.files import sync
+from symmoe.checkpoint.folder import sync
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import REPLICAS, agreed, bare, digest
+from symmoe.checkpoint.tensors import REPLICAS, agreed, bare, digest, lists_by_key
 from symmoe.checks.extras import extra
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout
@@ -150,11 +150,11 @@ def _by_file(
     layout: Layout, pieces: Iterable[Piece]
 ) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
     """This rank's pieces, by file."""
-    by_file: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
-    for piece in pieces:
-        if piece.tensor is not None:
-            by_file.setdefault(layout.tensors[piece.key].file, []).append((piece, piece.tensor))
-    return by_file
+    return lists_by_key(
+        (layout.tensors[piece.key].file, (piece, piece.tensor))
+        for piece in pieces
+        if piece.tensor is not None
+    )
 
 
 def _lay_out(
@@ -173,10 +173,9 @@ def _lay_out(
     for name, (header, size) in layout.files.items():
         if like is not None and name in with_others:
             shutil.copyfile(like / name, partial / name)
-            continue
-        with (partial / name).open("wb") as file:
-            file.write(header)
-            file.truncate(size)
+        else:
+            (partial / name).write_bytes(header)
+            os.truncate(partial / name, size)
     if layout.index is not None:
         (partial / INDEX).write_bytes(layout.index)
     if like is None:
@@ -188,8 +187,7 @@ def _lay_out(
         config.save_pretrained(partial)
         if model.can_generate():
             model.generation_config.save_pretrained(partial)
-        return
-    for path in like.iterdir():
+    for path in () if like is None else like.iterdir():
         if path.is_file() and path.name not in (*layout.files, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
 

@@ -27,11 +27,10 @@ from symmoe.integrations.transformers.forms import ExpertsForm, PeftNames, Stock
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
-from symmoe.moe.listeners import Listeners, RoutingReport
+from symmoe.moe.listeners import Listeners
 from symmoe.moe.routed_experts import RoutedExperts, run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
 
-_GIVE = partial(give_topk, router="", position=1)  # to the caller of the experts
 _ENDS = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
 
 
@@ -82,7 +81,12 @@ class ExpertParallelExperts(ExpertParallelModule):
             activation=mlp.activation.activation,
             **asdict(step),
         )
-        self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order, give=_GIVE)
+        self.listeners = Listeners(
+            heap,
+            num_experts=self.num_experts,
+            order=step.order,
+            give=partial(give_topk, router="", position=1),  # the caller of the experts chooses
+        )
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
         self.register_state_dict_post_hook(_warn_of_state_dict)  # type: ignore[no-untyped-call]
@@ -134,29 +138,26 @@ class ExpertParallelExperts(ExpertParallelModule):
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, load = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
-        if self.listeners.callbacks:
-            ids, size = top_k_index, self.config.hidden * dtype.itemsize
-            self.listeners.tell(
-                RoutingReport(ids, ids, load[0], load[1], size, size, is_training=self.training)
-            )
+        self.listeners.tell_call(top_k_index, load, tokens, is_training=self.training)
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"experts={self.num_experts}, ranks={self.heap.num_ranks}, hidden={self.mlp.hidden}, ffn={self.mlp.ffn}"
 
     def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Problem:
-        if x.dim() != 2 or x.shape[1] != self.mlp.hidden:
-            return ArgumentError(
-                f"hidden_states has shape {list(x.shape)}; it must be [T, {self.mlp.hidden}]"
-            )
-        if topk_idx.shape[:1] != x.shape[:1] or weights.shape != topk_idx.shape:
+        error = tensor_problem(
+            "hidden_states",
+            x,
+            shape=("T", self.mlp.hidden),
+            dtypes=control.DTYPES,
+            device=self.heap.device,
+        )
+        if error is None and (topk_idx.shape[:1] != x.shape[:1] or weights.shape != topk_idx.shape):
             return ArgumentError(
                 f"top_k_index {list(topk_idx.shape)} and top_k_weights {list(weights.shape)} must both be "
                 f"[{x.shape[0]}, K]"
             )
-        return tensor_problem(
-            "hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device
-        )
+        return error
 
 
 def _warn_of_state_dict(

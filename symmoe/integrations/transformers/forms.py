@@ -106,10 +106,9 @@ def _activation_of(experts: StockExperts) -> Activation:
     act, is_gated = (experts._apply_gate, True) if experts.has_gate else (experts.act_fn, False)
 
     def at(gate: float, up: float) -> float:
-        row = (
-            [gate, up] if is_gated else [gate]
-        )  # with two columns, halves and single columns coincide
-        return float(act(torch.tensor([row], dtype=torch.float64, device="cpu")))
+        # With two columns, halves and single columns coincide.
+        row = torch.tensor([[gate, up][: 1 + is_gated]], dtype=torch.float64, device="cpu")
+        return float(act(row))
 
     try:
         # f(_SMALL)

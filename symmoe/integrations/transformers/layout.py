@@ -140,8 +140,8 @@ def _tensors_of(path: Path, header: bytes) -> tuple[dict[str, StoredTensor], int
             )
             for key, entry in entries.items()
         }
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
-        return tensors, len(header) + max(ends, default=0)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        return tensors, len(header) + end
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symmoe.checkpoint.tensors import COMPILED
+from symmoe.checkpoint.tensors import COMPILED, lists_by_key
 from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.layout import Layout, StoredTensor, read_layout
@@ -73,9 +73,10 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
         if key not in wanted and not any(re.search(pattern, key) for pattern in ignored)
     ]
     if problems:
-        named = "; ".join(problems[:_MAX_NAMED])
         more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-        raise CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {'; '.join(problems[:_MAX_NAMED])}{more}"
+        )
     return layout, pieces
 
 
@@ -144,9 +145,7 @@ def _saved(
     vars(stand_in)["get_parameter"] = plain.__getitem__
     if stored is not None:  # transformers saves a model with the conversions that loaded it
         vars(stand_in)["_weight_conversions"] = [each for each in transforms if each.was_used()]
-    names: dict[int, list[str]] = {}  # several for tied tensors
-    for name, tensor in plain.items():
-        names.setdefault(id(tensor), []).append(name)
+    names = lists_by_key((id(each), name) for name, each in plain.items())  # several if tied
     in_file = {name for name, *_ in there.values()}
     chosen = [[name for name in tied if name in in_file] or tied[:1] for tied in names.values()]
     saved: dict[str, torch.Tensor] = revert_weight_conversion(
@@ -180,8 +179,9 @@ def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
     for piece in sorted(pieces, key=lambda piece: dot_natural_key(piece.key)):
         if piece.conversion is not None:
             name, pattern, converter = piece.conversion
-            its = collected.setdefault(name, copy.deepcopy(converter))
-            its.add_tensor(name, piece.key, pattern, piece.tensor)
+            collected.setdefault(name, copy.deepcopy(converter)).add_tensor(
+                name, piece.key, pattern, piece.tensor
+            )
     for name, converter in collected.items():
         for target, value in converter.convert(name, model=model, config=model.config).items():
             tensors[target].copy_(value[0] if isinstance(value, list) else value)

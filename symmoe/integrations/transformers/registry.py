@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from symmoe.checks.extras import extra
-from symmoe.errors import ArgumentError
+from symmoe.errors import first_problem, raise_for
 from symmoe.integrations.transformers.experts import StepConfig, empty_experts
 from symmoe.integrations.transformers.forms import ExpertsForm, StockExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -48,20 +48,23 @@ class SymmoeEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         heap = self.heap
-        if tp_mesh.size() > 1:
-            raise ArgumentError(
-                f"tp_size ({tp_mesh.size()}) must be 1: every rank brings tokens of its own"
+        raise_for(
+            first_problem(
+                (
+                    tp_mesh.size() > 1,
+                    f"tp_size ({tp_mesh.size()}) must be 1: every rank brings tokens of its own",
+                ),
+                (
+                    (ep_mesh.size(), ep_mesh.get_local_rank()) != (heap.num_ranks, heap.rank),
+                    f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and "
+                    f"rank {heap.rank} of {heap.num_ranks} in the heap; they must be the same",
+                ),
             )
-        if (ep_mesh.size(), ep_mesh.get_local_rank()) != (heap.num_ranks, heap.rank):
-            raise ArgumentError(
-                f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
-                f"{heap.rank} of {heap.num_ranks} in the heap; they must be the same"
-            )
+        )
         self._experts: StockExperts = experts
-        num_local = cast(int, self.num_local_experts)
         self._form = ExpertsForm.of(self._experts)
         self._step_module = empty_experts(
-            self._form, self._experts, num_local, heap, step=self.step
+            self._form, self._experts, cast(int, self.num_local_experts), heap, step=self.step
         )
 
     def __call__(
@@ -72,7 +75,5 @@ class SymmoeEP(EPImplementation):
             f"mlp.{name}": weight.contiguous()
             for name, weight in self._form.local_weights(self._experts).items()
         }
-        y: torch.Tensor = functional_call(
-            self._step_module, weights, (hidden_states, top_k_index, top_k_weights)
-        )
-        return y
+        inputs = hidden_states, top_k_index, top_k_weights
+        return cast(torch.Tensor, functional_call(self._step_module, weights, inputs))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import check_kind, check_model, modules_of
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.integrations.transformers.experts import (
     ExpertParallelExperts,
     StepConfig,
@@ -62,16 +62,20 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     check_model(model)
     check_kind("heap", heap, SymmetricHeap)
     found = dict(experts_modules(model))
-    if not found:
-        raise ArgumentError(
-            f"{type(model).__name__} has no experts to replace: none that transformers dispatches through its experts "
-            "interface; is it swapped already?"
-        )
     is_wrapped = hasattr(model, "peft_type")
-    if not is_wrapped and "peft_config" in vars(model):
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one"
+    raise_for(
+        first_problem(
+            (
+                not found,
+                f"{type(model).__name__} has no experts to replace: none that transformers dispatches through its "
+                "experts interface; is it swapped already?",
+            ),
+            (
+                not is_wrapped and "peft_config" in vars(model),
+                f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one",
+            ),
         )
+    )
     swapped = {
         path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()
     }
@@ -117,13 +121,12 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
 
 
 @torch.no_grad()
-def adapt(experts: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
+def adapt(experts: ExpertParallelExperts, wrappers: list[Any]) -> None:
     """Adds this rank's part of the `wrappers`' adapters, which cover all experts. Freezes the experts' weights.
     Local. ArgumentError: gate_up_proj and down_proj do not have exactly one unmerged adapter each; or options that
     grouped layers lack."""
     names, mlp, is_transposed = dict[str, PeftNames](), experts.mlp, experts.form.is_transposed
-    for depth, wrapper in enumerate(wrappers):
-        peft: Any = wrapper  # torch gives all attributes of a module one type
+    for depth, peft in enumerate(wrappers):
         if peft.parameter_name not in _LINEAR_OF or len(peft.lora_A) != 1 or peft.merged_adapters:
             raise ArgumentError(
                 f"peft has adapters {list(peft.lora_A)} for {peft.parameter_name}, merged {peft.merged_adapters}; "

@@ -81,10 +81,9 @@ class Trainer(transformers.Trainer):
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         # Whether the model's loss includes the balance loss of its routers.
-        has_balance_loss = isinstance(outputs, dict) and all(
+        if isinstance(outputs, dict) and all(
             outputs.get(name) is not None for name in ("loss", "aux_loss")
-        )
-        if has_balance_loss:
+        ):
             # The token losses are divided by all ranks' token count, so ranks and micro-batches add up. The
             # balance loss, a mean, would add up too.
             times = self.args.world_size if self.args.average_tokens_across_devices else 1
@@ -138,9 +137,11 @@ class Trainer(transformers.Trainer):
         }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir, OPTIMIZER_FOLDER)
         training_checkpoint.save_checkpoint(
-            folder, self.state.global_step, keep_last=1, **self._trained()
+            Path(output_dir, OPTIMIZER_FOLDER),
+            self.state.global_step,
+            keep_last=1,
+            **self._trained(),
         )
         if self.args.should_save:
             with warnings.catch_warnings(record=True):  # ignores "also save the optimizer"
@@ -158,13 +159,17 @@ class Trainer(transformers.Trainer):
 
 def _balance_coefficient(model: Any) -> float:
     """The factor of a model's balance loss."""
-    for owner in (model, model.config.get_text_config()):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            if hasattr(owner, name):
-                return float(getattr(owner, name))
-    raise ArgumentError(
-        f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
-    )
+    found = [
+        getattr(owner, name)
+        for owner in (model, model.config.get_text_config())
+        for name in ("router_aux_loss_coef", "aux_loss_coef")
+        if hasattr(owner, name)
+    ]
+    if not found:
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
+        )
+    return float(found[0])
 
 
 def _save_or_load_by(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.tools.check.compare import Compared, compare
 from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
@@ -71,19 +71,23 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Runs, compares and prints. Returns the exit status. ArgumentError: the target or the file is invalid."""
-    if args.json and not os.access(
-        os.path.dirname(args.json) or ".", os.W_OK
-    ):  # before minutes of running
-        raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     where, failure = args.target.rpartition(":")[0], ""
     is_name = (
         re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.py)", args.target) is not None
         or Path(args.target).is_dir()
     )
-    if not (Path(where).is_file() if where.endswith(".py") else where or is_name):
-        raise ArgumentError(
-            f"target ({args.target}) is no file with :function, and no name or folder of a model"
+    raise_for(
+        first_problem(
+            (
+                args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK),
+                f"json ({args.json}) cannot be written: no folder of yours",
+            ),
+            (
+                not (Path(where).is_file() if where.endswith(".py") else where or is_name),
+                f"target ({args.target}) is no file with :function, and no name or folder of a model",
+            ),
         )
+    )
     with tempfile.TemporaryDirectory(prefix="symmoe-check-") as folder:
         job = Job(
             args.target, args.ranks, args.dtype, args.layers, args.length, args.heap_mib, folder

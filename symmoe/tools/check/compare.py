@@ -80,8 +80,8 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
         if stage == LOADED:
             yield from _compare_loaded(dtype, ranks)
             break
-        backwards = stage in (GRADIENT, CLIPPED, UPDATE)  # last to first
-        names = [*one[stage]][:: -1 if backwards else 1]
+        # Gradients are made from the last to the first.
+        names = [*one[stage]][:: -1 if stage in (GRADIENT, CLIPPED, UPDATE) else 1]
         for name in dict.fromkeys([*names, *(name for found in ranks for name in found[stage])]):
             got = [found[stage][name] for found in ranks if name in found[stage]]
             want = one[stage].get(name)
@@ -330,12 +330,9 @@ def _without_infinities(
 
 def _rms(tensor: torch.Tensor) -> float:
     """RMS of finite values."""
-    finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
-    return (
-        finite.square().mean().sqrt().item()
-        if tensor.is_floating_point() and tensor.numel()
-        else 0.0
-    )
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return 0.0
+    return tensor.double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt().item()
 
 
 def _factors(

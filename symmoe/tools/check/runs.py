@@ -100,8 +100,10 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     vocabulary = min(
         _VOCABULARY, getattr(getattr(model, "config", None), "vocab_size", _VOCABULARY)
     )
-    shape = (job.ranks, job.length)  # one sequence per rank of the largest run
-    tokens = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    # One sequence per rank of the largest run.
+    tokens = torch.randint(
+        0, vocabulary, (job.ranks, job.length), generator=torch.Generator().manual_seed(0)
+    )
     with _recorded(model) as outputs:
         (trained.backward or partial(_backward, model))(
             tokens.chunk(ranks.num_ranks)[ranks.rank].to(heap.device)
@@ -222,8 +224,8 @@ def _state_of_optimizer(
 
 def spoilt(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers that differ everywhere."""
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return ~tensor if is_whole else torch.full_like(tensor, torch.nan)
+    is_of_floats = tensor.is_floating_point() or tensor.is_complex()
+    return torch.full_like(tensor, torch.nan) if is_of_floats else ~tensor
 
 
 def _bits(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
         findings = join_and_examine(
             os.environ, tell, args.ranks_per_node, sends=not args.no_self_test
         )
-        return int(
-            worst_level(findings) == "problem"
-        )  # in every process, so that torchrun on every node returns it
+        # In every process, so that torchrun on every node returns it.
+        return int(worst_level(findings) == "problem")
     # torchrun has started one per rank; they would disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
@@ -106,6 +105,9 @@ def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]
     ]
     if self_test:
         slowest = min((each.gbs for each in links.values()), default=0.0) if len(links) > 1 else 0.0
-        trial = run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment)
-        found += check_trial(trial, on_gpus=has_gpu, link_gbs=slowest or None)
+        found += check_trial(
+            run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment),
+            on_gpus=has_gpu,
+            link_gbs=slowest or None,
+        )
     return found

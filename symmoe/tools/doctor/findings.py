@@ -51,9 +51,9 @@ def render(findings: Sequence[Finding]) -> str:
         lines += [f"{'':<{len(head)}}-> {finding.fix}"] if finding.fix else []
     notes, problems = (sum(finding.level == level for finding in findings) for level in LEVELS[1:])
     counted = f"{notes} note{'s' * (notes != 1)}"
-    verdict = f"No problems, {counted}: symmoe can run here."
-    if problems:
-        verdict = (
-            f"{problems} problem{'s' * (problems != 1)}, {counted}: what stands behind -> helps."
-        )
+    verdict = (
+        f"{problems} problem{'s' * (problems != 1)}, {counted}: what stands behind -> helps."
+        if problems
+        else f"No problems, {counted}: symmoe can run here."
+    )
     return "\n".join([*lines, "", verdict])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from symmoe.checks.json_values import typed
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem
 from symmoe.symm_mem.flight_record import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
@@ -106,14 +106,19 @@ def parse_record(said: Any, path: str) -> Record:
         record: Record = typed(Record, said, path, exactly=False)
     except ValueError as error:
         raise ArgumentError(str(error)) from error
-    if len(record.epoch_of_rank) != record.num_ranks:
-        raise ArgumentError(
-            f"{path}: epoch_of_rank is not a number of each of {record.num_ranks} ranks"
-        )
     peer = record.error.rank if record.error.type in ("PeerTimeout", "PeerAborted") else 0
-    for name, rank in (("rank", record.rank), ("rank of error", peer)):
-        if not 0 <= rank < record.num_ranks:
-            raise ArgumentError(f"{path}: {name} is {rank}, of {record.num_ranks} ranks")
+    problem = first_problem(
+        (
+            len(record.epoch_of_rank) != record.num_ranks,
+            f"epoch_of_rank is not a number of each of {record.num_ranks} ranks",
+        ),
+        *(
+            (not 0 <= rank < record.num_ranks, f"{name} is {rank}, of {record.num_ranks} ranks")
+            for name, rank in (("rank", record.rank), ("rank of error", peer))
+        ),
+    )
+    if problem is not None:
+        raise ArgumentError(f"{path}: {problem}")
     return record
 
 
@@ -126,26 +131,20 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
     sizes = sorted({record.num_ranks for record in by_rank.values()})
     if len(sizes) > 1:
         raise ArgumentError(f"the records are of groups of {sizes} ranks: give those of one group")
-    waits = {
-        rank: record.error.rank
-        for rank, record in by_rank.items()
-        if record.error.type == "PeerTimeout"
-    }
-    told = {
-        rank: record.error.rank
-        for rank, record in by_rank.items()
-        if record.error.type == "PeerAborted"
-    }
+    waits, told = (
+        {rank: its.error.rank for rank, its in by_rank.items() if its.error.type == kind}
+        for kind in ("PeerTimeout", "PeerAborted")
+    )
     gave_up = [
         rank
         for rank, record in by_rank.items()
         if record.error.text.startswith("this rank gave up: ")
     ]
+    without = sorted(set(range(sizes[0])) - set(by_rank))
     if waits:
         found = _timeout(by_rank, waits)
     else:
         found = _abort(by_rank, told, gave_up) if told or gave_up else _error(by_rank)
-    without = sorted(set(range(sizes[0])) - set(by_rank))
     tail = f"; {_ranks(without)} left no record." if without else "."
     return replace(found, without_record=without, sentence=found.sentence + tail)
 
@@ -159,13 +158,16 @@ def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
     error, culprit = by_rank[own[0]].error, culprits[0]
     since = _since(by_rank, witnesses, error.phase, error.expected)
     last_call = _last_call(by_rank, culprit, error.expected, error.seen, witnesses)
-    sentence = f"{_ranks(witnesses)} waited for {_ranks(culprits)} at '{error.phase}' (epoch {error.expected})"
-    sentence += f" since {_time(since)}" if since is not None else ""
-    sentence += f"; {_last_known(culprit, last_call)}"
-    if culprit in by_rank and (
-        late := [call for call in by_rank[culprit].calls if call.epoch >= error.expected]
-    ):
-        sentence += f", and it came to '{late[0].phase}' too late, {_time(late[0].launched_unix_s)}"
+    its_calls = by_rank[culprit].calls if culprit in by_rank else []
+    late = [
+        f", and it came to '{call.phase}' too late, {_time(call.launched_unix_s)}"
+        for call in its_calls
+        if call.epoch >= error.expected
+    ]
+    sentence = (
+        f"{_ranks(witnesses)} waited for {_ranks(culprits)} at '{error.phase}' (epoch {error.expected})"
+        f"{'' if since is None else f' since {_time(since)}'}; {_last_known(culprit, last_call)}{''.join(late[:1])}"
+    )
     return Diagnosis(
         "timeout", culprits, witnesses, error.phase, error.expected, since, last_call, [], sentence
     )
@@ -179,11 +181,20 @@ def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagno
     source = by_rank[next(rank for rank in (*culprits, *witnesses) if rank in by_rank)].error.text
     reason = source.partition("gave up: ")[2].partition(" (flight record")[0] or source
     last_call = _last_call(by_rank, culprits[0]) if culprits[0] in by_rank else None
-    sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}"
-    sentence += f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
-    sentence += f"; {_last_known(culprits[0], last_call)}" if last_call else ""
-    since = _since(by_rank, witnesses, phase, epoch)
-    return Diagnosis("abort", culprits, witnesses, phase, epoch, since, last_call, [], sentence)
+    found_out = f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
+    last = f"; {_last_known(culprits[0], last_call)}" if last_call else ""
+    sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}{found_out}{last}"
+    return Diagnosis(
+        "abort",
+        culprits,
+        witnesses,
+        phase,
+        epoch,
+        _since(by_rank, witnesses, phase, epoch),
+        last_call,
+        [],
+        sentence,
+    )
 
 
 def _error(by_rank: Records) -> Diagnosis:
@@ -195,10 +206,16 @@ def _error(by_rank: Records) -> Diagnosis:
     sentence = (
         f"{_ranks(sorted(by_rank))} raised {error.type} at '{status.phase}' (epoch {epoch}): {text}"
     )
-    culprits = [status.peer] if status.peer >= 0 else []
-    since, last_call = _since(by_rank, [rank], status.phase, epoch), _last_call(by_rank, rank)
     return Diagnosis(
-        "error", culprits, sorted(by_rank), status.phase, epoch, since, last_call, [], sentence
+        "error",
+        [status.peer] if status.peer >= 0 else [],
+        sorted(by_rank),
+        status.phase,
+        epoch,
+        _since(by_rank, [rank], status.phase, epoch),
+        _last_call(by_rank, rank),
+        [],
+        sentence,
     )
 
 
@@ -225,20 +242,20 @@ def _last_call(
 ) -> dict[str, Any] | None:
     """A rank's last known call (before that epoch), from its own record or from other ranks' records."""
     if rank in by_rank:
-        calls = [call for call in by_rank[rank].calls if before is None or call.epoch < before]
-        found = [
+        own = (
             {"phase": c.phase, "epoch": c.epoch, "at_unix_s": c.launched_unix_s, "own": True}
-            for c in calls[-1:]
-        ]
-        return found[0] if found else None
+            for c in reversed(by_rank[rank].calls)
+            if before is None or c.epoch < before
+        )
+        return next(own, None)
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
-    calls = [
-        call for witness in witnesses for call in reversed(by_rank[witness].calls)
-    ]  # all ranks make the same calls
-    phase = next(
-        (call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None
+    phases = (  # all ranks make the same calls
+        call.phase
+        for witness in witnesses
+        for call in reversed(by_rank[witness].calls)
+        if call.epoch == epoch and call.signal_of is None
     )
-    return {"phase": phase, "epoch": epoch, "at_unix_s": None, "own": False}
+    return {"phase": next(phases, None), "epoch": epoch, "at_unix_s": None, "own": False}
 
 
 def _last_known(rank: int, call: dict[str, Any] | None) -> str:

@@ -13,8 +13,7 @@ import torch
 
 from symmoe.kernels import architectures
 from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
-from symmoe.tools.doctor.versions import release
-from symmoe.tools.facts import output_of
+from symmoe.tools.doctor.versions import output_of, release
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
 _FIELDS = (
@@ -159,10 +158,14 @@ def _check_kind(index: int, gpu: Any) -> list[Said]:
     status = architectures.status(capability)
     known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
     newer = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
-    measured = f"{known} (docs/doctor.md); measured is 9.0 (Hopper)"
     return first(
         (capability < architectures.LEAST, "problem", f"{known} below 8.0", newer),
-        (status != "measured", "note", measured, ""),
+        (
+            status != "measured",
+            "note",
+            f"{known} (docs/doctor.md); measured is 9.0 (Hopper)",
+            "",
+        ),
     )
 
 
@@ -196,9 +199,11 @@ def _check_none(
 ) -> list[Said]:
     name = next((each["name"] for each in smi.devices.values()), "")
     listed = f"nvidia-smi lists {len(smi.devices)} x {name}, torch sees none"
-    fix = "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
-    if "not yet initialized" in error or "802" in error:
-        fix = "systemctl start nvidia-fabricmanager"
+    fix = (
+        "systemctl start nvidia-fabricmanager"
+        if "not yet initialized" in error or "802" in error
+        else "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
+    )
     return first(
         (
             not smi.devices,
@@ -235,9 +240,12 @@ def check_links(
     down = [
         f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up
     ]
-    reach = "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
-    if group := _largest_group(reached, visible):
-        reach = f"export CUDA_VISIBLE_DEVICES={group}, GPUs that reach each other; nvidia-smi topo -p2p r has all"
+    group = _largest_group(reached, visible)
+    reach = (
+        f"export CUDA_VISIBLE_DEVICES={group}, GPUs that reach each other; nvidia-smi topo -p2p r has all"
+        if group
+        else "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
+    )
     fastest = _largest_group(fast, visible)
     which = "each pair" if len(fine) == len(pairs) else f"GPUs {_listed(fine)}"
     kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})

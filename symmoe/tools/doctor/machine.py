@@ -117,7 +117,7 @@ def read_system(environment: Mapping[str, str]) -> System:
     files, processes = (
         resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
     )
-    limits = [processes, _processes_left()]
+    limits = [processes, *host_backend.left_by_groups("pids")]
     problem = host_backend.preflight()
     try:
         os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
@@ -137,7 +137,7 @@ def read_system(environment: Mapping[str, str]) -> System:
         shm_free_bytes=shm.free if shm else None,
         max_files=None if files == resource.RLIM_INFINITY else files,
         max_processes=min(
-            (each for each in limits if each not in (None, resource.RLIM_INFINITY)), default=None
+            (each for each in limits if each != resource.RLIM_INFINITY), default=None
         ),
         compiler=next((path for path in found if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
@@ -148,8 +148,10 @@ def check_system(system: System, *, has_gpu: bool) -> list[Finding]:
     """Findings about the host, and whether the kernels' launchers can be compiled."""
     problem = system.host_problem
     if problem and system.os_name != "Linux":
-        fix = "run it on Linux: a container or a virtual machine will do"
-        return findings_about("system", (True, "problem", problem, fix))
+        return findings_about(
+            "system",
+            (True, "problem", problem, "run it on Linux: a container or a virtual machine will do"),
+        )
     no_heap = "note" if has_gpu else "problem", f"no heap in host memory: {problem}"
     allow = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
     move = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
@@ -184,9 +186,7 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
     files = system.max_files
     free = system.shm_free_bytes or 0
     total = system.shm_bytes or 0
-    has_shm = None not in (system.shm_free_bytes, system.shm_bytes)
     without_shm = "problem" if has_gpu else "note"
-    shm = f"/dev/shm has {_size(free)} of {_size(total)} free"
     found: list[Said] = [
         (
             system.free_bytes is not None and system.free_bytes < _NEEDED_MEMORY_BYTES,
@@ -196,7 +196,7 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
         ),
         *first(
             (
-                not has_shm,
+                None in (system.shm_free_bytes, system.shm_bytes),
                 without_shm,
                 "there is no /dev/shm: NCCL, NVSHMEM and DataLoader workers need it, the host heap does not",
                 _FIX_SHM,
@@ -204,7 +204,8 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
             (
                 free < _NEEDED_SHM_BYTES,
                 without_shm,
-                f"{shm}: too little for NCCL, NVSHMEM and DataLoader workers",
+                f"/dev/shm has {_size(free)} of {_size(total)} free: too little for NCCL, NVSHMEM and DataLoader "
+                "workers",
                 _FIX_SHM,
             ),
             (
@@ -296,20 +297,6 @@ def _is_writable(folder: Path) -> bool:
         (each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/")
     )
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
-def _processes_left() -> int | None:
-    """The number of processes left in this control group (version 2); None without a limit."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        name = next(line[3:].strip().lstrip("/") for line in lines if line.startswith("0::"))
-        limit, used = (
-            Path("/sys/fs/cgroup", name, f"pids.{each}").read_text().strip()
-            for each in ("max", "current")
-        )
-    except (OSError, StopIteration):
-        return None
-    return None if limit == "max" else max(0, int(limit) - int(used))
 
 
 def _size(num_bytes: int) -> str:

@@ -24,6 +24,7 @@ from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
+from symmoe.symm_mem.host_backend import text_of
 from symmoe.tools.doctor.findings import Finding, Said, findings_about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
@@ -62,10 +63,6 @@ class Rail:
 class RanksMissing(Exception):
     """Ranks did not answer in time."""
 
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
-        super().__init__(f"ranks {listed(ranks)} did not answer in time, at '{what}'")
-        self.ranks = tuple(ranks)
-
 
 class Board(NamedTuple):
     """This process with torchrun's ranks, and a torch store where every rank publishes its findings and reads those of
@@ -90,7 +87,7 @@ class Board(NamedTuple):
             except RuntimeError:  # some stores raise a DistError, others do not
                 missing.append(rank)
         if missing:
-            raise RanksMissing(what, missing)
+            raise RanksMissing(f"ranks {listed(missing)} did not answer in time, at '{what}'")
         return said
 
 
@@ -169,8 +166,9 @@ def examine_nodes(
     found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
     if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
         with contextlib.ExitStack() as stack:
-            tried = try_rail(board, topology, stack, has_gpu=bool(mine.gpu))
-            said = board.gather("rails", asdict(tried))
+            said = board.gather(
+                "rails", asdict(try_rail(board, topology, stack, has_gpu=bool(mine.gpu)))
+            )
         found += check_rails(topology, [Rail(**each) for each in said])
     return found
 
@@ -200,21 +198,11 @@ def read_facts(
 
 def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     """RDMA devices, such as "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", and whether they have a link."""
-
-    def said(device: Path, pattern: str) -> list[str]:
-        texts = []
-        for path in device.glob(f"ports/{pattern}"):
-            with contextlib.suppress(OSError):  # the kernel lacks the file
-                texts.append(path.read_text(encoding="utf-8").strip())
-        return texts
-
     nics = {}
     for device in sorted(folder.glob("*")):
-        about = [
-            text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text
-        ]
-        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = any(
-            "ACTIVE" in text for text in said(device, "*/state")
+        about = [text_of(device / "ports/1" / name).strip() for name in ("link_layer", "rate")]
+        nics[f"{device.name} ({', '.join(filter(None, about)) or 'RDMA'})"] = any(
+            "ACTIVE" in text_of(path) for path in device.glob("ports/*/state")
         )
     return nics
 
@@ -363,8 +351,9 @@ def _check_nccl(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
         f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
         "rails, GPUs may start the two communicators in different orders, and wait for each other"
     )
-    fix = f"export {LAUNCH_ORDER}=1 on every node"
-    return findings_about("nccl", (unordered, "note", text, fix))
+    return findings_about(
+        "nccl", (unordered, "note", text, f"export {LAUNCH_ORDER}=1 on every node")
+    )
 
 
 def check_rails(topology: Topology, rails: Sequence[Rail]) -> list[Finding]:

@@ -24,7 +24,7 @@ from symmoe.dispatch.plan import make_plan
 from symmoe.errors import PeerError, WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.doctor.findings import Finding, findings_about
+from symmoe.tools.doctor.findings import Finding, findings_about, first
 from symmoe.tools.ranks import Ranks, join, times_in_a_row_ms
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
@@ -104,7 +104,7 @@ def run_trial(
         took_s = time.monotonic() - start
         if ended is not None and not ended.is_failed():
             return Trial(num_ranks, took_s, json.loads(Path(folder, "found-0").read_text()))
-        failures = {} if ended is None else ended.failures
+        failures = ended.failures if ended else {}
         return Trial(num_ranks, took_s, None, *_first_error(Path(folder), failures, num_ranks))
 
 
@@ -145,15 +145,25 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
         f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
     )
     if trial.figures is None:
-        fix = f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
-        if "pip install" in trial.text:
-            fix = trial.text[trial.text.index("pip install") :]
-        elif "SIGKILL" in trial.error or "SIGBUS" in trial.error:
-            fix = "give it memory: end other jobs, or docker run --memory=8g"
-        elif trial.error == "WrongResult":
-            fix = "symmoe doctor --json > doctor.json, and open an issue with it"
+        failed = "problem", f"{ranks}: {trial.error}: {trial.text}"
+        more = f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
+        install = trial.text.find("pip install")
         return findings_about(
-            "self-test", (True, "problem", f"{ranks}: {trial.error}: {trial.text}", fix)
+            "self-test",
+            *first(
+                (install >= 0, *failed, trial.text[install:]),
+                (
+                    "SIGKILL" in trial.error or "SIGBUS" in trial.error,
+                    *failed,
+                    "give it memory: end other jobs, or docker run --memory=8g",
+                ),
+                (
+                    trial.error == "WrongResult",
+                    *failed,
+                    "symmoe doctor --json > doctor.json, and open an issue with it",
+                ),
+                (True, *failed, more),
+            ),
         )
     # One rank moves no rows: it has no such figures.
     dispatch, combine, copy = (
@@ -195,14 +205,13 @@ def be_rank(
     job. Returns the exit status."""
     its = json.loads(known)
     signal.alarm(its["deadline_s"])  # ends this process even if its parent is gone
-    found: dict[str, Any]
     lingers = False
     with contextlib.ExitStack() as stack:
         try:
             ranks = stack.enter_context(
                 join(f"file://{its['store']}", its["rank"], its["num_ranks"])
             )
-            found = work(ranks, its["deadline_s"] / _WAITS, its["job"])
+            found: Mapping[str, Any] = work(ranks, its["deadline_s"] / _WAITS, its["job"])
         except Exception as error:  # noqa: BLE001 - the parent process must report any error
             found = {"error": type(error).__name__, "text": text_of(its["rank"], error)}
             lingers = isinstance(error, PeerError)

@@ -1,9 +1,10 @@
-"""Versions of symmoe's dependencies, and conflicts between them."""
+"""What this machine's programs and packages say: versions of symmoe's dependencies, and conflicts between them."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
@@ -12,7 +13,6 @@ import torch
 
 from symmoe.kernels.architectures import TRITON_VERSIONS
 from symmoe.tools.doctor.findings import Finding, findings_about, first
-from symmoe.tools.facts import version_of
 
 _DISTRIBUTIONS = (
     "symmoe",
@@ -58,6 +58,25 @@ def read_versions() -> Versions:
     except metadata.PackageNotFoundError:
         of_torch = {}
     return Versions(found, torch.version.cuda, of_torch)
+
+
+def output_of(*command: str, timeout_s: float = 30.0) -> str:
+    """A command's output; "" if it is missing, fails or times out."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def release(version: str) -> tuple[int, ...]:
