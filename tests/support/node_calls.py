@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import heap_calls
 import pytest
 import torch
 from layers import layer_config
@@ -34,13 +36,8 @@ NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
 
 def outcome(call: Callable[[], object]) -> tuple[str, str]:
     """Class and text of what a call raises; the text without the rank that is put before it on others."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001
-        return type(error).__name__, str(error).split(": ", 1)[-1] if str(error).startswith(
-            "on rank "
-        ) else str(error)
-    return "", ""
+    name, text = heap_calls.outcome(call)
+    return name, re.sub(r"^on rank \d+: ", "", text)
 
 
 class Ready:
