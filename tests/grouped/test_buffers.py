@@ -399,14 +399,6 @@ def test_a_buffer_that_is_used_again(op, program):
         right_or_error(compute, check)
 
 
-def square_of_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """y * y keeps y; the next micro-batch writes over it."""
-    out = buffer()
-    square = op(x, out=out) ** 2
-    op(later, out=out)
-    return square
-
-
 def layer_after_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
     """It is one of our own layers that keeps the result of another."""
     out = buffer()
@@ -441,7 +433,6 @@ def result_of_an_input(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize(
     "result",
     [
-        square_of_out,
         layer_after_out,
         square_through_a_view,
         product_with_a_gradient_buffer,

@@ -299,15 +299,24 @@ def unseen(function, *args, **kwargs):
 
 @recipes.every_recipe
 @pytest.mark.parametrize(
-    "splits", [(0, 0, 0, 0), (28, 0, 0, 0), (0, 0, 0, 28), (1, 1, 1, 1)], ids=str
+    ("splits", "lead"),
+    [
+        ((0, 0, 0, 0), (7, 4)),
+        ((0, 0, 0, 0), (0, 4)),  # no rows at all
+        ((28, 0, 0, 0), (7, 4)),
+        ((0, 0, 0, 28), (7, 4)),
+        ((1, 1, 1, 1), (7, 4)),
+    ],
+    ids=str,
 )
-def test_groups_of_any_size(recipe, splits):
+def test_groups_of_any_size(recipe, splits, lead):
     case = cases.Case(dtype=torch.bfloat16, bias=False, buffers=())
-    sizes = replace(recipes.SMALL, splits=splits)
+    sizes = replace(recipes.SMALL, splits=splits, lead=lead)
     inputs = cases.make_inputs(case, sizes=sizes)
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
     most = recipes.TWO_LAYERS[recipe.row_format.element]
     if not sizes.num_used:
+        assert ran.tensors["y"].shape == ran.tensors["d_x"].shape == (sizes.num_rows, sizes.hidden)
         assert not any(tensor.any() for tensor in ran.tensors.values())
         return
     for name, exact in cases.mlp_oracle(inputs, case).items():
@@ -317,17 +326,6 @@ def test_groups_of_any_size(recipe, splits):
             ), name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
-
-
-@recipes.every_recipe
-def test_no_rows(recipe):
-    mlp = GroupedMLP(2, 32, 32, precision=recipe)
-    rows = torch.empty(0, 32, requires_grad=True)
-    y = mlp(rows, [0, 0], torch.empty(0))
-    y.sum().backward()
-    assert y.shape == rows.grad.shape == (0, 32)
-    assert not mlp.fc1.weight.grad.any()
-    assert not mlp.fc2.weight.grad.any()
 
 
 @recipes.every_recipe

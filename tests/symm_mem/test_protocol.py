@@ -46,7 +46,8 @@ def new_plan(heap: SymmetricHeap, **kwargs):
     return make_plan(ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, **kwargs)
 
 
-def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(2, 3, on_gpus=(2,))
+def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Ranks whose calls do not fit together: all raise it, and nobody writes beyond a peer's buffer."""
     ready, back = "dispatch: ready", "combine: ready"
     with open_heap(device) as heap:
@@ -137,7 +138,9 @@ def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: st
             findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
+@run_on(2, 3, on_gpus=(2,))
+def test_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
     last = rank == num_ranks - 1
     with open_heap(device) as heap:
@@ -209,22 +212,6 @@ def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, sch
                 )
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
                 findings.equal("leased bytes", heap.leased_bytes, 0)
-
-
-ALL_CHECKS = [(check_disagreement,), (check_faults, "serial"), (check_faults, "always-overlapped")]
-CHECK_IDS = ["disagreement", "faults, serial", "faults, overlapped"]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
-def test_every_rank_raises_and_all_go_on(cluster, num_ranks: int, check):
-    assert cluster(num_ranks).run(check[0], "cpu", *check[1:]) == [[]] * num_ranks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
-def test_every_rank_raises_and_all_go_on_on_gpus(cluster, check):
-    assert cluster(2, "cuda").run(check[0], "cuda", *check[1:]) == [[]] * 2
 
 
 def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
