@@ -57,14 +57,10 @@ def compare(
 ) -> None:
     """What is asked for has the same bits; what is not is neither computed nor sent."""
     needs_x, needs_probs = needs
-    findings.check((got.dx is not None) == needs_x, f"dx is {got.dx}")
-    findings.check((got.dprobs is not None) == needs_probs, f"dprobs is {got.dprobs}")
-    findings.check(got.dx is None or torch.equal(got.dx, full.dx), "dx has other bits")
-    findings.check(
-        got.dprobs is None or torch.equal(got.dprobs, full.dprobs), "dprobs has other bits"
+    wanted = [full.dx if needs_x else None, full.dprobs if needs_probs else None]
+    findings.same_bits(
+        [got.dx, got.dprobs, *got.parameters], [*wanted, *full.parameters], "gradients"
     )
-    for number, (one, other) in enumerate(zip(got.parameters, full.parameters, strict=True)):
-        findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
     findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
     sums, values = (
         dict.fromkeys(SUMS[order], needs_x),
@@ -261,18 +257,12 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
                     layer.router.weight.grad,
                     *(p.grad for p in layer.experts.parameters()),
                 ]
-                wanted = results.setdefault("full", found)
-                findings.check((leaf.grad is not None) == trains_x, "the gradient of x")
-                findings.check(
-                    (layer.router.weight.grad is not None) == trains_router, "the router's gradient"
-                )
+                of_x, of_router, *others = results.setdefault("full", found)
+                wanted = [of_x if trains_x else None, of_router if trains_router else None]
+                findings.same_bits(found, [*wanted, *others], "gradients")
                 findings.check(
                     sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients"
                 )
-                for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                    findings.check(
-                        one is None or torch.equal(one, other), f"gradient {number} has other bits"
-                    )
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
 

@@ -58,9 +58,7 @@ def test_bits_are_those_of_a_called_router(
                 found = results(own, x, around, which)
                 num_own = chosen.call_count
                 wanted = results(called, x, around, which)
-            for got, want in zip(found, wanted, strict=True):
-                same = got is want if want is None or got is None else torch.equal(got, want)
-                findings.check(same, "other bits")
+            findings.same_bits(found, wanted)
             findings.equal("calls that chose outside of the step", num_own, 0)
             findings.check(chosen.call_count > 0, "the router was not called")
 

@@ -421,8 +421,7 @@ def test_layers(
         found, counts_in_block = run_layer(
             layer, rank, symmoe.grouped.cache_quantized_weights(layer)
         )
-        for number, tensors in enumerate(zip(found, want, strict=True)):
-            findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
+        findings.same_bits(found, want)
         recomputes = stash in ("rows", "none")
         findings.equal("without", sum(counts.values()), MICRO_BATCHES * 2 * (1 + recomputes))
         # Where forward keeps nothing for backward: once in forward, once in backward for both directions.

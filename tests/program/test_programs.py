@@ -103,9 +103,7 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: s
                 found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
                 with cases.without_programs(heap):
                     _, _, _, *wanted = cases.step(plain, x.detach(), dy, "")
-                findings.check(
-                    all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients"
-                )
+                findings.same_bits(found, wanted, f"rank {rank}: other gradients")
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.programs.num_runs > 25, "no program has run")
 
@@ -345,7 +343,7 @@ def test_an_error_in_a_played_call_is_every_ranks(
             expect(findings, error, "SymmoeError" if rank else "RuntimeError", "no memory, say")
             for _ in range(2):  # the first one measures again
                 found = cases.step(layer, x, dy, "")
-                findings.check(all(map(torch.equal, found, wanted)), "other bits afterwards")
+                findings.same_bits(found, wanted, "other bits afterwards")
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert heap.programs.num_runs > 20
 

@@ -151,6 +151,16 @@ class Findings:
             differ = f"({len(places)} differ)"
             self.check(False, f"{name}{list(first)} is {got[first]}, want {want[first]} {differ}")
 
+    def same_bits(
+        self, got: Iterable[torch.Tensor | None], want: Iterable, text: str = "other bits"
+    ) -> None:
+        """Notes which tensors of these two lists are not equal bit for bit. None is equal to nothing but None."""
+        same = [
+            a is b if a is None or b is None else torch.equal(a, b)
+            for a, b in zip(got, want, strict=True)
+        ]
+        self.check(all(same), f"{text}: {same}")
+
     def close(
         self, name: str, got: torch.Tensor, want: torch.Tensor, *, rtol: float, atol: float
     ) -> None:
