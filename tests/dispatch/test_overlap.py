@@ -397,8 +397,9 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
             formulas.overlap_of.cache_clear()
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
-            x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
-            expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
+            expert_parallel_mlp(
+                torch.randn(16, 160), torch.full((16, 2), 0.5), experts, plan, quantized_wire=wire
+            )
     assert found == [wanted for *_, wanted in FORMULAS_GET]
 
 

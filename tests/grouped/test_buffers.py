@@ -173,8 +173,8 @@ def test_refused_in_forward(op, name, make, parts):
             assert part in text
     assert (other == cases.SENTINEL).all(), "nothing has been computed"
     cases.assert_same_bits(x, kept)
-    out, grad_input_out = buffer(), buffer()
-    y = op(x, out=out, grad_input_out=grad_input_out)
+    out = buffer()
+    y = op(x, out=out, grad_input_out=buffer())
     cases.assert_same_bits(y[: cases.TINY.num_used], want[: cases.TINY.num_used])
     assert y.data_ptr() == out.data_ptr()
 
@@ -333,8 +333,10 @@ def two_consumers(
     """The second gradient must not overwrite the first before autograd has added them."""
     source = op.inputs.x.nan_to_num().requires_grad_()
     x = source if is_leaf else source * 1
-    first, second = op.inputs.d_y.nan_to_num(), 2 * op.inputs.d_y.nan_to_num()
-    torch.autograd.backward([op(x, grad_input_out=gradient) for _ in range(2)], [first, second])
+    torch.autograd.backward(
+        [op(x, grad_input_out=gradient) for _ in range(2)],
+        [op.inputs.d_y.nan_to_num(), 2 * op.inputs.d_y.nan_to_num()],
+    )
     return [source.grad]
 
 

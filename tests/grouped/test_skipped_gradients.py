@@ -28,8 +28,8 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 @contextlib.contextmanager
 def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
     """How often each kernel is launched in the context."""
-    names, counts = twin.__all__, Counter()
-    with before_steps(heap.device, lambda name: counts.update([name]), names):
+    counts = Counter()
+    with before_steps(heap.device, lambda name: counts.update([name]), twin.__all__):
         yield counts
 
 
@@ -62,11 +62,10 @@ def compare(
         [got.dx, got.dprobs, *got.parameters], [*wanted, *full.parameters], "gradients"
     )
     findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
-    sums, values = (
-        dict.fromkeys(SUMS[order], needs_x),
-        dict.fromkeys(("pull_values", "gather_values"), needs_probs),
-    )
-    for name, is_needed in {**sums, **values}.items():
+    for name, is_needed in {
+        **dict.fromkeys(SUMS[order], needs_x),
+        **dict.fromkeys(("pull_values", "gather_values"), needs_probs),
+    }.items():
         findings.equal(name, got.launches[name], full.launches[name] if is_needed else 0)
         findings.check(full.launches[name] > 0, f"a full pass launches no {name}")
     findings.equal(
@@ -150,11 +149,16 @@ def test_the_mlp_computes_what_is_asked_for(
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)
-            bias, precision = option.pop("bias", False), option.pop("precision", None)
             adapters, is_frozen = option.pop("adapters", None), option.pop("frozen", False)
             torch.manual_seed(7)
             mlp = symmoe.GroupedMLP(
-                2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device
+                2,
+                H,
+                I,
+                bias=option.pop("bias", False),
+                precision=option.pop("precision", None),
+                dtype=dtype,
+                device=heap.device,
             )
             if adapters is not None:
                 symmoe.lora.add_lora(mlp, rank=8, alpha=8.0)

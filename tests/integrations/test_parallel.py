@@ -260,8 +260,10 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
     with small.on_layout(2, 1) as (mesh, heap):
         model = parallelize(small.model_of(heap), mesh, mp_policy=policy)
         seen = {}
-        router, experts = model.blocks[0].moe.router, model.blocks[0].moe.experts
-        router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.dtype))
+        experts = model.blocks[0].moe.experts
+        model.blocks[0].moe.router.register_forward_pre_hook(
+            lambda module, _: seen.update(router=module.weight.dtype)
+        )
         original = type(experts.fc1).weight_parameters
         with patch.object(
             type(experts.fc1),

@@ -28,9 +28,9 @@ FFN = 288  # more than two blocks of 128, no multiple of them
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_against_numpy(name):
     p = exact_problem(FFN)
-    h, da, scale = p.h.float().numpy(), p.da.float().numpy(), p.row_scale.numpy()[:, None]
+    da, scale = p.da.float().numpy(), p.row_scale.numpy()[:, None]
     with np.errstate(invalid="ignore"):
-        positive = np.maximum(h, 0)
+        positive = np.maximum(p.h.float().numpy(), 0)
         a, dh = positive**2 * scale, da * scale * 2 * positive
         dscale = (da.astype(np.float64) * positive**2).sum(axis=1)
         groups = np.split(dh[: p.num_rows].astype(np.float64), np.cumsum(p.splits)[:-1])

@@ -35,11 +35,11 @@ def operands(
     """h with values inside and outside of the limits, scale, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
     h = torch.randn(*lead, activation.activation.hidden_width(I), generator=generator) * 3
-    scale, d_out = (
+    return (
+        h.to(dtype),
         torch.randn(lead, generator=generator),
-        torch.randn(*lead, I, generator=generator),
+        torch.randn(*lead, I, generator=generator).to(dtype),
     )
-    return h.to(dtype), scale, d_out.to(dtype)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

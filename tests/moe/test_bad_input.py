@@ -105,10 +105,10 @@ def test_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: Sy
 
 def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
     """On several ranks."""
-    rank, num_ranks = heap.rank, heap.num_ranks
+    rank = heap.rank
     # A static capacity and uneven T, without max_tokens.
     found = Stage("make_plan", heap).call(
-        topk_idx=routing(heap, 5)[rank:], capacity=T * K * num_ranks
+        topk_idx=routing(heap, 5)[rank:], capacity=T * K * heap.num_ranks
     )
     wanted = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
     findings.equal("uneven T", found, ("ConfigMismatch", wanted))

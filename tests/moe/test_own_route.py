@@ -105,11 +105,10 @@ def test_what_is_put_in_place_of_a_router_runs_in_every_path(
     torch.compile takes no notice: docs/concepts.md.)"""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     shared = torch.nn.Linear(layer.config.hidden, layer.config.hidden)
-    mask, topk_idx = torch.ones(9, dtype=torch.bool), torch.tensor([[0, 1]] * 9)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "plain": lambda x: layer(x)[0],
-        "mask": lambda x: layer(x, mask)[0],
-        "given experts": lambda x: layer(x, topk_idx=topk_idx)[0],
+        "mask": lambda x: layer(x, torch.ones(9, dtype=torch.bool))[0],
+        "given experts": lambda x: layer(x, topk_idx=torch.tensor([[0, 1]] * 9))[0],
         "shared": lambda x: with_shared(layer, shared, x),
         "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False)[0],
         "compile": lambda x: torch.compile(layer, backend="aot_eager")(x)[0],

@@ -190,7 +190,7 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
     """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
-    want, wrapped = layer(x)[0], torch.nn.Sequential(router)
+    want = layer(x)[0]
     for name, made, text in (
         ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
         (
@@ -203,7 +203,7 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
             ReturnsTensors(layer.config),
             "router returns tuple; it must return a RouterOutput",
         ),
-        ("router", wrapped, "router (Sequential) must be a Router"),
+        ("router", torch.nn.Sequential(router), "router (Sequential) must be a Router"),
         ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
     ):
         findings.where = f"rank {rank} of {num_ranks}, {text}"

@@ -51,11 +51,11 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     if kind == "linear":
         return symmoe.GroupedLinear(3, 64, 96, **options), lambda x, layer: layer(x, SPLITS), 1
     if kind == "three":
-        fc1, fc2 = (
+        three = symmoe.grouped.Sequential(
             symmoe.GroupedLinear(3, 64, 64, **options),
+            symmoe.grouped.ScaledSwiGLU(),
             symmoe.GroupedLinear(3, 32, 64, **options),
         )
-        three = symmoe.grouped.Sequential(fc1, symmoe.grouped.ScaledSwiGLU(), fc2)
         return three, lambda x, layer: layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS), 2
     if kind == "autocast":
         options["dtype"] = torch.float32
@@ -84,9 +84,9 @@ def accumulate(
     module: torch.nn.Module, call: Callable, block=nullcontext
 ) -> dict[str, torch.Tensor]:
     """What several micro-batches give, and the gradients that they have added up."""
-    found, dtype = {}, next(module.parameters()).dtype
+    found = {}
     with block():
-        for i, x in enumerate(batches(dtype=dtype)):
+        for i, x in enumerate(batches(dtype=next(module.parameters()).dtype)):
             x.requires_grad_()
             y = call(x, module)
             y.float().square().sum().backward()

@@ -275,14 +275,14 @@ def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
     for parameter in parameters:
         parameter.data = parameter.data.clone()
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    x, scale = torch.randn(8, hidden, requires_grad=True), torch.ones(8)
+    x = torch.randn(8, hidden, requires_grad=True)
     # The kernels' twins are not looked at: they are written with torch's operators.
     calls = CopiesSeen()
     calls.least_numel = hidden * ffn
     for name in twin.__all__:
         monkeypatch.setattr(twin, name, partial(unseen, getattr(twin, name)))
     with calls:
-        y = layer(x, [5, 3]) if kind == "linear" else layer(x, [5, 3], scale)
+        y = layer(x, [5, 3]) if kind == "linear" else layer(x, [5, 3], torch.ones(8))
         y.sum().backward()
     assert calls.seen == []
     assert all(parameter.main_grad.any() for parameter in parameters)

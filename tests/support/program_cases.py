@@ -42,8 +42,15 @@ def make_layer(
     whether backward_dw computes them."""
     torch.manual_seed(heap.rank)
     config = layer_config(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
-    sizes, recipe = (E // heap.num_ranks, hidden, ffn), config.precision
-    experts = GroupedMLP(*sizes, bias=bias, dtype=dtype, device=heap.device, precision=recipe)
+    experts = GroupedMLP(
+        E // heap.num_ranks,
+        hidden,
+        ffn,
+        bias=bias,
+        dtype=dtype,
+        device=heap.device,
+        precision=config.precision,
+    )
     if bias:
         for fc in (experts.fc1, experts.fc2):
             torch.nn.init.normal_(fc.bias)

@@ -335,11 +335,11 @@ class _Call:
 
     def plan(self) -> None:
         case, ops = self.case, self.ops
-        num_experts, num_ranks, top_k = case.num_experts, case.num_ranks, case.top_k
+        num_experts, num_ranks = case.num_experts, case.num_ranks
         self.chosen_idx = self.topk_idx = [
             choose_experts(case, rank).to(self.device) for rank in range(num_ranks)
         ]
-        sizes = top_k, num_experts, num_ranks, case.num_replica_slots
+        sizes = case.top_k, num_experts, num_ranks, case.num_replica_slots
         layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
         plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
         epoch, block_starts = case.epoch, self.count(self.topk_idx, num_experts)

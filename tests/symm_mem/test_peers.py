@@ -134,10 +134,10 @@ def test_a_peer_that_does_not_come(
     heap = SymmetricHeap(
         num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S
     )
-    ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
+    ids = torch.zeros(2, 1, dtype=torch.int64)
     calls: dict[str, Callable[..., object]] = {
         "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
-        "dispatch_tokens": lambda plan: dispatch_tokens(x, plan) and plan,
+        "dispatch_tokens": lambda plan: dispatch_tokens(torch.ones(2, 8), plan) and plan,
         "combine_tokens": lambda plan: combine_tokens(torch.ones(plan.row_capacity, 8), plan),
     }
     first = list(calls).index(call)

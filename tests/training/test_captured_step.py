@@ -328,13 +328,13 @@ def test_a_result_that_is_not_understood_is_refused_by_name():
 
 def test_shapes_constants_and_tensors_given_twice_decide_a_step():
     captured, _ = captured_linear(lambda linear, batch: batch[0] * batch[1])
-    x, y = torch.ones(2), torch.full((2,), 2.0)
+    x = torch.ones(2)
     for batch, wanted in (
         ((x, 0.0), 0.0),
         ((x, -0.0), -0.0),
         ((x, float("nan")), None),
         ((x, x), 1.0),
-        ((x, y), 2.0),
+        ((x, torch.full((2,), 2.0)), 2.0),
         ((torch.ones(3), 2.0), 2.0),
         ((x, 2.0), 2.0),
     ):
