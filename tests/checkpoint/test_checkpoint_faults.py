@@ -165,7 +165,8 @@ def interrupted_everywhere(
     reports = []
     line, has_ended = 0, False
     while not has_ended:
-        lines, seed = 0, 1 + line
+        lines = 0
+        seed = 1 + line
 
         def trace(frame, event: str, _, moment: int = line):
             nonlocal lines

@@ -117,7 +117,8 @@ def make_calls(rank: int, seed: int):
 
 def few_fit_on_rails(rank: int):
     """In this context a message to another node has room for one token in some of this rank's calls."""
-    room, calls = RowHistory.room, itertools.count(rank)
+    room = RowHistory.room
+    calls = itertools.count(rank)
 
     def found(*args) -> RowBudget | None:
         its = room(*args)

@@ -383,7 +383,8 @@ RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches
 @pytest.mark.parametrize("program", [*ALWAYS_RIGHT, *RIGHT_OR_ERROR, result_written_in_place])
 def test_a_buffer_that_is_used_again(op, program):
     """Gradients are those without buffers, whatever has been in them meanwhile."""
-    want, found = program(op, None, None), []
+    want = program(op, None, None)
+    found = []
     buffers = [buffer(2 * N, H)[:N] for _ in BOTH]  # views stay plain tensors
 
     def compute():
@@ -450,7 +451,8 @@ def test_what_a_graph_needs_is_written_over(op, result):
 @pytest.mark.usefixtures("raw_writes")
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
-    case, found = cases.Case(delayed=True, buffers=()), []
+    case = cases.Case(delayed=True, buffers=())
+    found = []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner, outer = Op("linear", case), Op("linear", case)
 
@@ -516,7 +518,8 @@ def test_leases_that_end_before_backward(op, heap, of_x, of_out, of_gradient):
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
 def test_losses_that_are_kept_keep_no_leases(op, heap):
-    x, losses = op.inputs.x.nan_to_num().requires_grad_(), []
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    losses = []
     want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
     for asked in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
         out, grad_input_out = leases(heap, 2)

@@ -352,7 +352,8 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
     inputs = [cases.linear_inputs(case, sizes=each, seed=i) for i, each in enumerate(sizes)]
     layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
     out, grad_input_out = torch.empty(12, OUT), torch.empty(12, cases.TINY.hidden)
-    x, oracles = inputs[0].x.clone().requires_grad_(), []
+    x = inputs[0].x.clone().requires_grad_()
+    oracles = []
     for batch in inputs:
         batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
         with torch.no_grad():

@@ -411,7 +411,8 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
     )
     expected: list[torch.Tensor] = []
     torch.manual_seed(0)
-    block, calls = Block(config, heap), []
+    block = Block(config, heap)
+    calls = []
     block.dense.register_forward_pre_hook(lambda *_: calls.append(1))
     for name, (run, num_barriers, num_calls, keeps_rows) in CHECKPOINTS.items():
         calls.clear()

@@ -419,7 +419,8 @@ def test_constant_weights_are_quantised_once(
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
     shares = small.equal_shares(num_ranks)
     with small.on_layout(*layout) as (mesh, heap):
-        model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
+        model = small.on_mesh(mesh, heap, wrap, QUANTIZED)
+        found = []
         for is_constant in (False, True):
             context = (
                 symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()

@@ -319,8 +319,15 @@ def pairs_on_hopper(dtype, ways):
         assert sum(name.startswith("STS") for name in names) <= 2  # the block's largest number
         assert len(names) < 9 * NUMBERS + (150 if ways else 50)
 
-    ptx, kernel = {"div.rn.f32": 2}, "launch_quantize_weight_pairs"  # one scale
-    return on_hopper(kernel, WIDE, dtype, "float8_block", ways, ptx, rounds_once_for_each_operand)
+    return on_hopper(
+        "launch_quantize_weight_pairs",
+        WIDE,
+        dtype,
+        "float8_block",
+        ways,
+        {"div.rn.f32": 2},  # one scale
+        rounds_once_for_each_operand,
+    )
 
 
 SECTIONS = {

@@ -380,7 +380,8 @@ PLACES = {  # operand, and field
 )
 def test_wrong_operands_of_products_are_named(name, what, change, text):
     p = problem(name, SPLITS[0], WIDTHS[name][0])
-    arguments, options = [*p.operands, p.blank(BF16)], {}
+    arguments = [*p.operands, p.blank(BF16)]
+    options = {}
     if what in PLACES:
         place, field = PLACES[what]
         arguments[place] = arguments[place]._replace(

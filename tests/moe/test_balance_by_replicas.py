@@ -193,7 +193,8 @@ def test_metrics_say_what_has_moved(
     """Eager and compiled, which gives the same results; metrics that are kept stay those of their step."""
     torch.manual_seed(1 + rank)
     layer = MoELayer(config(num_ranks, order="slot", **REPLICAS), heap, dtype=torch.bfloat16)
-    logger, results = MetricsLogger(layer), []
+    logger = MetricsLogger(layer)
+    results = []
     sizes = [weight[0].numel() for weight in layer.experts.parameters()]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for name, forward in (("eager", layer), ("compiled", compiled)):

@@ -77,7 +77,8 @@ class DeviceRail(GlooRail):
 @contextlib.contextmanager
 def as_on_gpus(seed: int) -> Iterator[None]:
     """Heaps of this process behave as on GPUs; how late it notices an error is random."""
-    check, chance = SymmetricHeap.check, random.Random(seed)
+    check = SymmetricHeap.check
+    chance = random.Random(seed)
 
     def look(heap: SymmetricHeap, phase: int | None = None, *, waits: bool = False) -> None:
         late = control.STATUS_FAULT, control.STATUS_PLAN, control.STATUS_MISMATCH

@@ -246,7 +246,8 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
 
 
 def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
-    x, results = batches()[0], []
+    x = batches()[0]
+    results = []
     for _ in range(2):
         with symmoe.grouped.cache_quantized_weights(mlp):
             results.append(experts(x, mlp).detach())

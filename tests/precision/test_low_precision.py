@@ -377,7 +377,8 @@ def test_weights_must_not_change_before_backward():
 def test_rows_may_change_before_a_delayed_gradient():
     """It reads what backward has quantised, not the rows."""
     layer = GroupedLinear(2, 64, 32, precision=Float8Block(), delay_wgrad=True)
-    x, found = torch.randn(4, 64), []
+    x = torch.randn(4, 64)
+    found = []
     for factor in (1, 2):
         rows = x.clone()
         layer(rows, [2, 2]).sum().backward()
@@ -424,7 +425,8 @@ def test_stochastic_gradients_are_right_in_the_mean():
     inputs = cases.make_inputs(
         case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT
     )
-    errors, num_steps = {}, 16
+    errors = {}
+    num_steps = 16
     for stochastic in (False, True):
         recipe = NVFP4(stochastic_gradients=stochastic, hadamard_signs=None)
         layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)

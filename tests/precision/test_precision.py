@@ -364,7 +364,8 @@ def test_swizzled_scales(recipe):
         (recipe.quantize_weight_transposed(weight), [0, C, 2 * C]),
     ):
         swizzled, scale = quantized.swizzled_scale(), quantized.scale.view(torch.uint8)
-        is_weight, first = scale.dim() == 3, 0
+        is_weight = scale.dim() == 3
+        first = 0
         for g, (start, end) in enumerate(itertools.pairwise(starts)):
             tiles = -(-(end - start) // 128)
             flat, found = (

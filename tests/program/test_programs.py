@@ -367,7 +367,8 @@ def run_often(
 
 
 def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
-    programs, num_calls = make_programs(), []
+    programs = make_programs()
+    num_calls = []
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor]:
         num_calls.append(1)
@@ -382,7 +383,8 @@ def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
 
 def test_nothing_happens_while_a_program_is_built():
     """Operators, kernels and memory of the function: inputs stay as they are, and what it makes has no memory."""
-    x, seen = torch.ones(3), []
+    x = torch.ones(3)
+    seen = []
 
     @noted()
     def note(number: int) -> None:
@@ -406,7 +408,8 @@ def test_other_shapes_strides_and_dtypes_are_other_programs():
 
 
 def test_what_requires_gradients_is_another_kind():
-    programs, turns = make_programs(), itertools.count()
+    programs = make_programs()
+    turns = itertools.count()
     found = run_often(
         programs,
         lambda x: (x.detach() * (2 if x.requires_grad else 3),),
@@ -591,7 +594,8 @@ def test_calls_that_get_too_little_room_at_random(
     rank: int, num_ranks: int, name: str, around: str
 ) -> list[str]:
     """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
-    room, calls = RowHistory.room, itertools.count()
+    room = RowHistory.room
+    calls = itertools.count()
 
     def random_room(self: RowHistory, *args: int | None) -> RowBudget | None:
         found = room(self, *args)

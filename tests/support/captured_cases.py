@@ -394,10 +394,8 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
         for either in (model, plain):
             either.layers[0].experts.requires_grad_(False)
         captured, eager = capture(model, num_eager=1), make_step(plain)
-        x, num_captures = (
-            torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device),
-            0,
-        )
+        x = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device)
+        num_captures = 0
         for name in (*CHANGES, *AROUND):
             findings.where = f"{name}, rank {rank}"
             for either in (model, plain):

@@ -390,9 +390,9 @@ def forward(kernels, p, source, *, weight=None, **options):
 
 def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
     """(dh, a, dscale, dbias) of grouped_gemm_dact."""
-    dh, a, dscale = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
+    weight = p.weight2 if weight is None else weight
     dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
-    weight, gradients = p.weight2 if weight is None else weight, (dh, a, dscale, dbias)
+    gradients = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32), dbias
     workspace = p.workspace(kernels, options.get("config"))
     kernels.grouped_gemm_dact(
         source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options

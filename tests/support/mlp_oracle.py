@@ -89,7 +89,8 @@ def check_mlp(
     x, probs = x.to(heap.device).requires_grad_(), probs.to(heap.device).requires_grad_()
     experts = experts_of(*local_part(weights, heap))
     leaves = x, probs, experts.fc1.weight, experts.fc2.weight
-    where, first = findings.where, None
+    where = findings.where
+    first = None
     is_of_a_layer = routing.capacity is None and ids.shape[1] <= routing.num_experts
     ways = *WAYS, *(WITH_ROOM if is_of_a_layer else ()), "parts"
     for order, way in itertools.product(("rank", "slot"), ways):

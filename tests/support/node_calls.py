@@ -271,7 +271,8 @@ def train(
     rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, device="cpu"
 ) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
-    generator, found = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    found = []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         sizes = {
             "hidden": LAYER_HIDDEN,
@@ -316,7 +317,8 @@ ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 
 def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
     """Every token has an expert on every node, and the rails take the first ones of this rank's five."""
-    findings, num_nodes = Findings(), num_ranks // ranks_per_node
+    findings = Findings()
+    num_nodes = num_ranks // ranks_per_node
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         on = {"device": heap.device}
         ids = (

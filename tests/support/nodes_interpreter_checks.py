@@ -37,7 +37,8 @@ def rail_rows(
 def expected_rail_rows(
     ids: torch.Tensor, node_of: list[int], here: int, most: int
 ) -> list[list[int]]:
-    counts, lines = [0] * (max(node_of) + 1), []
+    counts = [0] * (max(node_of) + 1)
+    lines = []
     for token in ids.tolist():
         goes = {
             node_of[expert // LOCAL] for expert in token if 0 <= expert < LOCAL * len(node_of)

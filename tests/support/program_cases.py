@@ -146,7 +146,8 @@ def check_bits(
     rank, num_ranks, options: dict, around: str, device: str = "cpu"
 ) -> tuple[int, int, list[str]]:
     """Calls that were played; calls that did not fit; findings."""
-    findings, options = Findings(), dict(options)
+    findings = Findings()
+    options = dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
     with open_heap(device, programs="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
         layer, plain = make_layer(heap, **options), make_layer(heap, **options)

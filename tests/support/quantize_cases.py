@@ -61,7 +61,8 @@ def quantize_all(
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     result = {}
-    index, source = None, rows
+    index = None
+    source = rows
     if hard:
         index, source = (
             torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device),

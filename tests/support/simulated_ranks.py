@@ -289,9 +289,11 @@ class _Call:
             case.num_ranks * max(1, *case.tokens) * case.hidden * item_bytes,
         )
         self.offsets: list[list[int]] = []
-        views, unit = [], 64 if case.num_ctas is None else 256
+        views = []
+        unit = 64 if case.num_ctas is None else 256
         for rank in range(case.num_ranks):
-            offset, offsets = -(-layout.num_bytes // unit) * unit + unit * rank, []
+            offset = -(-layout.num_bytes // unit) * unit + unit * rank
+            offsets = []
             for size in sizes:
                 offsets.append(offset)
                 offset += -(-size // unit) * unit + unit * (rank + 1)

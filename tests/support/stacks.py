@@ -118,7 +118,8 @@ def check_ways(
                 )
                 layer.experts.to(dtype)
                 time.sleep(0.01 * generator.random())
-                sent, send = [], CombineTrip.send
+                sent = []
+                send = CombineTrip.send
                 CombineTrip.send = lambda self, source=None, send=send, sent=sent, **options: (
                     sent.append(source),
                     send(self, source, **options),

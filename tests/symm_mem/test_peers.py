@@ -151,7 +151,8 @@ def test_a_peer_that_does_not_come(
     if rank != missing:
         with pytest.raises(PeerTimeout) as caught:
             calls[call](plan)
-        took_s, error = time.monotonic() - start, caught.value
+        took_s = time.monotonic() - start
+        error = caught.value
         findings.check(0.9 * timeout_s < took_s < PROMPT_S, f"it took {took_s} s")
         found = (error.rank, error.phase, error.expected - error.seen)
         findings.equal("rank, phase and epochs too late", found, (missing, phase, 1))
@@ -300,7 +301,8 @@ def test_rows_are_sent_once_when_the_trip_fails(
     """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
     ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
-        plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
+        plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)
+        sent = []
         out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
         send_signal = heap._send_signal
         heap._send_signal = lambda peer: (sent.append(peer), send_signal(peer))

@@ -257,7 +257,8 @@ def test_a_signal_that_does_not_come(cluster):
 @run_on(3)
 def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks: int) -> None:
     """An error that all ranks raise ends everybody's `with heap:`; a rank that looks late must not see that instead."""
-    found, wait = [], sync._wait
+    found = []
+    wait = sync._wait
 
     def late(*args):
         time.sleep(0.02 if rank == 0 else 0.0)
@@ -303,7 +304,8 @@ def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int, findings: Findi
 def gradients(heap: SymmetricHeap, calls: int) -> list[torch.Tensor]:
     """Weight gradients of experts used `calls` times with one plan."""
     plan = new_plan(heap)
-    experts, loss = [], 0.0
+    experts = []
+    loss = 0.0
     for call in range(calls):
         torch.manual_seed(call)
         mlp = GroupedMLP(2, H, H, device=heap.device)

@@ -204,7 +204,8 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
 
 def test_other_threads(heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch) -> None:
     """None gets a lease once suspend has looked for leases; none resumes a heap, or closes it, that one is resuming."""
-    barrier, late = heap.barrier, []
+    barrier = heap.barrier
+    late = []
     monkeypatch.setattr(
         heap, "barrier", lambda phase: late.extend([barrier(phase), heap.lease((9,), torch.uint8)])
     )

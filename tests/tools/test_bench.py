@@ -324,7 +324,8 @@ SPOILED_MODULES = {
 def test_a_wrong_kernel_is_not_timed(
     suite: str, choice: str, kernel: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ):
-    more, text = [], "relative error"
+    more = []
+    text = "relative error"
     if choice:
         monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
         more = ["--hidden=32", "--ffn=64", "--skew=zipf"]

@@ -143,7 +143,8 @@ def test_on_cpus_every_call_is_eager(model):
 
 def test_a_step_that_is_watched_is_captured_apart(model):
     captured = cases.capture(model, num_eager=1)
-    batch, num_captures = [torch.ones(5, cases.H)], []
+    batch = [torch.ones(5, cases.H)]
+    num_captures = []
     for watches in (False, True, False):
         with contextlib.closing(symmoe.metrics.MetricsLogger(model)) if watches else nullcontext():
             for _ in range(3):
