@@ -217,7 +217,7 @@ def test_state_dict_with_a_bias_per_group():
         ({"weight": None, "weight3": None}, r"Missing key.*weight"),
         ({"another": torch.zeros(1)}, r"Unexpected key.*another"),
         ({"weight": torch.zeros(4, 8, 9)}, "size mismatch"),
-        ({"weight": torch.zeros(3, 8, 8)}, ""),
+        ({"weight": torch.zeros(3, 8, 8)}, r"size mismatch for weight|Missing key.*weight3"),
     ],
     ids=["missing", "unexpected", "width", "groups"],
 )
