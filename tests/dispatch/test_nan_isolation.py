@@ -126,8 +126,14 @@ def check_recipe(rank, num_ranks, findings, heap, what: str, recipe: Recipe, wir
     for layout in ("packed", "expert-major"):
         findings.where = f"{what}, {recipe}, {wire}, {layout}, rank {rank} of {num_ranks}"
         options = layout, "always-overlapped", "slot", torch.bfloat16, recipe, wire
-        clean, dirty = run(heap, 0.0, *options), run(heap, BAD[what], *options)
-        compare(findings, rank, what, clean, dirty, same=same)
+        compare(
+            findings,
+            rank,
+            what,
+            run(heap, 0.0, *options),
+            run(heap, BAD[what], *options),
+            same=same,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -31,7 +31,8 @@ H200_FLOAT8 = overlap.Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 
 def starts_of(experts: list[list[int]]) -> torch.Tensor:
     """int32 [R + 1, e], where the rows of each source and expert start; experts: their rows by source."""
-    starts, row = torch.zeros((len(experts[0]) + 1, len(experts)), dtype=torch.int32), 0
+    starts = torch.zeros((len(experts[0]) + 1, len(experts)), dtype=torch.int32)
+    row = 0
     for e, counts in enumerate(experts):
         for source, count in enumerate(counts):
             starts[source, e] = row
@@ -281,7 +282,8 @@ def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Tim
         return rail_s + push_s + gemm_s(flops, 0, rates.flops), times
 
     def combine(flops: int, wgrad_flops: int) -> tuple[float, list[float]]:
-        times, first_s = [], gemm_s((1 - own) * flops, 0, rates.flops) + ends * rates.launch_s
+        times = []
+        first_s = gemm_s((1 - own) * flops, 0, rates.flops) + ends * rates.launch_s
         for n in counts:
             own_s = gemm_s(own * flops, n + m, rates.flops) + gemm_s(
                 wgrad_flops, n + m, rates.wgrad_flops
@@ -386,7 +388,8 @@ FORMULAS_GET = [
 @run_on(2)
 def test_what_formulas_get(rank: int, num_ranks: int) -> None:
     """Of a call for each of FORMULAS_GET, the same on all ranks."""
-    found, chosen = [], formulas.overlap
+    found = []
+    chosen = formulas.overlap
 
     def noting(sizes: overlap.Sizes, num_sms: int, rates: overlap.Rates) -> overlap.Overlap:
         found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
@@ -398,8 +401,9 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
             formulas.overlap_of.cache_clear()
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
-            x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
-            expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
+            expert_parallel_mlp(
+                torch.randn(16, 160), torch.full((16, 2), 0.5), experts, plan, quantized_wire=wire
+            )
     assert found == [wanted for *_, wanted in FORMULAS_GET]
 
 

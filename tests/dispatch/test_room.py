@@ -117,7 +117,8 @@ def make_calls(rank: int, seed: int):
 
 def few_fit_on_rails(rank: int):
     """In this context a message to another node has room for one token in some of this rank's calls."""
-    room, calls = RowHistory.room, itertools.count(rank)
+    room = RowHistory.room
+    calls = itertools.count(rank)
 
     def found(*args) -> RowBudget | None:
         its = room(*args)
@@ -163,12 +164,7 @@ def check_same_bits(
         layer, waits = make_layers(heap, **options)
         for number, call in enumerate(make_calls(rank, seed=num_ranks)):
             findings.where = f"rank {rank} of {num_ranks}, call {number}"
-            pairs = zip(
-                run(layer, call, recomputes=recomputes),
-                run(waits, call, recomputes=recomputes),
-                strict=True,
-            )
-            findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
+            findings.same_bits(*(run(each, call, recomputes=recomputes) for each in (layer, waits)))
         findings.check(heap.leased_bytes == 0, "leases are left")
         return spy.call_count, findings.texts
 
@@ -246,10 +242,7 @@ def fail_at_times(rank: int, num_ranks: int, ranks_per_node: int | None) -> list
                     fails if rank == 0 else nullcontext(),
                 ):
                     layer(x, topk_idx=ids, probs=probs)
-            pairs = zip(
-                run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True
-            )
-            findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
+            findings.same_bits(*(run(each, call, recomputes=False) for each in (layer, waits)))
     return findings.texts
 
 
@@ -273,10 +266,8 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
             heap.row_histories[E, K, 0].note(len(x), 1, 1)
             got = torch.autograd.grad(y, (x, *layer.parameters()), dy)
             _, *wanted = run(waits, call, recomputes=False)
-            want = [wanted[0], *wanted[2:]]  # no gradient of probs here
-            findings.check(
-                all(map(torch.equal, got, want)), f"rank {rank}, call {number}: other bits"
-            )
+            findings.where = f"rank {rank}, call {number}"
+            findings.same_bits(got, [wanted[0], *wanted[2:]])  # no gradient of probs here
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert spy.call_count >= 4
 

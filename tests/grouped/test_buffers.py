@@ -173,8 +173,8 @@ def test_refused_in_forward(op, name, make, parts):
             assert part in text
     assert (other == cases.SENTINEL).all(), "nothing has been computed"
     cases.assert_same_bits(x, kept)
-    out, grad_input_out = buffer(), buffer()
-    y = op(x, out=out, grad_input_out=grad_input_out)
+    out = buffer()
+    y = op(x, out=out, grad_input_out=buffer())
     cases.assert_same_bits(y[: cases.TINY.num_used], want[: cases.TINY.num_used])
     assert y.data_ptr() == out.data_ptr()
 
@@ -333,8 +333,10 @@ def two_consumers(
     """The second gradient must not overwrite the first before autograd has added them."""
     source = op.inputs.x.nan_to_num().requires_grad_()
     x = source if is_leaf else source * 1
-    first, second = op.inputs.d_y.nan_to_num(), 2 * op.inputs.d_y.nan_to_num()
-    torch.autograd.backward([op(x, grad_input_out=gradient) for _ in range(2)], [first, second])
+    torch.autograd.backward(
+        [op(x, grad_input_out=gradient) for _ in range(2)],
+        [op.inputs.d_y.nan_to_num(), 2 * op.inputs.d_y.nan_to_num()],
+    )
     return [source.grad]
 
 
@@ -381,7 +383,8 @@ RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches
 @pytest.mark.parametrize("program", [*ALWAYS_RIGHT, *RIGHT_OR_ERROR, result_written_in_place])
 def test_a_buffer_that_is_used_again(op, program):
     """Gradients are those without buffers, whatever has been in them meanwhile."""
-    want, found = program(op, None, None), []
+    want = program(op, None, None)
+    found = []
     buffers = [buffer(2 * N, H)[:N] for _ in BOTH]  # views stay plain tensors
 
     def compute():
@@ -397,14 +400,6 @@ def test_a_buffer_that_is_used_again(op, program):
         check()
     else:
         right_or_error(compute, check)
-
-
-def square_of_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """y * y keeps y; the next micro-batch writes over it."""
-    out = buffer()
-    square = op(x, out=out) ** 2
-    op(later, out=out)
-    return square
 
 
 def layer_after_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
@@ -441,7 +436,6 @@ def result_of_an_input(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize(
     "result",
     [
-        square_of_out,
         layer_after_out,
         square_through_a_view,
         product_with_a_gradient_buffer,
@@ -457,7 +451,8 @@ def test_what_a_graph_needs_is_written_over(op, result):
 @pytest.mark.usefixtures("raw_writes")
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
-    case, found = cases.Case(delayed=True, buffers=()), []
+    case = cases.Case(delayed=True, buffers=())
+    found = []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner, outer = Op("linear", case), Op("linear", case)
 
@@ -523,7 +518,8 @@ def test_leases_that_end_before_backward(op, heap, of_x, of_out, of_gradient):
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
 def test_losses_that_are_kept_keep_no_leases(op, heap):
-    x, losses = op.inputs.x.nan_to_num().requires_grad_(), []
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    losses = []
     want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
     for asked in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
         out, grad_input_out = leases(heap, 2)

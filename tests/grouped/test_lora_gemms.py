@@ -41,11 +41,15 @@ def random_parameters(
 def make_experts(parameters: Tensors, mine: slice, **options) -> GroupedMLP:
     """A GroupedMLP with adapters that has the parameters of these experts."""
     num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
-    dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
     mlp = GroupedMLP(
-        num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options
+        num_experts,
+        hidden,
+        ffn,
+        dtype=parameters["fc2.lora_a"].dtype,
+        bias="fc1.bias" in parameters,
+        **options,
     )
-    add_lora(mlp, rank=rank, alpha=ALPHA)
+    add_lora(mlp, rank=parameters["fc2.lora_a"].shape[1], alpha=ALPHA)
     mlp.load_state_dict({name: parameter[mine] for name, parameter in parameters.items()})
     return mlp
 
@@ -114,8 +118,8 @@ def test_experts_in_buffers_of_the_caller(
     want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
     x, probs, dy = x.to(device), probs.to(device), dy.to(device)
     out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
-    leaf, row_probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
-    rows = leaf * 1  # autograd hands the buffer to a producer
+    row_probs = probs.clone().requires_grad_()
+    rows = x.clone().requires_grad_() * 1  # autograd hands the buffer to a producer
     seen = []
     rows.register_hook(seen.append)
     y = mlp(rows, list(SPLITS), row_probs, out=out, grad_input_out=grad_input_out)

@@ -592,9 +592,9 @@ def test_the_copy_kernel_assembles(tmp_path, arch):
     ptxas = tools / ("ptxas-blackwell" if arch == "sm_100a" else "ptxas")
     if not ptxas.exists():
         pytest.skip(f"{ptxas} is not there")
-    source, binary = tmp_path / "copy.ptx", tmp_path / "copy.cubin"
+    source = tmp_path / "copy.ptx"
     source.write_text(gpu_pointers.COPY_PTX)
-    command = [ptxas, "-v", f"-arch={arch}", source, "-o", binary]
+    command = [ptxas, "-v", f"-arch={arch}", source, "-o", tmp_path / "copy.cubin"]
     report = subprocess.run(command, capture_output=True, text=True, check=False)
     assert report.returncode == 0, report.stderr
     # The payload is read where it is: no copy of it on the stack.

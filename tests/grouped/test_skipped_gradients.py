@@ -28,8 +28,8 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 @contextlib.contextmanager
 def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
     """How often each kernel is launched in the context."""
-    names, counts = twin.__all__, Counter()
-    with before_steps(heap.device, lambda name: counts.update([name]), names):
+    counts = Counter()
+    with before_steps(heap.device, lambda name: counts.update([name]), twin.__all__):
         yield counts
 
 
@@ -57,20 +57,15 @@ def compare(
 ) -> None:
     """What is asked for has the same bits; what is not is neither computed nor sent."""
     needs_x, needs_probs = needs
-    findings.check((got.dx is not None) == needs_x, f"dx is {got.dx}")
-    findings.check((got.dprobs is not None) == needs_probs, f"dprobs is {got.dprobs}")
-    findings.check(got.dx is None or torch.equal(got.dx, full.dx), "dx has other bits")
-    findings.check(
-        got.dprobs is None or torch.equal(got.dprobs, full.dprobs), "dprobs has other bits"
+    wanted = [full.dx if needs_x else None, full.dprobs if needs_probs else None]
+    findings.same_bits(
+        [got.dx, got.dprobs, *got.parameters], [*wanted, *full.parameters], "gradients"
     )
-    for number, (one, other) in enumerate(zip(got.parameters, full.parameters, strict=True)):
-        findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
     findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
-    sums, values = (
-        dict.fromkeys(SUMS[order], needs_x),
-        dict.fromkeys(("pull_values", "gather_values"), needs_probs),
-    )
-    for name, is_needed in {**sums, **values}.items():
+    for name, is_needed in {
+        **dict.fromkeys(SUMS[order], needs_x),
+        **dict.fromkeys(("pull_values", "gather_values"), needs_probs),
+    }.items():
         findings.equal(name, got.launches[name], full.launches[name] if is_needed else 0)
         findings.check(full.launches[name] > 0, f"a full pass launches no {name}")
     findings.equal(
@@ -154,11 +149,16 @@ def test_the_mlp_computes_what_is_asked_for(
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)
-            bias, precision = option.pop("bias", False), option.pop("precision", None)
             adapters, is_frozen = option.pop("adapters", None), option.pop("frozen", False)
             torch.manual_seed(7)
             mlp = symmoe.GroupedMLP(
-                2, H, I, bias=bias, precision=precision, dtype=dtype, device=heap.device
+                2,
+                H,
+                I,
+                bias=option.pop("bias", False),
+                precision=option.pop("precision", None),
+                dtype=dtype,
+                device=heap.device,
             )
             if adapters is not None:
                 symmoe.lora.add_lora(mlp, rank=8, alpha=8.0)
@@ -261,18 +261,12 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
                     layer.router.weight.grad,
                     *(p.grad for p in layer.experts.parameters()),
                 ]
-                wanted = results.setdefault("full", found)
-                findings.check((leaf.grad is not None) == trains_x, "the gradient of x")
-                findings.check(
-                    (layer.router.weight.grad is not None) == trains_router, "the router's gradient"
-                )
+                of_x, of_router, *others = results.setdefault("full", found)
+                wanted = [of_x if trains_x else None, of_router if trains_router else None]
+                findings.same_bits(found, [*wanted, *others], "gradients")
                 findings.check(
                     sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients"
                 )
-                for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                    findings.check(
-                        one is None or torch.equal(one, other), f"gradient {number} has other bits"
-                    )
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
 

@@ -231,10 +231,13 @@ def call_of(layer: symmoe.MoELayer) -> list[int]:
 def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     """A compiled graph may use the memory of forward's arguments again: here it is overwritten in between."""
     layer = symmoe.MoELayer(config(stash="none", **STATIC), heap)
-    x, probs = torch.randn(3, HIDDEN), torch.rand(3, 2)
-    weights, call = [p.detach().clone() for p in layer.experts.parameters()], call_of(layer)
+    call = call_of(layer)
     dy = torch.randn(3, HIDDEN)
-    arguments = [x, probs, *weights]
+    arguments = [
+        torch.randn(3, HIDDEN),
+        torch.rand(3, 2),
+        *[p.detach().clone() for p in layer.experts.parameters()],
+    ]
     kept = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
@@ -274,13 +277,13 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     )
     grouped = RoutingRule(score="sigmoid", num_expert_groups=2, topk_groups=1, route_scale=1.5)
     numbers, plain = (router._packed(2, rule) for rule in (grouped, RoutingRule()))
-    matrix, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
-    chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
+    matrix = torch.randn(4, HIDDEN, requires_grad=True)
+    chosen = torch.tensor([[0, -1]] * 5, dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float32):
         rows = torch.randn(5, HIDDEN).to(dtype).requires_grad_()
         for given in (None, chosen):
-            check(torch.ops.symmoe.route.default, (rows, matrix, bias, given, numbers))
-        detached = [rows.detach(), matrix.detach(), chosen.relu(), scores]
+            check(torch.ops.symmoe.route.default, (rows, matrix, torch.randn(4), given, numbers))
+        detached = [rows.detach(), matrix.detach(), chosen.relu(), torch.rand(5, 4)]
         gradient = (torch.rand(5, 4), torch.rand(5, 2), None, detached, plain)
         check(torch.ops.symmoe.route_gradients.default, gradient)
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
@@ -408,7 +411,8 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
     )
     expected: list[torch.Tensor] = []
     torch.manual_seed(0)
-    block, calls = Block(config, heap), []
+    block = Block(config, heap)
+    calls = []
     block.dense.register_forward_pre_hook(lambda *_: calls.append(1))
     for name, (run, num_barriers, num_calls, keeps_rows) in CHECKPOINTS.items():
         calls.clear()

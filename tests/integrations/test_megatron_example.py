@@ -160,7 +160,10 @@ def test_fused_attention(num_groups: int):
     for position in range(length):
         for head in range(num_heads):
             group = head * num_groups // num_heads
-            keys, values = key[: position + 1, :, group], value[: position + 1, :, group]
-            scores = torch.einsum("bd,sbd->sb", query[position, :, head], keys) / math.sqrt(width)
-            want[position, :, head] = torch.einsum("sb,sbd->bd", scores.softmax(0), values)
+            scores = torch.einsum(
+                "bd,sbd->sb", query[position, :, head], key[: position + 1, :, group]
+            ) / math.sqrt(width)
+            want[position, :, head] = torch.einsum(
+                "sb,sbd->bd", scores.softmax(0), value[: position + 1, :, group]
+            )
     torch.testing.assert_close(found, want.flatten(2))

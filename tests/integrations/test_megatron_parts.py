@@ -86,10 +86,12 @@ def parts_of(mlp) -> tuple[type, object, dict]:
 
 def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
     spec = get_gpt_layer_local_spec(num_experts=8)
-    ours, theirs = megatron.use_symmoe(spec, heap), megatron.use_symmoe_dispatcher(spec, heap)
     module, submodules, _ = parts_of(spec.submodules.mlp)
     assert module is MoELayer
-    for new, experts in ((ours, megatron.SymmExperts), (theirs, submodules.experts)):
+    for new, experts in (
+        (megatron.use_symmoe(spec, heap), megatron.SymmExperts),
+        (megatron.use_symmoe_dispatcher(spec, heap), submodules.experts),
+    ):
         new_module, new_submodules, others = parts_of(new.submodules.mlp)
         assert new_module is megatron.SymmMoELayer
         assert new_submodules.experts is experts

@@ -260,8 +260,10 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
     with small.on_layout(2, 1) as (mesh, heap):
         model = parallelize(small.model_of(heap), mesh, mp_policy=policy)
         seen = {}
-        router, experts = model.blocks[0].moe.router, model.blocks[0].moe.experts
-        router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.dtype))
+        experts = model.blocks[0].moe.experts
+        model.blocks[0].moe.router.register_forward_pre_hook(
+            lambda module, _: seen.update(router=module.weight.dtype)
+        )
         original = type(experts.fc1).weight_parameters
         with patch.object(
             type(experts.fc1),
@@ -417,7 +419,8 @@ def test_constant_weights_are_quantised_once(
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
     shares = small.equal_shares(num_ranks)
     with small.on_layout(*layout) as (mesh, heap):
-        model, found = small.on_mesh(mesh, heap, wrap, QUANTIZED), []
+        model = small.on_mesh(mesh, heap, wrap, QUANTIZED)
+        found = []
         for is_constant in (False, True):
             context = (
                 symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()

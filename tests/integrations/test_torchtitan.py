@@ -164,14 +164,12 @@ def test_routing_is_given_to_torchtitans_router(
     from symmoe.metrics import MetricsLogger
     from symmoe.routing import record_routing, replay_routing
 
-    numbers, is_sigmoid = {"num_experts": EXPERTS, "top_k": 2}, score == "sigmoid"
+    is_sigmoid = score == "sigmoid"
     groups = {"num_expert_groups": 4, "num_limited_groups": 2} if is_sigmoid else {}
     options = {"score_func": score, "route_norm": is_sigmoid, "route_scale": 1.5, **groups}
     gate = Linear.Config(in_features=DIM, out_features=EXPERTS)
-    router, local = (
-        TokenChoiceTopKRouter.Config(**numbers, **options, gate=gate),
-        config_of(local_dispatcher()),
-    )
+    router = TokenChoiceTopKRouter.Config(num_experts=EXPERTS, top_k=2, **options, gate=gate)
+    local = config_of(local_dispatcher())
     step = torchtitan_experts.routed_experts(local, num_max_tokens_per_rank=64)
     own = step if is_step else config_of(our_dispatcher())
     configs = [

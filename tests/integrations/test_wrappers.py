@@ -322,8 +322,8 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
 ) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = small.equal_shares(num_ranks)
-    plain, model = small.model_of(heap), small.model_of(heap)
-    wrapped = DistributedDataParallel(prepared(model))
+    plain = small.model_of(heap)
+    wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
 
     def reduce_and_clip() -> None:
         symmoe.reduce_gradients(plain)

@@ -15,7 +15,7 @@ from act_quantize_cases import (
     forward,
     reference_operand,
 )
-from activation_formula import formula
+from activation_formula import scaled
 from quantize_cases import FILL, FORMATS, as_bytes, differences, named
 
 from symmoe.kernels import twin
@@ -28,9 +28,9 @@ FFN = 288  # more than two blocks of 128, no multiple of them
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_against_numpy(name):
     p = exact_problem(FFN)
-    h, da, scale = p.h.float().numpy(), p.da.float().numpy(), p.row_scale.numpy()[:, None]
+    da, scale = p.da.float().numpy(), p.row_scale.numpy()[:, None]
     with np.errstate(invalid="ignore"):
-        positive = np.maximum(h, 0)
+        positive = np.maximum(p.h.float().numpy(), 0)
         a, dh = positive**2 * scale, da * scale * 2 * positive
         dscale = (da.astype(np.float64) * positive**2).sum(axis=1)
         groups = np.split(dh[: p.num_rows].astype(np.float64), np.cumsum(p.splits)[:-1])
@@ -48,20 +48,12 @@ def test_bits_against_numpy(name):
     assert np.array_equal(sums["dbias"].numpy(), dbias)
 
 
-def float64_results(p):
-    """a, dh and dscale of the used rows by stock autograd."""
-    n = p.num_rows
-    h, scale = (x[:n].double().requires_grad_() for x in (p.h, p.row_scale))
-    a = formula(h, p.activation) * scale[:, None]
-    a.backward(p.da[:n].double())
-    return a.detach(), h.grad, scale.grad
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_dequantised_results_are_near_float64(activation, name):
     p = Problem(ACTIVATIONS[activation], 256, splits=(0, 37, 20, 1))  # few enough rows to be finite
-    a, dh, dscale = float64_results(p)
+    n = p.num_rows
+    a, dh, dscale = scaled(p.h[:n], p.row_scale[:n], p.da[:n], p.activation)
     (grads, sums), found = backward(twin, p, name), forward(twin, p, name)
     pairs = [
         (a, found, ""),

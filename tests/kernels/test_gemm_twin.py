@@ -111,10 +111,10 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
 
         both = torch.cat([torch.ones_like(p.weight), p.weight])
         both_bias = torch.cat([p.bias * 2, p.bias])
-        x, d, s = placed(p.rows), placed(p.dout), placed(p.scale)
+        x, d = placed(p.rows), placed(p.dout)
         out, dx = torch.empty(n, 2 * width, dtype=dtype), torch.empty(n, width, dtype=dtype)
         dw, db, ds = torch.empty_like(both), torch.empty_like(both_bias), torch.empty(n)
-        twin.grouped_gemm(x, both, row_range, out, bias=(both_bias, s))
+        twin.grouped_gemm(x, both, row_range, out, bias=(both_bias, placed(p.scale)))
         twin.grouped_gemm_dgrad(d, both, row_range, dx)
         twin.grouped_gemm_wgrad(d, x, row_range, dw)
         twin.grouped_bias_grad(d, row_range, db)

@@ -236,9 +236,9 @@ def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     """A function from the entries of a program to what happens when it runs; a number is a launch on that stream."""
     kernel = FakeJIT(example_kernel, fake_cuda)
     monkeypatch.setattr(example_kernel, "run", kernel, raising=False)
-    fast, constants = FastLaunch(example_kernel), Constants({"WIDTH": 64})
+    fast = FastLaunch(example_kernel)
     args = torch.empty(8), torch.empty(8), torch.empty(8), 1, 2, 0.5
-    launches.launch(fast, (1,), constants, *args)
+    launches.launch(fast, (1,), Constants({"WIDTH": 64}), *args)
     ((_, known),) = next(iter(fast._calls.values())).variants.values()
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "count", 100)

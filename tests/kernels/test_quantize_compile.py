@@ -170,14 +170,15 @@ def quantises_activations(kernel, name, ffn, block_format, arch, ways="", dtype=
         assert max(access_bits(code.ptx, r"st\.global")) >= 32
         assert max(access_bits(code.ptx, r"ld\.global")) >= 128
 
-    act, divides = ACTIVATIONS[name], FORMATS[block_format].scale == "fp32"
+    act = ACTIVATIONS[name]
     most_spilled = MAX_SPILLED_BY_SUMS if ways else MAX_SPILLED.get(block_format, 0)
     sizes = {"G": 32, "I": ffn, "N": 65536}
     return Case(
         Launch(kernel, sizes, dtype, block_format, act, ways),
         {"act_quantize": "act_quantize_rows_kernel"}.get(kernel, f"{kernel}_kernel"),
         arch,
-        ptx={TO_E4M3: True} | ({"div.rn.f32": True} if divides else {}),
+        ptx={TO_E4M3: True}
+        | ({"div.rn.f32": True} if FORMATS[block_format].scale == "fp32" else {}),
         bounds={"spilled": most_spilled},
         also=(partial(flushes_what_it_may, act), accesses_much, no_atomics),
     )
@@ -318,8 +319,15 @@ def pairs_on_hopper(dtype, ways):
         assert sum(name.startswith("STS") for name in names) <= 2  # the block's largest number
         assert len(names) < 9 * NUMBERS + (150 if ways else 50)
 
-    ptx, kernel = {"div.rn.f32": 2}, "launch_quantize_weight_pairs"  # one scale
-    return on_hopper(kernel, WIDE, dtype, "float8_block", ways, ptx, rounds_once_for_each_operand)
+    return on_hopper(
+        "launch_quantize_weight_pairs",
+        WIDE,
+        dtype,
+        "float8_block",
+        ways,
+        {"div.rn.f32": 2},  # one scale
+        rounds_once_for_each_operand,
+    )
 
 
 SECTIONS = {

@@ -54,10 +54,10 @@ def reads_scales_of_columns_in_time(code):
     rest = first[len(under_way) : first.index("wgmma.mma_async", len(under_way))]
     assert (under_way.count("ld.shared.v2.b32"), under_way.count("ld.shared.b32")) == (0, 4)
     assert "ld.shared" not in rest
-    before, second = ptx[: ptx.index("wgmma.mma_async")], first[len(under_way) + len(rest) :]
+    second = first[len(under_way) + len(rest) :]
     second = second[: second.index("wgmma.mma_async", second.index(end))]
     of_the_next = second[: second.index("fma.rn.f32")].count("ld.shared.v2.b32")
-    assert (before.count("ld.shared.v2.b32"), of_the_next) == (16, 16)
+    assert (ptx[: ptx.index("wgmma.mma_async")].count("ld.shared.v2.b32"), of_the_next) == (16, 16)
 
 
 def fp8_gemm(sizes, ways, dtype=BF16, spilled=GEMM_SPILLED, spills=STAGE_SPILLS, ptx=None):

@@ -126,9 +126,11 @@ def test_ranges_have_the_bits_of_the_whole(name):
         p = problem(name, splits, WIDTHS[name][1])
         whole, union = product(p, BF16), p.blank(BF16)
         for ranges in random_ranges(splits, 3, step=step):
-            come, out = rows_of(ranges, p.capacity), product(p, BF16, ranges)
             assert torch.equal(
-                out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16))
+                product(p, BF16, ranges),
+                torch.where(
+                    rows_of(ranges, p.capacity)[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)
+                ),
             )
             p.run(twin, union, ranges)
         assert torch.equal(union, whole)
@@ -378,7 +380,8 @@ PLACES = {  # operand, and field
 )
 def test_wrong_operands_of_products_are_named(name, what, change, text):
     p = problem(name, SPLITS[0], WIDTHS[name][0])
-    arguments, options = [*p.operands, p.blank(BF16)], {}
+    arguments = [*p.operands, p.blank(BF16)]
+    options = {}
     if what in PLACES:
         place, field = PLACES[what]
         arguments[place] = arguments[place]._replace(

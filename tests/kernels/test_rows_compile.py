@@ -45,9 +45,9 @@ def barrier(num_ranks):
         assert len(found) == lanes_per_thread
         assert all("sys" in line and "release" in line and "exch" in line for line in found)
         # In this order: the words, the release, the wait, the peers' words, which are read from memory.
-        release, acquire = ptx.index(found[0]), ptx.index("ld.acquire.sys")
+        release = ptx.index(found[0])
         assert ptx.index("bar.sync") < release or "bar.warp.sync" in ptx[:release]
-        assert release < acquire < ptx.index("ld.volatile.global", release)
+        assert release < ptx.index("ld.acquire.sys") < ptx.index("ld.volatile.global", release)
 
     ptx = {
         "ld.acquire.sys.global.s64": lanes_per_thread,

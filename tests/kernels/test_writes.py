@@ -59,9 +59,10 @@ def writes_of_layers(rank: int, num_ranks: int) -> tuple[set[str], set[str], set
     for ranks_per_node, options in LAYERS if num_ranks > 1 else LAYERS[:3]:
         with open_heap("cpu", num_bytes=8 << 20, ranks_per_node=ranks_per_node) as heap:
             layer = make_layer(heap, **options)
-            dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", 16)
             with kernels.hooked(CPU, spy):
-                for x, dy in make_calls(rank, 2, dtype, hidden=hidden):
+                for x, dy in make_calls(
+                    rank, 2, options.get("dtype", torch.float32), hidden=options.get("hidden", 16)
+                ):
                     step(layer, x, dy, "")
     return spy.seen, spy.changed, spy.undeclared
 
@@ -74,15 +75,19 @@ def writes_of_modules() -> tuple[set[str], set[str], set[str]]:
             options = {"bias": bias, "weights": "discrete" if bias else "packed"}
             layer = symmoe.GroupedMLP(3, 256, 128, precision=recipe, **options)
             for dtype in (torch.float32, torch.bfloat16):
-                rows, its = x.to(dtype, copy=True), scale.clone()
-                inputs = rows.requires_grad_(), splits, its.requires_grad_()
+                inputs = (
+                    x.to(dtype, copy=True).requires_grad_(),
+                    splits,
+                    scale.clone().requires_grad_(),
+                )
                 layer.to(dtype)(*inputs).sum().backward()
         with torch.no_grad():
             symmoe.GroupedMLP(3, 256, 128, precision=Float8Block())(x, splits, scale)
         symmoe.pointers.copy_data_ptrs_to_device([x, scale], CPU)
         symmoe.pointers.copy_host_to_device(b"abcd", torch.zeros(1))
-        tiles, starts = torch.ones(2, 1, 512), torch.tensor([0, 20, 51])
-        unswizzle_scales(tiles.byte(), starts.int(), num_rows=60, num_blocks=4)
+        unswizzle_scales(
+            torch.ones(2, 1, 512).byte(), torch.tensor([0, 20, 51]).int(), num_rows=60, num_blocks=4
+        )
         with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
             symmoe.make_plan(torch.tensor([[0, 1]]), num_experts=2, heap=heap)
         kernels.for_device(CPU).count_exchange(*torch.zeros(2, 2, dtype=torch.int64), which=1)

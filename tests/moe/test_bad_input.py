@@ -98,17 +98,19 @@ def test_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: Sy
         findings.check(f"overflow ('turn {turn}')" in found[1], f"turn {turn}: {found[1]!r}")
     goes_on(heap, findings)
     found = Stage("make_plan", heap).call(topk_idx=bad_id if rank else ids)
-    place, limits = f"topk_idx on rank 1, flat position {3 * K + 1}", f"[0, {num_experts})"
-    text = f"{place}: {num_experts + 1} is neither -1 nor in {limits}"
+    text = (
+        f"topk_idx on rank 1, flat position {3 * K + 1}: {num_experts + 1} is neither -1 nor in "
+        f"[0, {num_experts})"
+    )
     findings.equal("error", found, ("ExpertIdError", text))
 
 
 def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
     """On several ranks."""
-    rank, num_ranks = heap.rank, heap.num_ranks
+    rank = heap.rank
     # A static capacity and uneven T, without max_tokens.
     found = Stage("make_plan", heap).call(
-        topk_idx=routing(heap, 5)[rank:], capacity=T * K * num_ranks
+        topk_idx=routing(heap, 5)[rank:], capacity=T * K * heap.num_ranks
     )
     wanted = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
     findings.equal("uneven T", found, ("ConfigMismatch", wanted))

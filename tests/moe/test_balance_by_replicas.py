@@ -183,8 +183,7 @@ def test_steps_repeat(rank: int, num_ranks: int, findings: Findings, heap: Symme
                 MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16
             )
         )
-    for first, second in zip(*found, strict=True):
-        findings.check(all(torch.equal(first[name], second[name]) for name in first), "bits differ")
+    findings.same_bits(*([each for step in run for each in step.values()] for run in found))
 
 
 @run_on(2, 4)
@@ -194,7 +193,8 @@ def test_metrics_say_what_has_moved(
     """Eager and compiled, which gives the same results; metrics that are kept stay those of their step."""
     torch.manual_seed(1 + rank)
     layer = MoELayer(config(num_ranks, order="slot", **REPLICAS), heap, dtype=torch.bfloat16)
-    logger, results = MetricsLogger(layer), []
+    logger = MetricsLogger(layer)
+    results = []
     sizes = [weight[0].numel() for weight in layer.experts.parameters()]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for name, forward in (("eager", layer), ("compiled", compiled)):
@@ -264,7 +264,7 @@ def test_gradients_go_where_they_are_wanted(
     main_grads, others, wanted_main_grads, wanted_others = results
     for got, want in zip(main_grads, wanted_main_grads, strict=True):
         findings.check(bool(torch.allclose(got, want, rtol=1e-5, atol=1e-5)), "main_grad differs")
-    findings.check(all(map(torch.equal, others, wanted_others)), "y, dx or dprobs differ")
+    findings.same_bits(others, wanted_others)
 
 
 @pytest.mark.parametrize("kind", [{}, {"bias": True}, {"weights": "discrete"}], ids=str)

@@ -81,11 +81,11 @@ def test_a_token_does_not_see_its_batch(
         for name in names:
             layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)
             wanted[name] = step(layer, x, dy)
-            every, last, few = torch.arange(num_tokens), num_tokens - 1, max(1, 33 - 32 * rank)
+            every = torch.arange(num_tokens)
             for chosen in (
                 [5 + rank],
-                [last, 5],
-                every[:few],
+                [num_tokens - 1, 5],
+                every[: max(1, 33 - 32 * rank)],
                 every[1::2],
                 every.flip(0),
                 every[:130],

@@ -192,12 +192,11 @@ def test_what_kernels_would_leave_out_is_refused_on_every_rank(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, where: str
 ) -> None:
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
-    x, mask = tokens_of(rank, 5, H), torch.arange(5) < 4
-    topk_idx, probs = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
+    x = tokens_of(rank, 5, H)
     calls = {
         "": lambda: layer(x)[0],
-        "mask": lambda: layer(x, mask)[0],
-        "given": lambda: layer(x, topk_idx=topk_idx, probs=probs)[0],
+        "mask": lambda: layer(x, torch.arange(5) < 4)[0],
+        "given": lambda: layer(x, topk_idx=torch.tensor([[0, 1]] * 5), probs=torch.ones(5, 2))[0],
         "evaluation": torch.no_grad()(lambda: layer(x)[0]),
     }
     wanted = {name: call() for name, call in calls.items()}
@@ -321,7 +320,7 @@ def test_second_order_gradients_are_refused_on_every_rank(
         make_layer(heap, config_for(num_ranks, "cpu", z_loss_coef=0.1))[0] for _ in range(2)
     )
     x, splits = tokens_of(rank, 6, H).requires_grad_(), [1, 5]
-    probs, topk_idx = torch.ones(6, 2), torch.tensor([[0, 1]] * 6)
+    topk_idx = torch.tensor([[0, 1]] * 6)
 
     def by_parts(x: torch.Tensor) -> torch.Tensor:
         plan = symmoe.make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap)
@@ -331,7 +330,7 @@ def test_second_order_gradients_are_refused_on_every_rank(
         "layers": lambda x: second(first(x)[0])[0],
         "loss": lambda x: first(x)[1].aux_loss,
         "mask": lambda x: first(x, torch.arange(6) < 5)[0],
-        "given": lambda x: first(x, topk_idx=topk_idx, probs=probs)[0],
+        "given": lambda x: first(x, topk_idx=topk_idx, probs=torch.ones(6, 2))[0],
         "checkpoint": lambda x: checkpoint(first, x, use_reentrant=False)[0],
         "operator": lambda x: traced(first, x),
         "parts": by_parts,

@@ -58,9 +58,7 @@ def test_bits_are_those_of_a_called_router(
                 found = results(own, x, around, which)
                 num_own = chosen.call_count
                 wanted = results(called, x, around, which)
-            for got, want in zip(found, wanted, strict=True):
-                same = got is want if want is None or got is None else torch.equal(got, want)
-                findings.check(same, "other bits")
+            findings.same_bits(found, wanted)
             findings.equal("calls that chose outside of the step", num_own, 0)
             findings.check(chosen.call_count > 0, "the router was not called")
 
@@ -107,11 +105,10 @@ def test_what_is_put_in_place_of_a_router_runs_in_every_path(
     torch.compile takes no notice: docs/concepts.md.)"""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     shared = torch.nn.Linear(layer.config.hidden, layer.config.hidden)
-    mask, topk_idx = torch.ones(9, dtype=torch.bool), torch.tensor([[0, 1]] * 9)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "plain": lambda x: layer(x)[0],
-        "mask": lambda x: layer(x, mask)[0],
-        "given experts": lambda x: layer(x, topk_idx=topk_idx)[0],
+        "mask": lambda x: layer(x, torch.ones(9, dtype=torch.bool))[0],
+        "given experts": lambda x: layer(x, topk_idx=torch.tensor([[0, 1]] * 9))[0],
         "shared": lambda x: with_shared(layer, shared, x),
         "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False)[0],
         "compile": lambda x: torch.compile(layer, backend="aot_eager")(x)[0],

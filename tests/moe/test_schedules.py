@@ -8,17 +8,7 @@ import torch
 from cluster import run_on
 from heap_calls import outcome
 from layers import WAYS, H, I, config_for, make_layer, tokens_of
-from stacks import (
-    NUM_LAYERS,
-    Stack,
-    batch,
-    batches,
-    check_ways,
-    compare_bits,
-    pipeline,
-    run_schedule,
-    step,
-)
+from stacks import NUM_LAYERS, Stack, batch, batches, check_ways, pipeline, run_schedule, step
 from worker import Findings, open_heap
 
 import symmoe
@@ -52,7 +42,7 @@ def test_stashes_give_the_same_bits(
                     del kept
                     found[stash] = step(model, *batches(heap, config.hidden, 1))
                     findings.equal("leased bytes", heap.leased_bytes, 0)
-                    compare_bits(findings, found[stash], found["all"])
+                    findings.same_bits(found[stash], found["all"])
             findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
             findings.check(
                 leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}"
@@ -102,15 +92,15 @@ def test_one_forward_one_backward(
                 model = Stack(heap, config)
                 serial = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
                 want = run_schedule(model, heap, serial)
-                compare_bits(
-                    findings, run_schedule(model, heap, pipeline(num_batches, in_flight)), want
+                findings.same_bits(
+                    run_schedule(model, heap, pipeline(num_batches, in_flight)), want
                 )
                 if (
                     in_flight == 2
                 ):  # the last one first; two gradients add up to the same bits in either order
                     want = run_schedule(model, heap, serial[:4])
                     turns = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
-                    compare_bits(findings, run_schedule(model, heap, turns), want)
+                    findings.same_bits(run_schedule(model, heap, turns), want)
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 peak = heap.high_water_bytes
                 findings.check(0 < peak <= heap.num_bytes, f"high-water mark {peak}")
@@ -137,8 +127,7 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: F
         model.zero_grad(set_to_none=True)
         gc.collect()
         findings.equal("leased bytes after the error", heap.leased_bytes, 0)
-        compare_bits(
-            findings,
+        findings.same_bits(
             step(model, batch(heap, config.hidden, 7)),
             step(model, batch(heap, config.hidden, 7)),
         )
@@ -177,7 +166,7 @@ def test_exceptions_between_forward_and_backward(
         model.zero_grad(set_to_none=True)
         gc.collect()
         findings.equal(f"leased bytes after {fail.__name__}", heap.leased_bytes, 0)
-        compare_bits(findings, step(model, *batches(heap, config.hidden, 3)), want)
+        findings.same_bits(step(model, *batches(heap, config.hidden, 3)), want)
 
 
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
@@ -201,7 +190,7 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
     """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
-    want, wrapped = layer(x)[0], torch.nn.Sequential(router)
+    want = layer(x)[0]
     for name, made, text in (
         ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
         (
@@ -214,7 +203,7 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
             ReturnsTensors(layer.config),
             "router returns tuple; it must return a RouterOutput",
         ),
-        ("router", wrapped, "router (Sequential) must be a Router"),
+        ("router", torch.nn.Sequential(router), "router (Sequential) must be a Router"),
         ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
     ):
         findings.where = f"rank {rank} of {num_ranks}, {text}"

@@ -99,8 +99,8 @@ def test_groups_that_a_router_compares():
     """What docs/nodes.md says of DeepSeek-V3's rule, best two of a group, with random scores of its router."""
     torch.manual_seed(0)
     rule = RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4)
-    x, weight = torch.randn(20_000, 256), torch.eye(256)
-    experts = route_tokens(Route(x, weight, None, None, 8, rule)).topk_idx.long()
+    x = torch.randn(20_000, 256)
+    experts = route_tokens(Route(x, torch.eye(256), None, None, 8, rule)).topk_idx.long()
     said = re.search(r"reaches (\S+), (\S+) and (\S+) other nodes", " ".join(PAGE.split())).groups()
     for num_nodes, text in zip((2, 4, 8), said, strict=True):
         found = torch.zeros(len(x), num_nodes).scatter(1, experts // (256 // num_nodes), 1).mean()

@@ -190,13 +190,13 @@ HALF_WAY = {
 )
 def test_stopped_half_way_through_an_exchange(num_ranks: int, ranks_per_node: int, point: str):
     """One node has all rows, and waits for one that has not: all name the rank that stopped."""
-    victim, arguments = (
-        ranks_per_node,
-        (ranks_per_node, (ranks_per_node,), "stop half way", HALF_WAY[point]),
+    victims = (ranks_per_node,)
+    how = "stop half way", HALF_WAY[point]
+    survivors = Cluster(num_ranks).run_without(
+        victims, nodes.lose, ranks_per_node, victims, *how, timeout_s=HANG_S
     )
-    survivors = Cluster(num_ranks).run_without((victim,), nodes.lose, *arguments, timeout_s=HANG_S)
     assert len(survivors) == num_ranks - 1
-    nodes.check_survivors(survivors, (victim,), ranks_per_node)
+    nodes.check_survivors(survivors, victims, ranks_per_node)
 
 
 def test_a_rank_that_gives_up_tells_all_nodes(cluster):

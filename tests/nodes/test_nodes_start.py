@@ -41,8 +41,11 @@ def open_nodes(start_timeout_s: float = HANG_S / 2) -> SymmetricHeap:
 
 def what_is_there() -> Counter[str]:
     """Connections, threads and mapped memory of heaps, of this process."""
-    maps, tasks = Path("/proc/self/maps").read_text(), [*Path("/proc/self/task").iterdir()]
-    return Counter(connections=connections(), threads=len(tasks), arenas=maps.count("memfd:symmoe"))
+    return Counter(
+        connections=connections(),
+        threads=len([*Path("/proc/self/task").iterdir()]),
+        arenas=Path("/proc/self/maps").read_text().count("memfd:symmoe"),
+    )
 
 
 # What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
@@ -302,10 +305,14 @@ def test_nccl_that_does_not_connect_a_node(rank: int, num_ranks: int, how: str, 
         found["connected"] += unique_id == b"id" and not is_given_up.is_set()
 
     store = dist.PrefixStore(f"nccl/{how}", dist.distributed_c10d._get_default_store())
-    timeout_s, start = 1.0 if how == "hangs" else HANG_S, time.monotonic()
+    start = time.monotonic()
     try:
         connect_together(
-            make_id if rank == 0 else None, connect, store, node=rank, timeout_s=timeout_s
+            make_id if rank == 0 else None,
+            connect,
+            store,
+            node=rank,
+            timeout_s=1.0 if how == "hangs" else HANG_S,
         )
     except BackendUnavailable as error:
         found["error"] = str(error)

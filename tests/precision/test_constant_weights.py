@@ -51,11 +51,11 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
     if kind == "linear":
         return symmoe.GroupedLinear(3, 64, 96, **options), lambda x, layer: layer(x, SPLITS), 1
     if kind == "three":
-        fc1, fc2 = (
+        three = symmoe.grouped.Sequential(
             symmoe.GroupedLinear(3, 64, 64, **options),
+            symmoe.grouped.ScaledSwiGLU(),
             symmoe.GroupedLinear(3, 32, 64, **options),
         )
-        three = symmoe.grouped.Sequential(fc1, symmoe.grouped.ScaledSwiGLU(), fc2)
         return three, lambda x, layer: layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS), 2
     if kind == "autocast":
         options["dtype"] = torch.float32
@@ -84,9 +84,9 @@ def accumulate(
     module: torch.nn.Module, call: Callable, block=nullcontext
 ) -> dict[str, torch.Tensor]:
     """What several micro-batches give, and the gradients that they have added up."""
-    found, dtype = {}, next(module.parameters()).dtype
+    found = {}
     with block():
-        for i, x in enumerate(batches(dtype=dtype)):
+        for i, x in enumerate(batches(dtype=next(module.parameters()).dtype)):
             x.requires_grad_()
             y = call(x, module)
             y.float().square().sum().backward()
@@ -246,7 +246,8 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
 
 
 def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
-    x, results = batches()[0], []
+    x = batches()[0]
+    results = []
     for _ in range(2):
         with symmoe.grouped.cache_quantized_weights(mlp):
             results.append(experts(x, mlp).detach())
@@ -421,8 +422,7 @@ def test_layers(
         found, counts_in_block = run_layer(
             layer, rank, symmoe.grouped.cache_quantized_weights(layer)
         )
-        for number, tensors in enumerate(zip(found, want, strict=True)):
-            findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
+        findings.same_bits(found, want)
         recomputes = stash in ("rows", "none")
         findings.equal("without", sum(counts.values()), MICRO_BATCHES * 2 * (1 + recomputes))
         # Where forward keeps nothing for backward: once in forward, once in backward for both directions.

@@ -275,14 +275,14 @@ def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
     for parameter in parameters:
         parameter.data = parameter.data.clone()
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    x, scale = torch.randn(8, hidden, requires_grad=True), torch.ones(8)
+    x = torch.randn(8, hidden, requires_grad=True)
     # The kernels' twins are not looked at: they are written with torch's operators.
     calls = CopiesSeen()
     calls.least_numel = hidden * ffn
     for name in twin.__all__:
         monkeypatch.setattr(twin, name, partial(unseen, getattr(twin, name)))
     with calls:
-        y = layer(x, [5, 3]) if kind == "linear" else layer(x, [5, 3], scale)
+        y = layer(x, [5, 3]) if kind == "linear" else layer(x, [5, 3], torch.ones(8))
         y.sum().backward()
     assert calls.seen == []
     assert all(parameter.main_grad.any() for parameter in parameters)
@@ -299,15 +299,24 @@ def unseen(function, *args, **kwargs):
 
 @recipes.every_recipe
 @pytest.mark.parametrize(
-    "splits", [(0, 0, 0, 0), (28, 0, 0, 0), (0, 0, 0, 28), (1, 1, 1, 1)], ids=str
+    ("splits", "lead"),
+    [
+        ((0, 0, 0, 0), (7, 4)),
+        ((0, 0, 0, 0), (0, 4)),  # no rows at all
+        ((28, 0, 0, 0), (7, 4)),
+        ((0, 0, 0, 28), (7, 4)),
+        ((1, 1, 1, 1), (7, 4)),
+    ],
+    ids=str,
 )
-def test_groups_of_any_size(recipe, splits):
+def test_groups_of_any_size(recipe, splits, lead):
     case = cases.Case(dtype=torch.bfloat16, bias=False, buffers=())
-    sizes = replace(recipes.SMALL, splits=splits)
+    sizes = replace(recipes.SMALL, splits=splits, lead=lead)
     inputs = cases.make_inputs(case, sizes=sizes)
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
     most = recipes.TWO_LAYERS[recipe.row_format.element]
     if not sizes.num_used:
+        assert ran.tensors["y"].shape == ran.tensors["d_x"].shape == (sizes.num_rows, sizes.hidden)
         assert not any(tensor.any() for tensor in ran.tensors.values())
         return
     for name, exact in cases.mlp_oracle(inputs, case).items():
@@ -317,17 +326,6 @@ def test_groups_of_any_size(recipe, splits):
             ), name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
-
-
-@recipes.every_recipe
-def test_no_rows(recipe):
-    mlp = GroupedMLP(2, 32, 32, precision=recipe)
-    rows = torch.empty(0, 32, requires_grad=True)
-    y = mlp(rows, [0, 0], torch.empty(0))
-    y.sum().backward()
-    assert y.shape == rows.grad.shape == (0, 32)
-    assert not mlp.fc1.weight.grad.any()
-    assert not mlp.fc2.weight.grad.any()
 
 
 @recipes.every_recipe
@@ -379,7 +377,8 @@ def test_weights_must_not_change_before_backward():
 def test_rows_may_change_before_a_delayed_gradient():
     """It reads what backward has quantised, not the rows."""
     layer = GroupedLinear(2, 64, 32, precision=Float8Block(), delay_wgrad=True)
-    x, found = torch.randn(4, 64), []
+    x = torch.randn(4, 64)
+    found = []
     for factor in (1, 2):
         rows = x.clone()
         layer(rows, [2, 2]).sum().backward()
@@ -426,7 +425,8 @@ def test_stochastic_gradients_are_right_in_the_mean():
     inputs = cases.make_inputs(
         case, sizes=recipes.SMALL, width=recipes.OUT, out_features=recipes.OUT
     )
-    errors, num_steps = {}, 16
+    errors = {}
+    num_steps = 16
     for stochastic in (False, True):
         recipe = NVFP4(stochastic_gradients=stochastic, hadamard_signs=None)
         layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)

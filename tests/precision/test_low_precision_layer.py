@@ -24,7 +24,7 @@ from low_precision_cases import (
 )
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
-from stacks import Stack, compare_bits, pipeline, run_schedule, step
+from stacks import Stack, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, experts_of, open_heap
 
@@ -113,7 +113,7 @@ def test_all_ways_give_the_same_bits(
                 findings.where = f"rank {rank} of {num_ranks}, {recipe}, order {order}, {way}"
                 found = run(order=order, **way)
                 first = found if first is None else first
-                compare_bits(findings, found, first)
+                findings.same_bits(found, first)
             for name, got, want in zip(NAMES, first, wanted, strict=True):
                 if want.numel() > 50:  # few numbers may be small by chance
                     error = relative_error(got, want)
@@ -231,7 +231,7 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, reci
         with Watching():
             y = model(x)
             y.square().sum().backward()
-        compare_bits(findings, [y.detach(), x.grad, *model.gradients()], want)
+        findings.same_bits([y.detach(), x.grad, *model.gradients()], want)
         del y
 
         def through(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, reci
         kept = model(batch(), through=through)
         findings.equal("leased bytes between forward and backward", heap.leased_bytes, 0)
         del kept
-        compare_bits(findings, step(model, batch(), through=through), want)
+        findings.same_bits(step(model, batch(), through=through), want)
         plain = Stack(heap, replace(config, precision=None, quantized_wire="none"))
         for name, one, other in zip(("y", "dx"), step(plain, batch()), want, strict=False):
             findings.check(
@@ -460,7 +460,7 @@ def test_the_heap_is_as_large_as_planned(
             want = run_schedule(
                 model, heap, [turn for i in range(3) for turn in (("F", i), ("B", i))]
             )
-            compare_bits(findings, run_schedule(model, heap, pipeline(3, 2)), want)
+            findings.same_bits(run_schedule(model, heap, pipeline(3, 2)), want)
         with open_heap("cpu", num_bytes=num_bytes - ALIGNMENT_BYTES) as heap:
             error, _ = outcome(run_schedule, Stack(heap, config), heap, pipeline(3, 2))
             findings.equal(f"{stash}, {layout}: with one block less", error, "HeapExhausted")

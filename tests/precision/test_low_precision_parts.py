@@ -11,7 +11,6 @@ import torch
 from cluster import run_on
 from layers import make_layer, tokens_of
 from low_precision_cases import ON_GPUS, RECIPES
-from stacks import compare_bits
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, kernels
@@ -142,7 +141,7 @@ def test_parts_have_the_bits_of_the_whole(
             want = layer_step(heap, replace(config, schedule="serial"), dtype)
             with counted_parts() as calls:
                 got = layer_step(heap, config, dtype)
-            compare_bits(findings, got, want)
+            findings.same_bits(got, want)
             findings.check(
                 not any(tensor.isnan().any() for tensor in want), "there is nothing to compare"
             )

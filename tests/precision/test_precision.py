@@ -124,8 +124,10 @@ def test_groups_as_bounds_as_ranges_without_and_of_an_index(recipe):
         index = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(3)).to(
             torch.int32
         )
-        found, wanted = method(rows, bounds((50,)), row_index=index), method(rows[index.long()])
-        assert torch.equal(found.dequantize(), wanted.dequantize())
+        assert torch.equal(
+            method(rows, bounds((50,)), row_index=index).dequantize(),
+            method(rows[index.long()]).dequantize(),
+        )
         for wrong in (index.long(), index[None], index[::2]):
             with pytest.raises(ArgumentError, match="row_index"):
                 method(rows, row_index=wrong)
@@ -362,7 +364,8 @@ def test_swizzled_scales(recipe):
         (recipe.quantize_weight_transposed(weight), [0, C, 2 * C]),
     ):
         swizzled, scale = quantized.swizzled_scale(), quantized.scale.view(torch.uint8)
-        is_weight, first = scale.dim() == 3, 0
+        is_weight = scale.dim() == 3
+        first = 0
         for g, (start, end) in enumerate(itertools.pairwise(starts)):
             tiles = -(-(end - start) // 128)
             flat, found = (
@@ -390,9 +393,9 @@ def test_tails_of_swizzled_scales():
 def test_quantised_weights_are_multiplied_by_pointer(recipe):
     """Every expert's numbers and compact scales in memory of their own; the bits of packed ones."""
     num_groups, out_features, in_features = 3, 160, 288
-    rows, weight = torch.randn(40, in_features), torch.randn(num_groups, out_features, in_features)
     row_range = torch.tensor([[0, 7, 7], [7, 7, 33]], dtype=torch.int32)
-    left, quantized = recipe.quantize(rows, row_range).operand(), recipe.quantize_weight(weight)
+    left = recipe.quantize(torch.randn(40, in_features), row_range).operand()
+    quantized = recipe.quantize_weight(torch.randn(num_groups, out_features, in_features))
     lines = (
         1 if quantized.scale.dtype == torch.float32 else recipe.weight_format.block_lines
     )  # of one scale
@@ -414,7 +417,7 @@ def test_quantised_weights_are_multiplied_by_pointer(recipe):
         quantized.global_scale,
     )
     packed, by_pointer = (torch.full((40, out_features), torch.nan) for _ in range(2))
-    ops = kernels.for_device(rows.device)
+    ops = kernels.for_device(torch.device("cpu"))
     ops.grouped_gemm_quantized(left, quantized.operand(), row_range, packed)
     ops.grouped_gemm_quantized(left, scattered, row_range, by_pointer)
     assert packed[:33].isfinite().all()

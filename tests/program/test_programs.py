@@ -100,9 +100,7 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: s
                 found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
                 with cases.without_programs(heap):
                     _, _, _, *wanted = cases.step(plain, x.detach(), dy, "")
-                findings.check(
-                    all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients"
-                )
+                findings.same_bits(found, wanted, f"rank {rank}: other gradients")
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.programs.num_runs > 25, "no program has run")
 
@@ -344,7 +342,7 @@ def test_an_error_in_a_played_call_is_every_ranks(
             expect(findings, error, "SymmoeError" if rank else "RuntimeError", "no memory, say")
             for _ in range(2):  # the first one measures again
                 found = cases.step(layer, x, dy, "")
-                findings.check(all(map(torch.equal, found, wanted)), "other bits afterwards")
+                findings.same_bits(found, wanted, "other bits afterwards")
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert heap.programs.num_runs > 20
 
@@ -368,7 +366,8 @@ def run_often(
 
 
 def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
-    programs, num_calls = make_programs(), []
+    programs = make_programs()
+    num_calls = []
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor]:
         num_calls.append(1)
@@ -399,7 +398,8 @@ def test_absent_inputs_are_a_part_of_the_key():
 
 def test_nothing_happens_while_a_program_is_built():
     """Operators, kernels and memory of the function: inputs stay as they are, and what it makes has no memory."""
-    x, seen = torch.ones(3), []
+    x = torch.ones(3)
+    seen = []
 
     @noted()
     def note(number: int) -> None:
@@ -423,7 +423,8 @@ def test_other_shapes_strides_and_dtypes_are_other_programs():
 
 
 def test_what_requires_gradients_is_another_kind():
-    programs, turns = make_programs(), itertools.count()
+    programs = make_programs()
+    turns = itertools.count()
     found = run_often(
         programs,
         lambda x: (x.detach() * (2 if x.requires_grad else 3),),
@@ -607,7 +608,8 @@ def test_calls_that_get_too_little_room_at_random(
     rank: int, num_ranks: int, name: str, around: str
 ) -> list[str]:
     """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
-    room, calls = RowHistory.room, itertools.count()
+    room = RowHistory.room
+    calls = itertools.count()
 
     def random_room(self: RowHistory, *args: int | None) -> RowBudget | None:
         found = room(self, *args)

@@ -15,6 +15,7 @@ from functools import partial
 
 import oracle
 import torch
+from layers import global_weights
 from worker import give_room
 
 from reliability import step
@@ -46,7 +47,10 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             step.make_layer(heap, _WEIGHTS_SEED, order="slot", schedule="overlapped"),
         )
         weights = [
-            w.double() for w in step.weights_of(step.EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)
+            each.double()
+            for each in global_weights(
+                layers[0].config.num_experts, step.HIDDEN, step.FFN, torch.float32, _WEIGHTS_SEED
+            )
         ]
         fixed = step.tokens_of(heap, 99, MAX_TOKENS)
         give_room(

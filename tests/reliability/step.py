@@ -4,35 +4,26 @@ import hashlib
 import os
 from pathlib import Path
 
+import layers
 import torch
-from worker import experts_of
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
 HIDDEN, FFN, TOP_K, EXPERTS_PER_RANK = 64, 96, 2, 2
 
 
-def weights_of(num_experts: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [E, 2I, H] and [E, H, I] of all experts, the same on all ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    w1 = torch.randn((num_experts, 2 * FFN, HIDDEN), generator=generator) / HIDDEN**0.5
-    return w1, torch.randn((num_experts, HIDDEN, FFN), generator=generator) / FFN**0.5
-
-
 def make_layer(heap: SymmetricHeap, seed: int, **options) -> MoELayer:
-    """A layer with the experts of :func:`weights_of` and a router that is the same on all ranks."""
+    """A layer whose weights depend on the seed alone."""
     num_experts = EXPERTS_PER_RANK * heap.num_ranks
     config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=num_experts, top_k=TOP_K, **options)
-    mine = slice(heap.rank * EXPERTS_PER_RANK, (heap.rank + 1) * EXPERTS_PER_RANK)
-    torch.manual_seed(seed)
-    experts = experts_of(*(w[mine].to(heap.device) for w in weights_of(num_experts, seed)))
-    return MoELayer(config, heap, experts=experts)
+    layer, _ = layers.make_layer(heap, config, seed)
+    return layer
 
 
 def tokens_of(heap: SymmetricHeap, seed: int, num_tokens: int) -> torch.Tensor:
     """fp32 [T, H], other ones on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + heap.rank)
-    return torch.randn((num_tokens, HIDDEN), generator=generator).to(heap.device).requires_grad_()
+    x = layers.tokens_of(heap.rank, num_tokens, HIDDEN, salt=seed)
+    return x.to(heap.device).requires_grad_()
 
 
 def forward_backward(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:

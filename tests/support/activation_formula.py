@@ -33,3 +33,11 @@ def formula(h, activation):
     g = h[..., gate].clamp(max=activation.limit)
     u = h[..., up].clamp(min=-activation.limit, max=activation.limit)
     return (u + activation.offset) * function(g)
+
+
+def scaled(h, scale, d_out, activation):
+    """act(h) * scale [.., I], and its gradients by h and scale for this gradient of it, in float64."""
+    h, scale = (each.detach().double().requires_grad_() for each in (h, scale))
+    out = formula(h, activation) * scale[..., None]
+    out.backward(d_out.double())
+    return out.detach(), h.grad, scale.grad

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from heap_calls import expect, outcome
+from heap_calls import expect, outcome, round_trip
 from layers import layer_config
 from worker import Findings
 
@@ -332,14 +332,7 @@ def layer_of(heap: SymmetricHeap, **options) -> MoELayer:
 def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
     """After an error nothing is leased, and the next correct call is exact."""
     findings.equal("leased bytes after the error", heap.leased_bytes, 0)
-    generator = torch.Generator().manual_seed(1000 * seed + heap.rank)
-    x = torch.randint(-99, 99, (T, H), generator=generator).float().to(heap.device)
-    probs = torch.rand((T, K), generator=generator).to(heap.device)
-    plan = plan_of(heap, seed)
-    rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-    want = sum((x * probs[:, k : k + 1] for k in range(K)), torch.zeros_like(x))
-    found = combine_tokens(rows * row_probs[:, None], plan, order="slot")
-    findings.check(torch.equal(found, want), "the next correct call is wrong")
+    findings.check(round_trip(heap, 1000 * seed), "the next correct call is wrong")
 
 
 class Stage:

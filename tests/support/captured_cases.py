@@ -205,20 +205,17 @@ def check_exact(
             plain.zero_grad()
             torch.manual_seed(number)
             wanted = eager(batch, scale=0.5)["loss"]
-            pairs = zip(results(model, found), results(plain, wanted), strict=True)
-            same = [torch.equal(a, b) for a, b in pairs]
-            findings.check(all(same), f"rank {rank}, step {number}: {same}")
+            findings.where = f"rank {rank}, step {number}"
+            findings.same_bits(results(model, found), results(plain, wanted))
             ours, theirs = (
                 [dataclasses.replace(its, heap_high_water_bytes=0) for its in logger.step(number)]
                 for logger in loggers
             )
-            findings.check(
-                ours == theirs, f"rank {rank}, step {number}: logged {ours}, not {theirs}"
-            )
+            findings.equal("what is logged", ours, theirs)
         captured.close()
         model.zero_grad()
         plain.zero_grad()
-        del found, wanted, pairs
+        del found, wanted
         findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
         return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
@@ -309,20 +306,17 @@ def check_wrapped(
             found = captured(batch, scale=0.5)["loss"]
             plain.zero_grad()
             wanted = eager(batch, scale=0.5)["loss"]
-            pairs = [
+            findings.where = f"rank {rank}, step {number}"
+            findings.same_bits(
                 *(
-                    (p.grad, other.grad)
-                    for p, other in zip(model.parameters(), plain.parameters(), strict=True)
-                ),
-                (found, wanted),
-                *zip(model.buffers(), plain.buffers(), strict=True),
-            ]
-            same = [torch.equal(local_part(a), local_part(b)) for a, b in pairs]
-            findings.check(all(same), f"step {number}: {same}")
+                    map(local_part, (loss, *(p.grad for p in its.parameters()), *its.buffers()))
+                    for its, loss in ((model, found), (plain, wanted))
+                )
+            )
             is_trained = number == 13 or all(
                 bool(parameter.grad.any()) for parameter in model.parameters()
             )
-            findings.check(is_trained, f"step {number}: gradients are 0")
+            findings.check(is_trained, "gradients are 0")
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 if wrap is None:
                     symmoe.reduce_gradients(each)
@@ -400,10 +394,8 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
         for either in (model, plain):
             either.layers[0].experts.requires_grad_(False)
         captured, eager = capture(model, num_eager=1), make_step(plain)
-        x, num_captures = (
-            torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device),
-            0,
-        )
+        x = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device)
+        num_captures = 0
         for name in (*CHANGES, *AROUND):
             findings.where = f"{name}, rank {rank}"
             for either in (model, plain):
@@ -415,9 +407,9 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
                     found = captured([x], scale=0.5)["loss"]
                     torch.manual_seed(number)
                     wanted = eager([x], scale=0.5)["loss"]
-                pairs = zip(results(model, found), results(plain, wanted), strict=True)
-                same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs]
-                findings.check(all(same), f"call {number}: {same}")
+                findings.same_bits(
+                    results(model, found), results(plain, wanted), f"other bits in call {number}"
+                )
             num_captures += 1
             findings.equal("captures", captured.num_captures, num_captures)
         findings.equal("repeated", captured.num_repeated, 0)

@@ -100,8 +100,8 @@ class Numbers(Arguments):
         return found.to(self.device)
 
     def wire(self, num_bytes: int) -> torch.Tensor:
-        rows, sent = self("f32 N H").cpu(), self._on_cpu((self.sizes["N"], num_bytes), U8)
-        twin.encode_rows(rows, sent, self.block_format)
+        sent = self._on_cpu((self.sizes["N"], num_bytes), U8)
+        twin.encode_rows(self("f32 N H").cpu(), sent, self.block_format)
         return sent.to(self.device)
 
     def table(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from activation_formula import formula
+from activation_formula import formula, scaled
 from row_ranges import rows_of, spans_of, whole_groups
 
 from symmoe.kernels import twin
@@ -390,9 +390,9 @@ def forward(kernels, p, source, *, weight=None, **options):
 
 def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
     """(dh, a, dscale, dbias) of grouped_gemm_dact."""
-    dh, a, dscale = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
+    weight = p.weight2 if weight is None else weight
     dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
-    weight, gradients = p.weight2 if weight is None else weight, (dh, a, dscale, dbias)
+    gradients = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32), dbias
     workspace = p.workspace(kernels, options.get("config"))
     kernels.grouped_gemm_dact(
         source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options
@@ -438,12 +438,11 @@ def check_act(
             assert_same(
                 results, backward(kernels, p, source, p.h, weight=tables[1].table, **options)
             )
-        kept, scale = p.h[:n].double().requires_grad_(), p.scale[:n].double().requires_grad_()
-        value = formula(kept, p.activation) * scale[:, None]
-        value.backward(p.per_group(lambda g, s, rows=rows: rows[s] @ p.weight2[g].double()))
-        p.check(a, value.detach())
-        p.check(dh, kept.grad)
-        p.check(dscale, scale.grad, tail=0.0, dtype=p.dtype)  # the rounding of da is in every term
+        da = p.per_group(lambda g, s, rows=rows: rows[s] @ p.weight2[g].double())
+        value, by_h, by_scale = scaled(p.h[:n], p.scale[:n], da, p.activation)
+        p.check(a, value)
+        p.check(dh, by_h)
+        p.check(dscale, by_scale, tail=0.0, dtype=p.dtype)  # the rounding of da is in every term
         if with_bias:
             for g, span in enumerate(p.spans):
                 assert_near(dbias[g], dh[span].double().sum(0))
@@ -456,12 +455,10 @@ def check_activation(kernels, p, *, dscale_dtype=torch.float32):
     out, dh, dscale = torch.empty_like(dout), torch.empty_like(h), torch.empty_like(scale)
     kernels.scaled_activation(h, scale, out, p.activation)
     kernels.scaled_activation_grad(dout, h, scale, dh, dscale, p.activation)
-    h, scale = h.double().requires_grad_(), scale.double().requires_grad_()
-    expected = formula(h, p.activation) * scale[:, None]
-    expected.backward(dout.double())
-    assert_near(out, expected.detach())
-    assert_near(dh, h.grad)
-    assert_near(dscale, scale.grad, dscale_dtype)
+    wanted = scaled(h, scale, dout, p.activation)
+    dtypes = (None, None, dscale_dtype)
+    for found, want, dtype in zip((out, dh, dscale), wanted, dtypes, strict=True):
+        assert_near(found, want, dtype)
 
 
 def check_nan_goes_through(kernels, activation, device="cpu"):

@@ -1,5 +1,7 @@
 """What tests of heaps have in common: a call whose result is known exactly, and what a call raises."""
 
+from collections.abc import Iterator
+
 import torch
 from worker import Findings
 
@@ -7,16 +9,26 @@ from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 
 
 def round_trip(heap: SymmetricHeap, seed: int = 0) -> bool:
-    """Whether a plan, a dispatch and a combine give every token K times its own row."""
-    rank, num_experts = heap.rank, 2 * heap.num_ranks
-    generator = torch.Generator().manual_seed(seed + rank)
+    """Whether a plan, a dispatch and a combine give every token the sum of its own row by its probs."""
+    *_, is_exact = calls_of_a_round_trip(heap, seed)
+    return is_exact
+
+
+def calls_of_a_round_trip(heap: SymmetricHeap, seed: int) -> Iterator[bool]:
+    """Yields after each of the three calls, at last whether the result is exact."""
+    num_experts = 2 * heap.num_ranks
+    generator = torch.Generator().manual_seed(seed + heap.rank)
     ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(5)]).to(
         heap.device
     )
     x = torch.randint(-50, 50, (5, 8), generator=generator).float().to(heap.device)
+    probs = torch.rand((5, 2), generator=generator).to(heap.device)
     plan = make_plan(ids, num_experts=num_experts, heap=heap)
-    rows, _ = dispatch_tokens(x, plan)
-    return torch.equal(combine_tokens(rows, plan, order="slot"), 2 * x)
+    yield True
+    rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+    yield True
+    y = combine_tokens(rows * row_probs[:, None], plan, order="slot")
+    yield torch.equal(y, x * probs[:, :1] + x * probs[:, 1:])
 
 
 def outcome(fn, *args, **kwargs) -> tuple[str, str]:

@@ -386,8 +386,13 @@ def columns_operand(make: Arguments, width: str) -> Operand:
 def peers_of(make: Arguments, num_ranks: int, rank: int) -> control.Peers:
     """The arenas of a group, as `rank` sees them."""
     arena = torch.empty(1 << 30, dtype=U8, device="meta")
-    bases, layout = make.numbers(num_ranks, dtype=I64), control.ControlLayout(num_ranks)
-    return control.Peers(rank, num_ranks, bases, (arena,) * num_ranks, layout)
+    return control.Peers(
+        rank,
+        num_ranks,
+        make.numbers(num_ranks, dtype=I64),
+        (arena,) * num_ranks,
+        control.ControlLayout(num_ranks),
+    )
 
 
 def peers(make: Arguments) -> control.Peers:
@@ -409,9 +414,9 @@ def in_node_plan(make: Arguments) -> control.InNodeIntegers:
     num_tokens, top_k, num_experts, num_ranks, num_nodes, per_node = (
         make.sizes[name] for name in "TKERLQ"
     )
-    num_sent, of_rank = 8 * (num_nodes - 1), num_experts // num_ranks
+    num_sent = 8 * (num_nodes - 1)
     numel, layout = control.in_node_layout(
-        num_tokens, top_k, of_rank, (num_nodes, per_node), num_sent, num_sent
+        num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent
     )
     return control.InNodeIntegers(make.numbers(numel, dtype=I32), layout)
 

@@ -63,11 +63,12 @@ def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cp
     case = Case(dtype=dtype, buffers=(), delayed=way == "delayed")
     sizes = replace(SIZES, splits=(333, 0, 1, 25), lead=(40, 9))
     inputs = make_inputs(case, sizes=sizes, device=device)
-    ops, row_range = for_device(inputs.x.device), whole_groups(sizes.splits, device)
 
     def sums(d_y, scale=None):
         dbias = inputs.b1.new_empty(sizes.num_groups, d_y.shape[1])
-        ops.grouped_bias_grad(d_y.contiguous(), row_range, dbias, scale=scale)
+        for_device(inputs.x.device).grouped_bias_grad(
+            d_y.contiguous(), whole_groups(sizes.splits, device), dbias, scale=scale
+        )
         return dbias
 
     def layer(weight, bias):

@@ -89,7 +89,8 @@ def check_mlp(
     x, probs = x.to(heap.device).requires_grad_(), probs.to(heap.device).requires_grad_()
     experts = experts_of(*local_part(weights, heap))
     leaves = x, probs, experts.fc1.weight, experts.fc2.weight
-    where, first = findings.where, None
+    where = findings.where
+    first = None
     is_of_a_layer = routing.capacity is None and ids.shape[1] <= routing.num_experts
     ways = *WAYS, *(WITH_ROOM if is_of_a_layer else ()), "parts"
     for order, way in itertools.product(("rank", "slot"), ways):
@@ -112,10 +113,7 @@ def check_mlp(
         del step
         findings.equal("leased bytes", heap.leased_bytes, 0)
         if way in (*WAYS[1:], *WITH_ROOM):
-            for name, got, one in zip(
-                ("y", "dx", "dprobs", "dw1", "dw2"), found, first, strict=True
-            ):
-                findings.check(torch.equal(got, one), f"{name} has other bits than with {WAYS[0]}")
+            findings.same_bits(found, first, f"other bits than with {WAYS[0]}")
             continue
         first = found if way == WAYS[0] else first
         y, dx, dprobs, dw1, dw2 = found

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import heap_calls
 import pytest
 import torch
 from layers import layer_config
@@ -34,13 +36,8 @@ NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
 
 def outcome(call: Callable[[], object]) -> tuple[str, str]:
     """Class and text of what a call raises; the text without the rank that is put before it on others."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001
-        return type(error).__name__, str(error).split(": ", 1)[-1] if str(error).startswith(
-            "on rank "
-        ) else str(error)
-    return "", ""
+    name, text = heap_calls.outcome(call)
+    return name, re.sub(r"^on rank \d+: ", "", text)
 
 
 class Ready:
@@ -274,7 +271,8 @@ def train(
     rank, num_ranks, ranks_per_node: int | None, options: dict, dtype, device="cpu"
 ) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
-    generator, found = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    found = []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         sizes = {
             "hidden": LAYER_HIDDEN,
@@ -319,7 +317,8 @@ ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 
 def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
     """Every token has an expert on every node, and the rails take the first ones of this rank's five."""
-    findings, num_nodes = Findings(), num_ranks // ranks_per_node
+    findings = Findings()
+    num_nodes = num_ranks // ranks_per_node
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         on = {"device": heap.device}
         ids = (

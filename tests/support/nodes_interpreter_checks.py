@@ -25,19 +25,20 @@ def filled(places: tuple[int, control.PlanLayout]) -> tuple[torch.Tensor, contro
 def rail_rows(
     module, ids: torch.Tensor, maps: control.RankMaps, most: int
 ) -> tuple[torch.Tensor, ...]:
-    num_nodes, num_experts = len(maps.by_node), LOCAL * maps.by_node.numel()
+    num_nodes = len(maps.by_node)
     numbers, rows = (
         torch.full(shape, -7, dtype=torch.int32)
         for shape in ((num_nodes + 2,), (len(ids), num_nodes))
     )
-    module.rail_rows(ids, maps, numbers, rows, num_experts=num_experts, most=most)
+    module.rail_rows(ids, maps, numbers, rows, num_experts=LOCAL * maps.by_node.numel(), most=most)
     return numbers, rows
 
 
 def expected_rail_rows(
     ids: torch.Tensor, node_of: list[int], here: int, most: int
 ) -> list[list[int]]:
-    counts, lines = [0] * (max(node_of) + 1), []
+    counts = [0] * (max(node_of) + 1)
+    lines = []
     for token in ids.tolist():
         goes = {
             node_of[expert // LOCAL] for expert in token if 0 <= expert < LOCAL * len(node_of)
@@ -87,9 +88,9 @@ def check_lines(
     found: control.InNodeIntegers,
 ) -> None:
     """Every home row, by loops."""
-    (num_tokens, top_k), num_nodes = plan.slot_to_row.shape, len(maps.by_node)
+    num_tokens, top_k = plan.slot_to_row.shape
     used = {}
-    for token, node in itertools.product(range(num_tokens), range(num_nodes)):
+    for token, node in itertools.product(range(num_tokens), range(len(maps.by_node))):
         row = int(rows[token, node])
         home = (
             token

@@ -42,8 +42,15 @@ def make_layer(
     whether backward_dw computes them."""
     torch.manual_seed(heap.rank)
     config = layer_config(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
-    sizes, recipe = (E // heap.num_ranks, hidden, ffn), config.precision
-    experts = GroupedMLP(*sizes, bias=bias, dtype=dtype, device=heap.device, precision=recipe)
+    experts = GroupedMLP(
+        E // heap.num_ranks,
+        hidden,
+        ffn,
+        bias=bias,
+        dtype=dtype,
+        device=heap.device,
+        precision=config.precision,
+    )
     if bias:
         for fc in (experts.fc1, experts.fc2):
             torch.nn.init.normal_(fc.bias)
@@ -139,13 +146,13 @@ def check_bits(
     rank, num_ranks, options: dict, around: str, device: str = "cpu"
 ) -> tuple[int, int, list[str]]:
     """Calls that were played; calls that did not fit; findings."""
-    findings, options = Findings(), dict(options)
+    findings = Findings()
+    options = dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
     with open_heap(device, programs="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
         layer, plain = make_layer(heap, **options), make_layer(heap, **options)
         plain.load_state_dict(layer.state_dict())
-        for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
-            findings.check(torch.equal(ours, theirs), "main_grad begins with other bits")
+        findings.same_bits(main_grads(layer), main_grads(plain), "main_grad begins with others")
         repeats = 0
         for number, (x, dy) in enumerate(
             make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)
@@ -157,8 +164,7 @@ def check_bits(
             with without_programs(heap):
                 wanted = step(plain, x, dy, around)
             repeats += room is not None and heap.row_histories[E, K, 0]._last_rows > room.rows
-            same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
-            findings.check(all(same), f"rank {rank}, call {number}: other bits: {same}")
+            findings.same_bits(found, wanted, f"rank {rank}, call {number}: other bits")
             del found, wanted
         findings.check(heap.leased_bytes == 0, "leases are left")
         return heap.programs.num_runs, repeats, findings.texts

@@ -30,15 +30,14 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
     rows *= torch.exp2(torch.randint(-40, 40, (num_rows, 1), generator=generator).float())
     rows *= torch.exp2(torch.randint(-12, 3, (num_rows, width), generator=generator).float())
     rows = rows.to(dtype)
-    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     ties = torch.tensor(
         [448, 17, 19, -17, 2**-10, 3 * 2**-10, 1.0625, 416, 432, 6, 5, 2.5, 3.5, 0.25, 0.75, -1.75]
     )
     special = {
         1: torch.zeros(width),
         2: -torch.zeros(width),
-        5: torch.full((width,), tiny / 8),
-        6: torch.full((width,), largest),
+        5: torch.full((width,), torch.finfo(dtype).smallest_normal / 8),
+        6: torch.full((width,), torch.finfo(dtype).max),
         9: ties.repeat(-(-width // 16))[:width],
     }
     for i, row in special.items():
@@ -62,7 +61,8 @@ def quantize_all(
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     result = {}
-    index, source = None, rows
+    index = None
+    source = rows
     if hard:
         index, source = (
             torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device),

@@ -289,9 +289,11 @@ class _Call:
             case.num_ranks * max(1, *case.tokens) * case.hidden * item_bytes,
         )
         self.offsets: list[list[int]] = []
-        views, unit = [], 64 if case.num_ctas is None else 256
+        views = []
+        unit = 64 if case.num_ctas is None else 256
         for rank in range(case.num_ranks):
-            offset, offsets = -(-layout.num_bytes // unit) * unit + unit * rank, []
+            offset = -(-layout.num_bytes // unit) * unit + unit * rank
+            offsets = []
             for size in sizes:
                 offsets.append(offset)
                 offset += -(-size // unit) * unit + unit * (rank + 1)
@@ -335,11 +337,11 @@ class _Call:
 
     def plan(self) -> None:
         case, ops = self.case, self.ops
-        num_experts, num_ranks, top_k = case.num_experts, case.num_ranks, case.top_k
+        num_experts, num_ranks = case.num_experts, case.num_ranks
         self.chosen_idx = self.topk_idx = [
             choose_experts(case, rank).to(self.device) for rank in range(num_ranks)
         ]
-        sizes = top_k, num_experts, num_ranks, case.num_replica_slots
+        sizes = case.top_k, num_experts, num_ranks, case.num_replica_slots
         layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
         plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
         epoch, block_starts = case.epoch, self.count(self.topk_idx, num_experts)

@@ -30,6 +30,7 @@ class Stack(torch.nn.Module):
     def gradients(self) -> list[torch.Tensor]:
         """Of the parameters; none are left."""
         found = [p.grad for p in self.parameters()]
+        assert all(each is not None for each in found)
         self.zero_grad(set_to_none=True)
         return found
 
@@ -51,12 +52,6 @@ def step(model: Stack, *xs: torch.Tensor, **options) -> list[torch.Tensor]:
     for y in ys:
         y.square().sum().backward()
     return [*(y.detach() for y in ys), *(x.grad for x in xs), *model.gradients()]
-
-
-def compare_bits(findings: Findings, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    findings.equal("number of tensors", len(got), len(want))
-    for i, (one, other) in enumerate(zip(got, want, strict=True)):
-        findings.check(one is not None and torch.equal(one, other), f"tensor {i} differs")
 
 
 def pipeline(num_batches: int, in_flight: int) -> list[tuple[str, int]]:
@@ -123,7 +118,8 @@ def check_ways(
                 )
                 layer.experts.to(dtype)
                 time.sleep(0.01 * generator.random())
-                sent, send = [], CombineTrip.send
+                sent = []
+                send = CombineTrip.send
                 CombineTrip.send = lambda self, source=None, send=send, sent=sent, **options: (
                     sent.append(source),
                     send(self, source, **options),
@@ -147,4 +143,4 @@ def check_ways(
                     )
                 if want is None:
                     want = found
-                compare_bits(findings, found, want)
+                findings.same_bits(found, want)

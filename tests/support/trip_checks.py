@@ -296,8 +296,8 @@ def _check_gradients(
     findings.equal("leased bytes after backward, with the plan still there", heap.leased_bytes, 0)
     same = oracle.same_numbers(oracle.bits_of(x.grad), want, case.dtype)
     findings.check(same, f"dx of dispatch_tokens, order={order}, differs from the oracle")
-    to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
-    want = np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32)
+    to_row = layout.slot_to_row[rank]
+    want = np.where(to_row >= 0, 1000.0 * layout.slot_to_rank[rank] + to_row, 0).astype(np.float32)
     findings.equal(f"dprobs of dispatch_tokens, order={order}", probs.grad, want)
 
     dy = case.encoded_rows(rank, x.shape[0], hidden)
@@ -380,9 +380,11 @@ def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findin
         with CombineTrip(lease.tensor, plan, order="slot", row_values=values) as collection:
             collection.collect()
         got = collection.values
-    to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
+    to_row = layout.slot_to_row[rank]
     findings.equal(
-        "values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32)
+        "values",
+        got,
+        np.where(to_row >= 0, 1000.0 * layout.slot_to_rank[rank] + to_row, 0).astype(np.float32),
     )
 
 

@@ -138,38 +138,38 @@ class Findings:
             got = got.detach().cpu().numpy()
         if isinstance(want, torch.Tensor):
             want = want.detach().cpu().numpy()
-        if isinstance(got, np.ndarray) or isinstance(want, np.ndarray):
-            got, want = np.asarray(got), np.asarray(want)
-            if got.size == want.size == 0:
-                self.check(
-                    got.shape == want.shape, f"{name} has shape {got.shape}, want {want.shape}"
-                )
-                return
-            if got.shape != want.shape:
-                self.check(False, f"{name} has shape {got.shape}, want {want.shape}")
-                return
-            places = np.argwhere(got != want)
-            if len(places):
-                first = tuple(int(i) for i in places[0])
-                self.check(
-                    False,
-                    f"{name}{list(first)} is {got[first]}, want {want[first]} ({len(places)} differ)",
-                )
+        if not isinstance(got, np.ndarray) and not isinstance(want, np.ndarray):
+            self.check(got == want, f"{name} is {got!r}, want {want!r}")
             return
-        self.check(got == want, f"{name} is {got!r}, want {want!r}")
+        got = np.asarray(got)
+        want = np.asarray(want)
+        if got.shape != want.shape:
+            self.check(False, f"{name} has shape {got.shape}, want {want.shape}")
+            return
+        places = np.argwhere(got != want)
+        for first in map(tuple, places[:1].tolist()):
+            differ = f"({len(places)} differ)"
+            self.check(False, f"{name}{list(first)} is {got[first]}, want {want[first]} {differ}")
+
+    def same_bits(
+        self, got: Iterable[torch.Tensor | None], want: Iterable, text: str = "other bits"
+    ) -> None:
+        """Notes which tensors of these two lists are not equal bit for bit. None is equal to nothing but None."""
+        same = [
+            a is b if a is None or b is None else torch.equal(a, b)
+            for a, b in zip(got, want, strict=True)
+        ]
+        self.check(all(same), f"{text}: {same}")
 
     def close(
         self, name: str, got: torch.Tensor, want: torch.Tensor, *, rtol: float, atol: float
     ) -> None:
         """Notes a tensor that is further than the tolerance from the wanted one."""
-        got, want = got.detach().cpu().double(), want.detach().cpu().double()
-        if got.shape != want.shape:
-            self.check(False, f"{name} has shape {tuple(got.shape)}, want {tuple(want.shape)}")
-        elif not torch.allclose(got, want, rtol=rtol, atol=atol):
-            worst = (got - want).abs().max()
-            self.check(
-                False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})"
-            )
+        pair = [tensor.detach().cpu().double() for tensor in (got, want)]
+        try:
+            torch.testing.assert_close(*pair, rtol=rtol, atol=atol)
+        except AssertionError as error:
+            self.check(False, f"{name}: {error}")
 
 
 def assert_refused(

@@ -46,7 +46,8 @@ def new_plan(heap: SymmetricHeap, **kwargs):
     return make_plan(ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, **kwargs)
 
 
-def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+@run_on(2, 3, on_gpus=(2,))
+def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Ranks whose calls do not fit together: all raise it, and nobody writes beyond a peer's buffer."""
     ready, back = "dispatch: ready", "combine: ready"
     with open_heap(device) as heap:
@@ -137,7 +138,9 @@ def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: st
             findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
+@run_on(2, 3, on_gpus=(2,))
+def test_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
     last = rank == num_ranks - 1
     with open_heap(device) as heap:
@@ -211,22 +214,6 @@ def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, sch
                 findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
-ALL_CHECKS = [(check_disagreement,), (check_faults, "serial"), (check_faults, "always-overlapped")]
-CHECK_IDS = ["disagreement", "faults, serial", "faults, overlapped"]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
-def test_every_rank_raises_and_all_go_on(cluster, num_ranks: int, check):
-    assert cluster(num_ranks).run(check[0], "cpu", *check[1:]) == [[]] * num_ranks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
-def test_every_rank_raises_and_all_go_on_on_gpus(cluster, check):
-    assert cluster(2, "cuda").run(check[0], "cuda", *check[1:]) == [[]] * 2
-
-
 def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     """Rows of the last rank that never arrive while the experts compute: the next rank names it, and nobody hangs."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S)
@@ -270,7 +257,8 @@ def test_a_signal_that_does_not_come(cluster):
 @run_on(3)
 def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks: int) -> None:
     """An error that all ranks raise ends everybody's `with heap:`; a rank that looks late must not see that instead."""
-    found, wait = [], sync._wait
+    found = []
+    wait = sync._wait
 
     def late(*args):
         time.sleep(0.02 if rank == 0 else 0.0)
@@ -316,7 +304,8 @@ def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int, findings: Findi
 def gradients(heap: SymmetricHeap, calls: int) -> list[torch.Tensor]:
     """Weight gradients of experts used `calls` times with one plan."""
     plan = new_plan(heap)
-    experts, loss = [], 0.0
+    experts = []
+    loss = 0.0
     for call in range(calls):
         torch.manual_seed(call)
         mlp = GroupedMLP(2, H, H, device=heap.device)

@@ -82,8 +82,7 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
             heap.resume()
             with heap.lease((num_bytes // 2,), torch.uint8, name="rows") as lease:
                 findings.check(not lease.tensor.any(), "old rows")
-            same = [torch.equal(*pair) for pair in zip(results(), wanted, strict=True)]
-            findings.check(all(same), f"round {number}: {same}")
+            findings.same_bits(results(), wanted, f"other bits in round {number}")
         findings.equal(
             "kept",
             (heap.peers.bases.tolist(), dict(heap.row_histories), captured.num_captures),
@@ -205,7 +204,8 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
 
 def test_other_threads(heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch) -> None:
     """None gets a lease once suspend has looked for leases; none resumes a heap, or closes it, that one is resuming."""
-    barrier, late = heap.barrier, []
+    barrier = heap.barrier
+    late = []
     monkeypatch.setattr(
         heap, "barrier", lambda phase: late.extend([barrier(phase), heap.lease((9,), torch.uint8)])
     )

@@ -92,8 +92,15 @@ VARIANTS = {
 
 def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]:
     """Records and output of benchmarks/bench.py in processes of its own."""
-    path, launched = folder / "out.json", num_ranks if num_ranks > 1 else None
-    said = output_of(bench.__file__, *arguments, *SIZES, "--json", str(path), num_ranks=launched)
+    path = folder / "out.json"
+    said = output_of(
+        bench.__file__,
+        *arguments,
+        *SIZES,
+        "--json",
+        str(path),
+        num_ranks=num_ranks if num_ranks > 1 else None,
+    )
     return json.loads(path.read_text()), said
 
 
@@ -317,7 +324,8 @@ SPOILED_MODULES = {
 def test_a_wrong_kernel_is_not_timed(
     suite: str, choice: str, kernel: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ):
-    more, text = [], "relative error"
+    more = []
+    text = "relative error"
     if choice:
         monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
         more = ["--hidden=32", "--ffn=64", "--skew=zipf"]

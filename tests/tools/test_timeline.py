@@ -178,16 +178,15 @@ def kernel(
 
 
 def launch(begin: float, correlation: int, thread: int, category: str = "cuda_driver") -> dict:
-    name, args = "cuLaunchKernelEx", {"correlation": correlation}
     return {
         "ph": "X",
         "cat": category,
-        "name": name,
+        "name": "cuLaunchKernelEx",
         "pid": 9,
         "tid": thread,
         "ts": begin,
         "dur": 1.0,
-        "args": args,
+        "args": {"correlation": correlation},
     }
 
 

@@ -143,7 +143,8 @@ def test_on_cpus_every_call_is_eager(model):
 
 def test_a_step_that_is_watched_is_captured_apart(model):
     captured = cases.capture(model, num_eager=1)
-    batch, num_captures = [torch.ones(5, cases.H)], []
+    batch = [torch.ones(5, cases.H)]
+    num_captures = []
     for watches in (False, True, False):
         with contextlib.closing(symmoe.metrics.MetricsLogger(model)) if watches else nullcontext():
             for _ in range(3):
@@ -328,13 +329,13 @@ def test_a_result_that_is_not_understood_is_refused_by_name():
 
 def test_shapes_constants_and_tensors_given_twice_decide_a_step():
     captured, _ = captured_linear(lambda linear, batch: batch[0] * batch[1])
-    x, y = torch.ones(2), torch.full((2,), 2.0)
+    x = torch.ones(2)
     for batch, wanted in (
         ((x, 0.0), 0.0),
         ((x, -0.0), -0.0),
         ((x, float("nan")), None),
         ((x, x), 1.0),
-        ((x, y), 2.0),
+        ((x, torch.full((2,), 2.0)), 2.0),
         ((torch.ones(3), 2.0), 2.0),
         ((x, 2.0), 2.0),
     ):
