@@ -57,12 +57,12 @@ class Plan(PlanIntegers):
         has_sizes: whether the host has read the report, or the plan posts none.
         generation: epoch of the plan's barrier; all ranks of a trip must pass the same plan.
         num_rows: N on the host; None with static capacity, where only the device knows N, and for a plan with reserved
-            room until it is settled.
+            a row budget until it is settled.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
         max_rows, max_packed_rows: the largest N and P of any rank; None like num_rows.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
-        fits_budget: False for a settled plan with too little room on some rank: it then has no rows.
+        fits_budget: False for a settled plan with too small a budget on some rank: it then has no rows.
         nodes: the paths to other nodes, if the group spans nodes; else None.
     """
 
@@ -88,9 +88,9 @@ class Plan(PlanIntegers):
     phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
 
     def wait_for_sizes(self) -> None:
-        """Settles a plan with room: reads the rows that its routing needs, and whether they fit. Waits until the device
-        has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see make_plan; on
-        every rank."""
+        """Settles a plan with a row budget: reads the rows that its routing needs, and whether they fit. Waits until
+        the device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see
+        make_plan; on every rank."""
         if self.has_sizes:
             return
         report = self.heap.await_report(self.generation)
@@ -103,7 +103,7 @@ class Plan(PlanIntegers):
                 and self.nodes is None
             ):
                 self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, recorded here
-            self.heap.synchronize()  # a peer's fault is recorded, and with room also the plan's own
+            self.heap.synchronize()  # a peer's fault is recorded, and with a budget also the plan's own
             raise self.heap.faults.of_plan(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
         self.most_sent = report[control.SUM_MOST_SENT]
@@ -118,7 +118,7 @@ class Plan(PlanIntegers):
         )
 
     def shrink(self) -> None:
-        """Gives later buffers only the rows that the routing needs, after forward with room. Local."""
+        """Gives later buffers only the rows that the routing needs, after forward with a row budget. Local."""
         self.row_capacity, self.packed_row_capacity = self.needed_rows
         packed_to_row, row_to_packed_row = self.received_index()
         self.packed_to_row = packed_to_row[: self.packed_row_capacity]
@@ -126,7 +126,7 @@ class Plan(PlanIntegers):
 
     @property
     def needed_rows(self) -> tuple[int, int]:
-        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once settled."""
+        """Rows and packed rows that buffers need on every rank; with exact capacity and a row budget, once settled."""
         return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
 
     @property
@@ -451,9 +451,10 @@ def plan_call(
     find_budget: FindBudget = lambda: None,
 ) -> Plan:
     """Same as make_plan, for calls that continue with a trip: between nodes, the trip raises an error at the plan's end
-    on other ranks. With exact capacity the host does not wait if there is room: see Plan.wait_for_sizes. find_budget:
-    with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all ranks: the rows
-    that the routing needs. Called after this rank, like its peers, has noticed errors of earlier calls."""
+    on other ranks. With exact capacity the host does not wait if there is a row budget: see Plan.wait_for_sizes.
+    find_budget: with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all
+    ranks: the rows that the routing needs. Called after this rank, like its peers, has noticed errors of earlier
+    calls."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
         heap.check(control.PHASE_PLAN, waits=options.capacity is None)
         heap._fail_for(plan_problem(topk_idx, heap, options), control.PHASE_PLAN)
@@ -471,20 +472,20 @@ def begin_plan(
     of topk_idx [T, K]."""
     capacity = options.capacity
     num_tokens, top_k = topk_idx.shape
-    room = None
+    budget = None
     reports = None
     rails = None
     rail_capacity = 0  # exact capacity
     if capacity is None:
-        room = find_budget()
+        budget = find_budget()
         reports = heap.captured_reports
     if reports is not None:  # no host can wait
-        why = room.why_it_waits if room else "calls a layer that earlier calls did not"
+        why = budget.why_it_waits if budget else "calls a layer that earlier calls did not"
         heap._fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
     if heap.nodes is not None:
-        rails, rail_capacity = _rails_of(num_tokens, options, room)
+        rails, rail_capacity = _rails_of(num_tokens, options, budget)
     header, layout, row_capacity, packed_row_capacity, expected_rows = _sizes_of(
-        options, num_tokens, top_k, heap.num_ranks, room, rail_capacity
+        options, num_tokens, top_k, heap.num_ranks, budget, rail_capacity
     )
     is_read = capacity is None and reports is None
     request = PlanRequest(
@@ -508,7 +509,9 @@ def begin_plan(
     )
     if rails is None:
         return request
-    return _made_between_nodes(request, rail_capacity, reads_lengths=capacity is None and not room)
+    return _made_between_nodes(
+        request, rail_capacity, reads_lengths=capacity is None and not budget
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -517,7 +520,7 @@ def _sizes_of(
     num_tokens: int,
     top_k: int,
     num_ranks: int,
-    room: RowBudget | None,
+    budget: RowBudget | None,
     rail_capacity: int,
 ) -> tuple[tuple[int, ...], control.PlanLayout, int, int, int]:
     """The sizes of a plan that the host knows before it is made, from checked options and the number of ranks: header,
@@ -526,8 +529,8 @@ def _sizes_of(
     max_tokens = options.max_tokens
     num_replica_slots = options.replicas_per_rank
     most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
-    limit = capacity if room is None else room.rows
-    packed_limit = None if room is None else room.packed_rows
+    limit = capacity if budget is None else budget.rows
+    packed_limit = None if budget is None else budget.packed_rows
     words = {
         control.HEAD_NUM_TOKENS: num_tokens,
         control.HEAD_TOP_K: top_k,
@@ -535,7 +538,7 @@ def _sizes_of(
         control.HEAD_CAPACITY: -1 if limit is None else limit,
         control.HEAD_PACKED_CAPACITY: -1 if packed_limit is None else packed_limit,
         control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
-        control.HEAD_OVERFLOW: _OVERFLOW[options.overflow if room is None else "repeat"],
+        control.HEAD_OVERFLOW: _OVERFLOW[options.overflow if budget is None else "repeat"],
         control.HEAD_HIDDEN: -1 if options.hidden is None else options.hidden,
         control.HEAD_DTYPE: -1 if options.dtype is None else control.DTYPES.index(options.dtype),
         control.HEAD_PRECISION: -1
@@ -553,19 +556,19 @@ def _sizes_of(
     packed_rows = words[control.HEAD_PACKED_CAPACITY]
     if most_tokens >= 0:
         packed_rows = max(1, min(rows, num_ranks * most_tokens))
-    if room is not None:
-        expected_rows = room.expected_rows
+    if budget is not None:
+        expected_rows = budget.expected_rows
     else:
         expected_rows = 0 if rows < 0 else rounded_up(max(1, min(rows, most_tokens * top_k)))
     return header, layout, rows, packed_rows, expected_rows
 
 
 def _rails_of(
-    num_tokens: int, options: PlanOptions, room: RowBudget | None
+    num_tokens: int, options: PlanOptions, budget: RowBudget | None
 ) -> tuple[tuple[int, bool], int]:
     """The last arguments of RailRows, and a static capacity's number of tokens in a message; 0 for exact capacity."""
     if options.capacity is None:
-        return (num_tokens if room is None else room.rail_rows, False), 0
+        return (num_tokens if budget is None else budget.rail_rows, False), 0
     most_tokens = num_tokens if options.max_tokens is None else options.max_tokens
     rail_rows = options.rail_capacity or max(1, most_tokens)
     return (rail_rows, options.overflow == "drop" and rail_rows < most_tokens), rail_rows
@@ -574,11 +577,11 @@ def _rails_of(
 def _made_between_nodes(
     request: PlanRequest, rail_capacity: int, *, reads_lengths: bool
 ) -> MadePlan:
-    """The plan on a heap that spans nodes. reads_lengths: with exact capacity and no room the host waits for the plan,
-    and reads the lengths of messages."""
+    """The plan on a heap that spans nodes. reads_lengths: with exact capacity and no row budget the host waits for the
+    plan, and reads the lengths of messages."""
     heap = request.heap
     assert request.rails is not None
-    # Without room it waits for the device, before any barrier: ranks with room raise the plan's errors immediately.
+    # Without a row budget it waits for the device, before any barrier: ranks with one raise the plan's errors at once.
     plan, (*routed, integers, num_received) = request.made()
     sent = [request.rails[0]] * len(num_received)
     received = nodes_of(heap).rail_rows

@@ -309,12 +309,12 @@ def max_lease_bytes(
 
 
 def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _EPStep:
-    """The step, with smaller buffers of backward if those with room do not fit into the heap."""
+    """The step, with smaller buffers of backward if those of the row budget do not fit into the heap."""
     plan = step.plan
     heap = plan.heap
     sizes = (plan.row_capacity, plan.packed_row_capacity)
     if plan.num_rows is None or sizes == plan.needed_rows:
-        return step  # the buffers have no extra room
+        return step  # the buffers have no more rows than needed
     needed = max_lease_bytes(
         (step.num_received, *sizes),
         plan.num_tokens,

@@ -174,23 +174,25 @@ class RoutedExperts:
         config = self.config
         heap = self.heap
         history: RowHistory = heap.row_histories[self._history_key]
-        room = history.room(num_tokens, config.max_row_budget, heap.room_factor)
+        budget = history.budget(num_tokens, config.max_row_budget, heap.row_budget_factor)
         if (
-            room is None
-            or room.rows is None
-            or room.packed_rows is None
+            budget is None
+            or budget.rows is None
+            or budget.packed_rows is None
             or heap.captured_reports is not None
         ):
-            return room
-        received = room.packed_rows if self.words["layout"] == "packed" else room.rows
-        sizes = (received, room.rows, room.packed_rows)
+            return budget
+        received = budget.packed_rows if self.words["layout"] == "packed" else budget.rows
+        sizes = (received, budget.rows, budget.packed_rows)
         row_bytes = config.hidden * item_bytes
         needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, experts, self._history_key[2])
         if heap.memory.lacks(needed):  # the routing's need may fit
             return RowBudget(
-                room.expected_rows, room.rail_rows, why_it_waits=f"lacks {needed} bytes of the heap"
+                budget.expected_rows,
+                budget.rail_rows,
+                why_it_waits=f"lacks {needed} bytes of the heap",
             )
-        return room
+        return budget
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
         """PlanOptions from the configuration, for tokens of `dtype`."""

@@ -90,7 +90,8 @@ class SymmetricHeap(HeapParts):
         count_peers: `peers` for the count table, which has a row for each rank of the group.
         statistics: counters.
         row_histories: by kind of call, the rows that recent calls needed; cleared when an error is raised.
-        captured_reports, room_factor: in :func:`fixed_rows`, the list for plans' reports, and its factor; else None.
+        captured_reports, row_budget_factor: in :func:`fixed_rows`, the list for plans' reports, and its factor; else
+            None.
         configurations: numbers of configurations, which barriers compare.
         trip_timer: None, or a function that returns a context for the kernels of a trip ("dispatch", "combine") on the
             current stream.
@@ -137,7 +138,7 @@ class SymmetricHeap(HeapParts):
         self.statistics = self.memory.statistics
         self.status = self.waits.status
         self.captured_reports: list[torch.Tensor] | None = None
-        self.room_factor: float | None = None
+        self.row_budget_factor: float | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self._closed = False
         self._plays = self._program_mode != "off"
@@ -674,14 +675,14 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
 
 @contextmanager
 def fixed_rows(heap: SymmetricHeap, factor: float, reports: list[torch.Tensor]) -> Iterator[None]:
-    """In this context, calls with exact capacity get room for `factor` times the rows that recent calls needed, even if
+    """In this context, calls with exact capacity get `factor` times the rows that recent calls needed, even if
     that is too little. The host reads no plan: its report is added to `reports`. For captures."""
     heap.captured_reports = reports
-    heap.room_factor = factor
+    heap.row_budget_factor = factor
     try:
         yield
     finally:
-        heap.captured_reports = heap.room_factor = None
+        heap.captured_reports = heap.row_budget_factor = None
 
 
 def _compiled(heap: SymmetricHeap, program: Program) -> Program:

@@ -11,18 +11,18 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 
-# Calls of a window, and windows: room beyond the needs of these calls is not kept. A call reads windows only, to be
+# Calls of a window, and windows: a budget beyond the needs of these calls is not kept. A call reads windows only, to be
 # quick.
 _WINDOW = 32
 _NUM_WINDOWS = 4
 _MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
 _DEVIATIONS = 4  # and so many square roots more by chance, if tokens choose independently
-_BITS = 5  # room is rounded up to so many significant bits, so that sizes repeat
+_BITS = 5  # budgets are rounded up to so many significant bits, so that sizes repeat
 
 
 @dataclass(frozen=True, slots=True)
 class RowBudget:
-    """The room that a call gets on this rank before its routing is known, in a group that has made calls before.
+    """The rows that a call gets on this rank before its routing is known, in a group that has made calls before.
 
     Attributes:
         expected_rows: about the rows that the fullest rank is expected to need, rounded up; the same on all ranks.
@@ -41,7 +41,7 @@ class RowBudget:
 class RowHistory:
     """The largest numbers of rows that any rank of the group needed in recent calls, and of tokens that this rank sent
     to another node, by the number of tokens. Each rank knows only its own tokens before the plan, so ranks may get
-    different room. Every rank reads in the plan whether it was enough on all ranks."""
+    different budgets. Every rank reads in the plan whether it was enough on all ranks."""
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
@@ -61,11 +61,11 @@ class RowHistory:
         num_calls, *largest = windows[-1]
         windows[-1] = num_calls + 1, *map(max, largest, (rows, packed_rows, rail_rows))
 
-    def room(
+    def budget(
         self, num_tokens: int, most_rows: int | None, factor: float | None = None
     ) -> RowBudget | None:
-        """The room of the next call, at most `most_rows` rows; None if there is no history, on all ranks. factor: the
-        room is this multiple of the largest recent need, unless that exceeds `most_rows`."""
+        """The budget of the next call, at most `most_rows` rows; None if there is no history, on all ranks. factor: the
+        budget is this multiple of the largest recent need, unless that exceeds `most_rows`."""
         if self._last_rows is None:
             return None
         expected_rows = rounded_up(self._last_rows)

@@ -1,4 +1,4 @@
-"""A whole training step as a CUDA graph that stays exact: a replay with too little room is repeated eagerly."""
+"""A whole training step as a CUDA graph that stays exact: a replay with too small a row budget is repeated eagerly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def capture_step(
-    step: Callable[..., R], model: nn.Module, *, room: float = 1.25, num_eager: int = 3
+    step: Callable[..., R], model: nn.Module, *, row_budget_factor: float = 1.25, num_eager: int = 3
 ) -> CapturedStep[R]:
     """Replays a training step as a CUDA graph, with exact capacity: no token is dropped.
 
@@ -37,10 +37,11 @@ def capture_step(
     optimizer's step follows the call (docs/tuning.md). Each call replaces `.grad` with its own gradients: zero_grad is
     not needed. The result is detached.
     The first calls are eager, and so is the first one with inputs of other shapes or dtypes. Then the step is captured
-    with room for `room` times the rows that layers with capacity None have needed. If a layer of any rank needs more
-    rows in a replay, that layer moves none. The host detects this before the call returns, and runs the step again,
-    eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with more room.
-    CPUs have no graphs: every call is eager. On a heap that spans nodes, messages to other nodes have the same room,
+    with row budgets of `row_budget_factor` times the rows that layers with capacity None have needed. If a layer of any
+    rank needs more rows in a replay, that layer moves none. The host detects this before the call returns, and runs the
+    step again, eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with a
+    larger budget.
+    CPUs have no graphs: every call is eager. On a heap that spans nodes, messages to other nodes have such budgets,
     and :meth:`CapturedStep.close` must precede the heap's.
 
     Collective over the EP group of the model's layers: all its ranks must make the changes listed below in the same
@@ -63,7 +64,7 @@ def capture_step(
             reads from its closure or from modules.
         model: all modules that the step uses, and so all parameters and buffers that it uses or changes; for several
             models an nn.ModuleList.
-        room, num_eager: at least 1; num_eager is the number of eager calls before a capture.
+        row_budget_factor, num_eager: at least 1; num_eager is the number of eager calls before a capture.
 
     Raises:
         ArgumentError: a number is out of range; layers are on several heaps; experts accumulate into main_grad or delay
@@ -71,9 +72,9 @@ def capture_step(
             built on a stream that a capture cannot use.
     """
     check_kind("step", step, Callable, "a function")
-    check_factor("room", room, at_least=1)
+    check_factor("row_budget_factor", row_budget_factor, at_least=1)
     raise_for(size_problem(num_eager=num_eager))
-    captured = CapturedStep(step, model, room, num_eager)
+    captured = CapturedStep(step, model, row_budget_factor, num_eager)
     raise_for(_problem(captured.modules))
     return captured
 
@@ -139,7 +140,7 @@ class _Replay:
         self._saved = [torch.empty_like(state) for state in self._states]
         self.outcome = torch.ones(
             2, dtype=torch.int32, device=owner.device
-        )  # fits its room, no other error
+        )  # fits its budget, no other error
         groups = _deciding_groups(owner.modules)
         self._result: Tree | None = None
 
@@ -150,7 +151,7 @@ class _Replay:
             reports: list[torch.Tensor] = []
             with ExitStack() as stack:  # no wait for plans
                 for heap in owner.heaps:
-                    stack.enter_context(fixed_rows(heap, owner.room, reports))
+                    stack.enter_context(fixed_rows(heap, owner.row_budget_factor, reports))
                 self._result = owner.run(static)
             torch.clear_autocast_cache()
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
@@ -202,15 +203,15 @@ class CapturedStep(Generic[R]):
     """The result of :func:`capture_step`; call it in place of the step.
 
     Attributes:
-        num_replays, num_repeated, num_captures: calls replayed successfully; replays with too little room;
+        num_replays, num_repeated, num_captures: calls replayed successfully; replays with too small a budget;
             captures.
     """
 
     def __init__(
-        self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int
+        self, step: Callable[..., R], model: nn.Module, row_budget_factor: float, num_eager: int
     ) -> None:
         self.step = step
-        self.room = room
+        self.row_budget_factor = row_budget_factor
         self._num_eager = num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))

@@ -44,7 +44,7 @@ class MemoryPlan:
         heap_bytes: `num_bytes` of a SymmetricHeap that can run the schedule, eagerly or in one CUDA graph: the control
             block and the arena up to the highest leased byte.
         lease_bytes_per_call: the part of heap_bytes that one call of one layer leases from its forward to its backward,
-            if its routing fills all its room.
+            if its routing fills all of its budget.
         forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer keeps from forward to backward: h, the
             plan, the probs of the rows, the tokens, and with a recipe the quantised transposed weights, which live as
@@ -178,7 +178,7 @@ def _dry_call(
         routed_experts = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
-        room = history.room(num_tokens, config.max_row_budget)
+        budget = history.budget(num_tokens, config.max_row_budget)
         x = empty(num_tokens, dtype)
         dy = empty(num_tokens, dtype)
         weight = empty(config.num_experts, torch.float32)
@@ -186,7 +186,7 @@ def _dry_call(
             router = config.router or RouterConfig()
             routed = route_tokens(Route(x, weight, None, None, config.top_k, router.rule))
             plan = plan_call(
-                routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room
+                routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: budget
             )
             y = expert_parallel_mlp(
                 x, routed.probs, experts, plan, out_shape=None, **routed_experts.words

@@ -66,8 +66,12 @@ CALLS: dict[str, Callable[[symmoe.SymmetricHeap, nn.Module], object]] = {
     "config (int) must be a MoEConfig": lambda *_: symmoe.plan_memory(1, num_ranks=1, num_tokens=1),
     "model (function) must be an nn.Module": lambda _, model: symmoe.capture_step(model, step),
     "step (NoneType) must be a function": lambda _, model: symmoe.capture_step(None, model),
-    "room ('big') must be a number": lambda _, m: symmoe.capture_step(step, m, room="big"),
-    "room (0.5) must be finite and at least 1": lambda _, m: symmoe.capture_step(step, m, room=0.5),
+    "row_budget_factor ('big') must be a number": lambda _, m: symmoe.capture_step(
+        step, m, row_budget_factor="big"
+    ),
+    "row_budget_factor (0.5) must be finite and at least 1": lambda _, m: symmoe.capture_step(
+        step, m, row_budget_factor=0.5
+    ),
     "num_eager ('2') must be an int": lambda _, m: symmoe.capture_step(step, m, num_eager="2"),
     "num_eager (0) must be at least 1": lambda _, m: symmoe.capture_step(step, m, num_eager=0),
     "max_norm (str) must be a number": lambda _, model: symmoe.training.clip_grad_norm(model, "1"),

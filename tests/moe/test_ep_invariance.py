@@ -11,7 +11,7 @@ import torch
 from cluster import on_ranks
 from layers import WAYS
 from oracle import bits_of
-from worker import experts_of, mlp_with_room, open_heap
+from worker import experts_of, mlp_with_budget, open_heap
 
 from symmoe import make_plan
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -123,7 +123,7 @@ def run_layer(
                 plan = make_plan(routed[0], num_experts=NUM_EXPERTS, heap=heap, **limits)
                 y = expert_parallel_mlp(*routed[1:], plan, **way)
             else:
-                y = mlp_with_room(heap, *routed, num_experts=NUM_EXPERTS, **way)
+                y = mlp_with_budget(heap, *routed, num_experts=NUM_EXPERTS, **way)
             time.sleep(lag_s * generator.random())
             y.backward(mine["dy"])
             found = {

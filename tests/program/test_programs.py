@@ -607,17 +607,18 @@ def test_a_closed_heap_keeps_no_programs(alone):
 def test_calls_that_get_too_little_room_at_random(
     rank: int, num_ranks: int, name: str, around: str
 ) -> list[str]:
-    """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
-    room = RowHistory.room
+    """check_bits, where a third of the calls get far too small a row budget, also recomputed ones and those of
+    backward."""
+    budget = RowHistory.budget
     calls = itertools.count()
 
-    def random_room(self: RowHistory, *args: int | None) -> RowBudget | None:
-        found = room(self, *args)
+    def random_budget(self: RowHistory, *args: int | None) -> RowBudget | None:
+        found = budget(self, *args)
         too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
         return RowBudget(1, 0, 1, 1) if found is not None and too_little else found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowHistory, "room", random_room)
+        patch.setattr(RowHistory, "budget", random_budget)
         num_runs, _, texts = cases.check_bits(rank, num_ranks, cases.OPTIONS[name], around)
     assert num_runs >= 16, (
         num_runs

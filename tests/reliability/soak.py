@@ -4,7 +4,7 @@ the most rows, these have to stay as they are: the heap's high-water mark, its l
 descriptors, and on GPUs the bytes that torch has allocated. Host memory may grow by less than 1 MB in 1,000 steps, once
 programs of as many kinds of calls are kept as a heap keeps.
 Every 50 steps y is compared with a plain loop in float64, and a fixed step with the hash it had at first. Every 14
-steps a call gets too little room."""
+steps a call gets too small a row budget."""
 
 import gc
 import random
@@ -16,7 +16,7 @@ from functools import partial
 import oracle
 import torch
 from layers import global_weights
-from worker import give_room
+from worker import give_budget
 
 from reliability import step
 from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
@@ -53,7 +53,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             )
         ]
         fixed = step.tokens_of(heap, 99, MAX_TOKENS)
-        give_room(
+        give_budget(
             heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
         )  # no later call needs more
         step.forward_backward(layers[1], fixed)
@@ -65,7 +65,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             layer, num_tokens = layers[number % 2], generator.randint(0, MAX_TOKENS)
             x = step.tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
             if number % TOO_LITTLE_ROOM_EVERY == 1:  # number is odd where capacity is exact
-                give_room(heap, (layer.config.num_experts, step.TOP_K), num_tokens, 1)
+                give_budget(heap, (layer.config.num_experts, step.TOP_K), num_tokens, 1)
             y = step.forward_backward(layer, x)
             if (
                 number % CHECK_EVERY == 0 or number == numbers[-1]

@@ -37,7 +37,7 @@ def in_a_graph(by_host: Callable) -> Iterator[None]:
                 symmoe.SymmetricHeap, "_run", lambda heap, key, function, *_, **numbers: function()
             )
         )
-        for owner, name in ((RemoteNodes, "meet"), (RowHistory, "room")):
+        for owner, name in ((RemoteNodes, "meet"), (RowHistory, "budget")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
 
@@ -197,7 +197,7 @@ def check_exact(
         model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
         loggers = symmoe.metrics.MetricsLogger(model), symmoe.metrics.MetricsLogger(plain)
-        captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
+        captured, eager = capture(model, row_budget_factor=1.0, num_eager=2), make_step(plain)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]
             torch.manual_seed(number)
@@ -281,7 +281,7 @@ def check_wrapped(
     with open_heap(device, **groups, **options) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
-        captured, eager = capture(model, room=1.0, num_eager=2), make_step(plain)
+        captured, eager = capture(model, row_budget_factor=1.0, num_eager=2), make_step(plain)
         optimizers = [
             torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)
         ]

@@ -9,7 +9,7 @@ import oracle
 import routings
 import torch
 from layers import GPU_I, WAYS, I, global_weights, local_part
-from worker import Findings, experts_of, is_unwritten, mlp_with_room
+from worker import Findings, experts_of, is_unwritten, mlp_with_budget
 
 from symmoe import GroupedMLP, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.dispatch.plan import Plan
@@ -97,7 +97,7 @@ def check_mlp(
         findings.where = f"{where}, order={order}, {way}"
         if way in WITH_ROOM:
             arguments = {"num_experts": routing.num_experts, "order": order, **way["with room"]}
-            y = mlp_with_room(heap, ids.to(heap.device), x, probs, experts, **arguments)
+            y = mlp_with_budget(heap, ids.to(heap.device), x, probs, experts, **arguments)
             step = contextlib.nullcontext(y)
         else:
             plan = make_plan(ids.to(heap.device), **routing.arguments, heap=heap)

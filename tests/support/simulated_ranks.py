@@ -30,7 +30,7 @@ class Case:
     ids: str = "uniform"
     capacity: int = -1
     packed_capacity: int = -1
-    rooms: tuple[
+    budgets: tuple[
         tuple[int, int], ...
     ] = ()  # capacity and packed capacity that each rank gives itself
     drop: bool = False
@@ -52,12 +52,12 @@ class Case:
 
     @property
     def overflow(self) -> int:
-        if self.rooms or self.packed_capacity >= 0:
+        if self.budgets or self.packed_capacity >= 0:
             return control.OVERFLOW_REPEAT
         return control.OVERFLOW_DROP if self.drop else control.OVERFLOW_RAISE
 
     def room_of(self, rank: int) -> tuple[int, int]:
-        return self.rooms[rank] if self.rooms else (self.capacity, self.packed_capacity)
+        return self.budgets[rank] if self.budgets else (self.capacity, self.packed_capacity)
 
 
 CASES = {
@@ -87,15 +87,15 @@ CASES = {
     "too many packed rows": Case(
         tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=90
     ),
-    "room": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=123),
-    "rooms that differ": Case(
-        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (200, 150))
+    "budget": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=123),
+    "budgets that differ": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, budgets=((300, 123), (-1, -1), (200, 150))
     ),
-    "one rank has too little room": Case(
-        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (50, 123))
+    "one rank has too small a budget": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, budgets=((300, 123), (-1, -1), (50, 123))
     ),
-    "one rank has too little room for packed rows": Case(
-        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((-1, -1), (300, 20), (300, 123))
+    "one rank has too small a budget of packed rows": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, budgets=((-1, -1), (300, 20), (300, 123))
     ),
     "overflow, recorded": Case(
         tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT

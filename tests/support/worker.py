@@ -77,18 +77,18 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor, **options) -> GroupedMLP:
     return experts
 
 
-def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
-    """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
+def give_budget(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
+    """The next call with exact capacity and so many tokens gets a budget of little more than num_rows rows; it measures
     if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
     heap.row_histories.pop((*kind, 0), None)
     heap.row_histories[(*kind, 0)].note(num_tokens, num_rows, num_rows)
 
 
-def mlp_with_room(
+def mlp_with_budget(
     heap: SymmetricHeap, topk_idx, x, probs, experts: GroupedMLP, *, num_experts: int, **options
 ) -> torch.Tensor:
-    """What a layer does with exact capacity once tokens are routed, with enough room, too little, or none to begin
-    with; options: of MoEConfig."""
+    """What a layer does with exact capacity once tokens are routed, with a large enough budget, too small a one, or
+    none to begin with; options: of MoEConfig."""
     top_k = topk_idx.shape[1]
     sizes = {
         "hidden": experts.hidden,
@@ -98,7 +98,7 @@ def mlp_with_room(
     }
     config = MoEConfig(**sizes, **options)
     num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
-    give_room(heap, (num_experts, top_k), len(x), num_rows)
+    give_budget(heap, (num_experts, top_k), len(x), num_rows)
     return RoutedExperts.of(config, heap, experts).run(x, probs, topk_idx, experts)[0]
 
 

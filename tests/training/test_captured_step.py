@@ -90,7 +90,7 @@ def test_steps_that_reduce_are_exact(
             ranks_per_node,
         )
     assert [text for _, texts in found for text in texts] == []
-    num_repeated = int(ep > 1)  # one rank always needs the same room
+    num_repeated = int(ep > 1)  # one rank always needs the same budget
     assert {counts for counts, _ in found} == {
         (WRAPS[wrap][1] + 1 - num_repeated, num_repeated, 1 + num_repeated)
     }

@@ -183,7 +183,7 @@ def dense(
 
 @pytest.mark.parametrize("around", ["nothing", "reentrant checkpoint", "checkpoint"])
 def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
-    """Whether calls measure, have room, or have to be repeated."""
+    """Whether calls measure, have a row budget, or have to be repeated."""
     generator = torch.Generator().manual_seed(3)
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=None)
     layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
@@ -199,12 +199,12 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
     assert "bias=True" in str(layer)
     assert [count.num_calls for count in counts] == asked
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    rooms = {
+    budgets = {
         "measured": None,
-        "room": RowBudget(24, 0, 100, 100),
-        "too little room": RowBudget(24, 0, 1, 1),
+        "budget": RowBudget(24, 0, 100, 100),
+        "too small a budget": RowBudget(24, 0, 1, 1),
     }
-    for number, (name, room) in enumerate([*rooms.items()] * 3):
+    for number, (name, budget) in enumerate([*budgets.items()] * 3):
         x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))
         ids = torch.rand(12, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
         probs = torch.rand(12, TOP_K, generator=generator)
@@ -219,7 +219,7 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
 
         torch.manual_seed(number)
         before, leaf = [count.num_calls for count in counts], x.clone().requires_grad_()
-        with mock.patch.object(RowHistory, "room", lambda *_, room=room: room):
+        with mock.patch.object(RowHistory, "budget", lambda *_, budget=budget: budget):
             if around == "nothing":
                 y = forward(leaf)
             else:

@@ -1,4 +1,4 @@
-"""A call with exact capacity gets room before its routing is known. Results do not depend on that."""
+"""A call with exact capacity gets a row budget before its routing is known. Results do not depend on that."""
 
 import gc
 import itertools
@@ -21,40 +21,40 @@ from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 H, I, E, K, CALLS = 16, 24, 8, 3, 24
 
 
-# -- how much room ----------------------------------------------------------------------------------------------------
+# -- how many rows ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [1, 7, 100, 65_536, 524_288])
 def test_there_is_a_margin_and_sizes_repeat(rows: int):
     found = set()
     for more in range(-(-rows // 200)):
         history = RowHistory()
         history.note(8, rows + more, rows // 2)
-        room = history.room(9, None)
-        assert room.rows >= rows + more + rows // 32
-        assert room.rows <= 1.1 * (rows + more + 4 * (rows + more) ** 0.5) + 2
-        assert room.packed_rows >= rows // 2
-        assert rows + more <= room.expected_rows <= 1.125 * (rows + more) + 1
-        found.add(room.rows)
+        budget = history.budget(9, None)
+        assert budget.rows >= rows + more + rows // 32
+        assert budget.rows <= 1.1 * (rows + more + 4 * (rows + more) ** 0.5) + 2
+        assert budget.packed_rows >= rows // 2
+        assert rows + more <= budget.expected_rows <= 1.125 * (rows + more) + 1
+        found.add(budget.rows)
     assert len(found) <= 2
 
 
-def test_room_shrinks_when_routing_does():
+def test_a_budget_shrinks_when_routing_does():
     history = RowHistory()
     history.note(8, 10_000, 5_000)
-    rooms = []
+    budgets = []
     for _ in range(200):
         history.note(8, 1_000, 500)
-        rooms.append(history.room(8, None).rows)
-    assert rooms[60] >= 10_000
-    assert rooms[-1] < 1_300
-    assert rooms == sorted(rooms, reverse=True)
+        budgets.append(history.budget(8, None).rows)
+    assert budgets[60] >= 10_000
+    assert budgets[-1] < 1_300
+    assert budgets == sorted(budgets, reverse=True)
 
 
 def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows():
     history = RowHistory()
-    assert history.room(8, None) is None
+    assert history.budget(8, None) is None
     history.note(8, 1_000, 500)
-    assert history.room(8, 1_010).rows == 1_010
-    too_much = history.room(8, 999)
+    assert history.budget(8, 1_010).rows == 1_010
+    too_much = history.budget(8, 999)
     assert (too_much.rows, too_much.packed_rows, too_much.expected_rows) == (None, None, 1_024)
     assert "1000 rows" in too_much.why_it_waits
 
@@ -62,22 +62,22 @@ def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows
 def test_a_small_call_gets_little_room_after_a_large_one():
     history = RowHistory()
     history.note(4096, 10_000, 5_000)
-    unknown = history.room(8, None)
+    unknown = history.budget(8, None)
     assert (unknown.rows, unknown.expected_rows, unknown.rail_rows) == (None, 10_240, 8)
     history.note(8, 30, 20, 3)
-    assert history.room(8, None).rows < 80
-    assert [history.room(tokens, None).rail_rows for tokens in (8, 15)] == [8, 8]
-    assert history.room(4096, None).rows > 10_000
+    assert history.budget(8, None).rows < 80
+    assert [history.budget(tokens, None).rail_rows for tokens in (8, 15)] == [8, 8]
+    assert history.budget(4096, None).rows > 10_000
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
 def counted_repeats():
-    """A context that counts calls which are planned again, because they have had too little room."""
+    """A context that counts calls which are planned again, because they have had too small budgets."""
     return mock.patch.object(routed_experts, "plan_call", wraps=routed_experts.plan_call)
 
 
 def make_layers(heap, most: int | None = None, **options) -> list[MoELayer]:
-    """A layer that gets room, at most so much, and the same one that waits for each plan."""
+    """A layer that gets row budgets, at most so many, and the same one that waits for each plan."""
     layers = []
     for max_row_budget in (most, 1):
         torch.manual_seed(heap.rank)
@@ -95,7 +95,7 @@ def make_layers(heap, most: int | None = None, **options) -> list[MoELayer]:
 
 
 def make_calls(rank: int, seed: int):
-    """x, ids, probs and dy of calls that need more and less room: T differs by rank, and experts are skewed."""
+    """x, ids, probs and dy of calls that need more and fewer rows: T differs by rank, and experts are skewed."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(CALLS):
         tokens = torch.randint(0, 5 + 2 * number, (8,), generator=generator)[rank]
@@ -117,16 +117,16 @@ def make_calls(rank: int, seed: int):
 
 def few_fit_on_rails(rank: int):
     """In this context a message to another node has room for one token in some of this rank's calls."""
-    room = RowHistory.room
+    budget = RowHistory.budget
     calls = itertools.count(rank)
 
     def found(*args) -> RowBudget | None:
-        its = room(*args)
+        its = budget(*args)
         return (
             its if its is None or next(calls) % 5 else replace(its, rail_rows=min(1, its.rail_rows))
         )
 
-    return mock.patch.object(RowHistory, "room", found)
+    return mock.patch.object(RowHistory, "budget", found)
 
 
 def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
 
 
 def without_memory(rank: int, heap: SymmetricHeap):
-    """In this context the heap has no memory for room on every third rank."""
+    """In this context the heap has no memory for budgets on every third rank."""
     return mock.patch.object(type(heap.memory), "lacks", return_value=rank % 3 == 0)
 
 
@@ -172,7 +172,7 @@ def check_same_bits(
 ONE_NODE, TWO_NODES = (2, None), (4, 2)
 NONE_KEPT = {"stash": "none", "layout": "expert-major"}
 OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
-# is_full: every third rank waits for the routing, and others have room, enough or too little.
+# is_full: every third rank waits for the routing, and others have budgets, enough or too small.
 REPLICAS = {"most": 100, "balance": "replicas"}
 QUICK = [
     ({}, ONE_NODE, False),
@@ -277,7 +277,7 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
 def test_a_call_with_room_needs_no_more_memory_than_one_without(
     rank: int, num_ranks: int, findings: Findings, ranks_per_node: int | None
 ) -> None:
-    """The last rank has less and less memory: a call fits with room where it does without, backward too."""
+    """The last rank has less and less memory: a call fits with a budget where it does without, backward too."""
     found = []
     own = torch.Generator().manual_seed(rank)
     ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
@@ -306,7 +306,7 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(
                         outcomes.append("exhausted")
             found.append(outcomes[0])
             findings.check(
-                outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}"
+                outcomes[0] == outcomes[1] != "wrong", f"without and with a budget: {outcomes}"
             )
     assert (found, {*found}) == (sorted(found), {"exhausted", "right"})
 
@@ -328,6 +328,6 @@ def test_a_small_call_holds_little_after_a_large_one(
         alone = call(small, 8)
     for number in range(6):
         if number % 3 == 0:
-            call(large, 2048 * (rank + 1))  # ranks have different room
+            call(large, 2048 * (rank + 1))  # ranks have different budgets
         held.append(call(small, 8))
     assert max(held) <= alone <= 16 << 10
