@@ -1,4 +1,4 @@
-"""The place of a rank, and the ranks of each node: all ranks compute the same from the places of all."""
+"""The domain of a rank's memory, and the ranks of each node: all ranks compute the same from the domains of all."""
 
 from __future__ import annotations
 
@@ -19,23 +19,15 @@ _SUCCESS = 0
 _COMPLETED = 3  # nvmlReturn_t, nvmlGpuFabricState_t
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's place, comparable between ranks: a machine since its boot, and an NVLink domain that may have GPUs on
-    several machines, "" if the GPU is in none."""
-
-    machine: str
-    fabric: str = ""
-
-    @property
-    def domain(self) -> str:
-        """The domain that this rank shares with all ranks whose memory it can reach."""
-        return self.fabric or self.machine
+def find_machine() -> str:
+    """This machine since its boot, comparable between ranks."""
+    return _BOOT_ID.read_text().strip()
 
 
-def find_place(gpu: str | None) -> Place:
-    """This rank's place. gpu: the UUID of its GPU, or None."""
-    return Place(_BOOT_ID.read_text().strip(), "" if gpu is None else _find_fabric(gpu))
+def find_domain(gpu: str | None) -> str:
+    """What this rank shares with all ranks whose memory it can reach: an NVLink domain, which may have GPUs on several
+    machines, or else the machine. gpu: the UUID of its GPU, or None."""
+    return (_find_fabric(gpu) if gpu else "") or find_machine()
 
 
 class _FabricInfo(ctypes.Structure):  # nvmlGpuFabricInfo_t

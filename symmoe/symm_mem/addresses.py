@@ -17,8 +17,7 @@ _READ_WRITE = 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRI
 
 class OwnAddresses:
     """A reserved range of addresses for the `num_bytes` at `source`, and for all pieces of memory that contain them.
-    Raises SymmoeError if the pieces cannot be mapped, as with memory of cudaMalloc. Attributes: address, of the first
-    byte; size, of the range."""
+    Attributes: address, of the first byte; size, of the range."""
 
     def __init__(self, source: int, num_bytes: int, device: int) -> None:
         self._num_bytes = num_bytes
@@ -31,14 +30,10 @@ class OwnAddresses:
         _call("cuMemAddressReserve", start, self.size, 0, 0, 0)
         self._start = start.value
         self.address = start.value + self._before
-        try:
-            self.map(source)
-        except BaseException:
-            self.close()
-            raise
 
     def map(self, source: int) -> None:
-        """Maps the memory that is now at `source`; its pieces must begin and end as the first ones did."""
+        """Maps the memory that is now at `source`; its pieces must begin and end as the first ones did. Raises
+        SymmoeError if they do not, or cannot be mapped, as memory of cudaMalloc."""
         pieces = _pieces(source, self._num_bytes)
         start = self._start
         if (source - pieces[0][0], sum(size for _, size in pieces)) != (self._before, self.size):

@@ -27,7 +27,6 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.program.builder import builder, noted
 from symmoe.program.programs import Programs
-from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_in_build, lease_problem, with_leases_first
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
@@ -451,7 +450,7 @@ class SymmetricHeap(HeapParts):
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
-            suspension.give_back(self)
+            self._give_back_memory()
 
     def resume(self) -> None:
         """Restores the memory at the same addresses, filled with zeros: graphs, programs and row histories stay valid.
@@ -466,7 +465,7 @@ class SymmetricHeap(HeapParts):
         """
         if self._access.is_suspended:
             with self._access.even_suspended():
-                suspension.bring_back(self)
+                self._bring_back_memory()
         self.check()
 
     def close(self) -> None:
@@ -669,7 +668,7 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
     heap.programs.forget()
     if heap.nodes is not None:
         heap.nodes.close()
-    (heap._arenas.close if together else heap._arenas.abandon)()
+    heap._arenas.close(together=together)
 
 
 @contextmanager

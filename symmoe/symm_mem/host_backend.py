@@ -72,13 +72,11 @@ class HostBackend:
     def resume(self, bootstrap: Bootstrap) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
+    def close(self, *, together: bool) -> None:
         """Frees this rank's arena and drops the mappings; each ends with the last tensor over it. Local."""
         self.suspend()
         self._maps = []
         self.arenas.clear()
-
-    abandon = close
 
 
 def _make_arena(num_bytes: int, files: dict[int, int], rank: int) -> tuple[int, _Ticket]:

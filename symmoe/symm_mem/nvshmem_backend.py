@@ -17,7 +17,7 @@ import torch
 
 from symmoe.address_range import AddressRange
 from symmoe.errors import BackendUnavailable, SymmoeError
-from symmoe.nodes.topology import Topology, find_place
+from symmoe.nodes.topology import Topology, find_machine
 from symmoe.symm_mem.addresses import OwnAddresses
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -71,6 +71,7 @@ class NvshmemBackend:
             try:
                 for base in self.bases:
                     self._own.append(OwnAddresses(base, num_bytes, self.device.index))
+                    self._own[-1].map(base)
                 self.bases = [each.address for each in self._own]
             except (SymmoeError, OSError) as error:
                 self.suspend_problem = f"NVSHMEM's memory cannot be mapped again: {error}"
@@ -104,21 +105,18 @@ class NvshmemBackend:
             core.init(
                 device=device, uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid"
             )
-        problem = None
-        if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
-            # The binding reports success for a half-done start; an allocation would then end the process.
-            problem = BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
-        bootstrap.agree(problem)
+        # The binding reports success for a half-done start; an allocation would then end the process.
+        is_started = core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED
+        problem = "NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why"
+        _agree(bootstrap, "" if is_started else problem)
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
         bases = [bindings.ptr(self._address, each) for each in range(len(ranks))]
         missing = [rank for rank, base in zip(ranks, bases, strict=True) if base == 0]
-        if missing:
-            text = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
-            if (number := self._num_machines) > 1:
-                text += f", here between {number} machines of one NVLink domain; ranks_per_node can part them"
-            problem = BackendUnavailable(text)
-        bootstrap.agree(problem)
+        problem = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
+        if (number := self._num_machines) > 1:
+            problem += f", here between {number} machines of one NVLink domain; ranks_per_node can part them"
+        _agree(bootstrap, problem if missing else "")
         return bases
 
     def suspend(self) -> None:
@@ -134,22 +132,19 @@ class NvshmemBackend:
     def resume(self, bootstrap: Bootstrap) -> None:
         """Starts NVSHMEM again, maps its memory at the old addresses, and zeroes this rank's arena. Collective."""
         rank = self._topology.local_rank
-        missing = preflight(self._own[rank].size)
-        bootstrap.agree(BackendUnavailable(missing) if missing else None)
+        _agree(bootstrap, preflight(self._own[rank].size))
         bases = self._start(bootstrap)
         bootstrap.attempt(
             partial(list, map(OwnAddresses.map, self._own, bases))
         )  # list: it maps them
         self.arenas[rank]().zero_()
 
-    def close(self) -> None:
-        """Suspends for good: tensors over the arena dangle afterwards. Collective."""
-        self.suspend()
-        self._free_addresses()
-
-    def abandon(self) -> None:
-        """Local end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively.
-        It is not zeroed, because a peer may be about to read it. A suspended heap has none."""
+    def close(self, *, together: bool) -> None:
+        """Suspends for good: tensors over the arena dangle afterwards. Collective, if `together`. Else it is the local
+        end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively. It is not
+        zeroed, because a peer may be about to read it. A suspended heap has none."""
+        if together:
+            self.suspend()
         if not self._address:
             self._free_addresses()
 
@@ -162,7 +157,7 @@ class NvshmemBackend:
         address each other. Collective."""
         index = self.device.index
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        machine = bootstrap.attempt(partial(find_place, None)).machine
+        machine = bootstrap.attempt(find_machine)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
         said = bootstrap.gather([uuid, index, machine, visible])
         uuids, indices, machines, views = zip(
@@ -182,8 +177,13 @@ class NvshmemBackend:
             blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = f"GPU {index} cannot address GPUs {blocked}"
-        bootstrap.agree(BackendUnavailable(problem) if problem else None)
+        _agree(bootstrap, problem)
         return len(set(machines))
+
+
+def _agree(bootstrap: Bootstrap, problem: str) -> None:
+    """Raises the first rank's problem on every rank; "": this rank has none."""
+    bootstrap.agree(BackendUnavailable(problem) if problem else None)
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""How a heap begins: ranks agree on its arguments, find the ranks that share memory, and map each other's arenas."""
+"""How a heap begins: ranks agree on its arguments, find the ranks that share memory, and map each other's arenas. And
+how it returns its memory to the system, and restores it at the same addresses.
+
+The hosts rely on the epochs in the control block, so a suspended heap keeps a copy of it. Access prevents any use of an
+arena meanwhile. Without arenas, ranks wait for each other over the process group.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,15 @@ from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
     ConfigMismatch,
+    HeapPoisoned,
     PeerError,
+    SymmoeError,
     logger,
     raise_for,
     warn,
 )
-from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.nodes.topology import find_place, find_topology
+from symmoe.kernels.control import PHASE_SUSPEND, ControlLayout, Peers
+from symmoe.nodes.topology import find_domain, find_topology
 from symmoe.program.programs import MODES
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap, group_problem
@@ -34,6 +41,7 @@ from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Str
 from symmoe.symm_mem.waits import Waits
 
 _PROTOCOL_VERSION = 6
+_MOST_NAMED = 5  # leases; an error for peers has few bytes
 START_TIMEOUT_S = 300.0
 
 
@@ -89,9 +97,7 @@ class HeapParts:
             if is_on_host
             else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         )
-        domains = whole.gather(
-            whole.attempt(partial(find_place, gpu)).domain
-        )  # by rank, the domain of its memory
+        domains = whole.gather(whole.attempt(partial(find_domain, gpu)))  # by rank
         self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
         node = topology.ranks
         is_single = topology.num_nodes == 1
@@ -107,11 +113,12 @@ class HeapParts:
             topology.local_rank, len(node), bases, views, layout, group_ranks
         )
         self._access = access = Access()
-        order = None if is_on_host else StreamOrder(device)
-        self.streams: Streams = order or NoStreams()
-        self.memory = Memory(peers, arenas.arenas, access, order, fills=fills)
+        self.streams: Streams = NoStreams() if is_on_host else StreamOrder(device)
+        self.memory = Memory(peers, arenas.arenas, access, self.streams, fills=fills)
         self.one_call: AbstractContextManager[None] = (
-            OneCall(access, self.memory.lock, order) if order else access
+            access
+            if isinstance(self.streams, NoStreams)
+            else OneCall(access, self.memory.lock, self.streams)
         )
         self.configurations = Configurations(whole)
         self.row_histories = defaultdict[Hashable, RowHistory](RowHistory)
@@ -123,11 +130,9 @@ class HeapParts:
 
             try:
                 rail = several_nodes.start_rail(whole, topology, device, start_s)
-            except BackendUnavailable:  # on every rank: they free the memory together
-                arenas.close()
-                raise
-            except PeerError:
-                arenas.abandon()
+            except (BackendUnavailable, PeerError) as error:
+                # BackendUnavailable is raised on every rank: they free the memory together.
+                arenas.close(together=isinstance(error, BackendUnavailable))
                 raise
             self.nodes = several_nodes.RemoteNodes(
                 topology, self.waits, self.streams, access, *rail
@@ -145,6 +150,45 @@ class HeapParts:
         peers.control_block.zero_()
         self.streams.synchronize()
         whole.barrier()  # no rank may signal into a control block that is not zeroed yet
+
+    def _give_back_memory(self) -> None:
+        """Frees the arenas after the last call of all ranks; if one rank cannot, all keep theirs. Collective."""
+        group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
+        is_agreed = False
+        self._access.is_open = False  # from now on no thread makes a lease
+        try:
+            group.agree(self._suspend_problem())  # then the peers' launched work is done, too
+            is_agreed = True
+            self._kept = self.peers.control_block.to("cpu", copy=True)
+            group.attempt(self._arenas.suspend)
+        except BaseException as error:
+            self._access.is_open = not is_agreed
+            if is_agreed or not isinstance(error, (ArgumentError, BackendUnavailable)):
+                self.faults.poison = f"suspend failed: {error}"
+            raise
+
+    def _suspend_problem(self) -> SymmoeError | None:
+        """The error if this rank cannot return its memory, or None."""
+        if leases := self.memory.live_leases():
+            named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MOST_NAMED])
+            num_bytes = sum(size for _, size in leases)
+            return ArgumentError(
+                f"suspend: {len(leases)} leases of {num_bytes} bytes are live, the largest are {named}: suspend when "
+                "no backward pass is to come, and drop what keeps them"
+            )
+        missing = self._arenas.suspend_problem
+        return BackendUnavailable(f"suspend: {missing}") if missing else None
+
+    def _bring_back_memory(self) -> None:
+        """Restores the arenas without the rows. Collective."""
+        group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
+        poison = self.faults.poison
+        group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
+        self._arenas.resume(group)
+        self.peers.control_block.copy_(self._kept)
+        self.streams.synchronize()
+        group.barrier()  # no rank may signal into a block before it is written
+        self._access.is_open = True
 
 
 def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:

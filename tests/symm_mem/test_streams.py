@@ -119,7 +119,7 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
             fake.launch()  # a kernel that is no call of the heap
             if draw.random() < 0.2:
                 uses = dict(fake.work)
-                order.dropped(span)
+                order.released(span, was_dropped=True)
             else:
                 uses = {fake.current: fake.work[fake.current]}
                 order.released(span)

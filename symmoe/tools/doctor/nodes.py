@@ -23,7 +23,7 @@ from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
-from symmoe.nodes.topology import Topology, find_place, find_topology
+from symmoe.nodes.topology import Topology, find_domain, find_machine, find_topology
 from symmoe.tools.doctor.findings import Finding, Said, findings_about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
@@ -182,12 +182,11 @@ def read_facts(
     smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
-    place = find_place(None if index is None else smi.devices[index]["uuid"])
     installed, nics = read_versions().installed, read_nics()
     return Facts(
         host=socket.gethostname(),
-        machine=place.machine,
-        domain=place.domain,
+        machine=find_machine(),
+        domain=find_domain(None if index is None else smi.devices[index]["uuid"]),
         endpoint=endpoint,
         problem=problem,
         versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},
