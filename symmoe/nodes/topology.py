@@ -64,43 +64,29 @@ def _find_fabric(gpu: str) -> str:
     return f"{bytes(info.cluster).hex()} {info.clique}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True)
 class Topology:
     """The nodes of a group, from the point of view of `rank`: the ranks of each in ascending order. Nodes are ordered
-    by their first rank, and have equal sizes."""
+    by their first rank, and have equal sizes.
+
+    Attributes:
+        num_nodes: N.
+        node, ranks: this rank's node, and the ranks of it.
+        local_rank: this rank's index in its node.
+        rail: the ranks with this rank's index, one of each node.
+        is_in_order: whether the ranks of each node are consecutive.
+    """
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
 
-    @property
-    def num_nodes(self) -> int:
-        """N."""
-        return len(self.nodes)
-
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return self.node_of(self.rank)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
-        return self.nodes[self.node]
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's index in its node."""
-        return self.ranks.index(self.rank)
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether the ranks of each node are consecutive."""
-        return all(ranks[-1] - ranks[0] < len(ranks) for ranks in self.nodes)
-
-    @property
-    def rail(self) -> tuple[int, ...]:
-        """The ranks with this rank's index, one of each node."""
-        return tuple(ranks[self.local_rank] for ranks in self.nodes)
+    def __post_init__(self) -> None:
+        self.num_nodes = len(self.nodes)
+        self.node = self.node_of(self.rank)
+        self.ranks = self.nodes[self.node]
+        self.local_rank = self.ranks.index(self.rank)
+        self.rail = tuple(ranks[self.local_rank] for ranks in self.nodes)
+        self.is_in_order = all(ranks[-1] - ranks[0] < len(ranks) for ranks in self.nodes)
 
     def node_of(self, rank: int) -> int:
         """The node of a rank of the group."""
@@ -143,7 +129,6 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
     nodes = topology.nodes
-    here = topology.node
     own = topology.ranks
     num_ranks = len(nodes) * len(own)
     others = [ranks for ranks in nodes if ranks != own]
@@ -157,9 +142,11 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     ]
     with torch.inference_mode(False):
         return RankMaps(
-            here=here,
+            here=topology.node,
             first=own[0] if topology.is_in_order else 0,
-            to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), here], device=device),
+            to_node=torch.tensor(
+                [*map(topology.node_of, range(num_ranks)), topology.node], device=device
+            ),
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
             own_ranks=torch.tensor(own, device=device),

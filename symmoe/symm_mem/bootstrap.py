@@ -59,7 +59,6 @@ class Bootstrap:
         self._timeout_s = timeout_s
         self._num_exchanges = 0
         self._phase = control.PHASE_START
-        self._bound = "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         # A group with a CPU backend takes CPU tensors. An NCCL-only group takes tensors of this thread's current GPU:
@@ -77,7 +76,6 @@ class Bootstrap:
         """A bootstrap for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
         other = copy.copy(self)
         other._phase = phase
-        other._bound = "timeout_s"
         other._timeout_s = min(timeout_s, MAX_S)
         other._num_exchanges = 0
         return other
@@ -204,6 +202,7 @@ class Bootstrap:
     def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
         waited_s = time.monotonic() - start
         timeout_s = self._timeout_s
+        name = "start_timeout_s" if self._phase == control.PHASE_START else "timeout_s"
         # gloo rounds bounds down to milliseconds, so its timeout may come before this clock reaches the bound.
         if "imed out" not in str(error) and (timeout_s is None or waited_s < timeout_s):
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
@@ -214,7 +213,7 @@ class Bootstrap:
             seen=self._num_exchanges - 1,
             bound=("the process group's timeout", waited_s)
             if timeout_s is None
-            else (self._bound, timeout_s),
+            else (name, timeout_s),
         )
 
 

@@ -115,8 +115,6 @@ class Faults:
         self._others = others
         self._forget = forget
         self._folder = flight_record.find_folder()
-        self._peers = waits.peers
-        self._flight = waits.flight
         self._words = waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._counters = waits.peers.counters(waits.peers.rank)
@@ -134,7 +132,7 @@ class Faults:
         if error is not None:
             return error
         failed_phase = words[control.STATUS_PHASE]
-        since = self._flight.phases_since(self._flight.epoch)
+        since = self._waits.flight.phases_since(self._waits.flight.epoch)
         is_leaving = not was_left(failed_phase, since) and was_left(failed_phase, [*since, phase])
         error, is_unraised = self._agree(words, is_unraised=is_leaving)
         if not is_leaving or self.poison is not None:
@@ -191,7 +189,7 @@ class Faults:
             )
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
-        self._flight.epoch = int(
+        self._waits.flight.epoch = int(
             self._counters[control.BARRIER_EPOCH]
         )  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may be on another stream
@@ -218,11 +216,11 @@ class Faults:
             fault = Fault(-1, encode(plan_error(words)))
         elif kind == control.STATUS_FAULT:
             fault = reports.read_fault(
-                self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
+                self._waits.peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
             )
         else:
-            first = self._peers.in_group(0)
-            peer = self._peers.in_group(words[control.STATUS_PEER])
+            first = self._waits.peers.in_group(0)
+            peer = self._waits.peers.in_group(words[control.STATUS_PEER])
             calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
             fault = Fault(-1, encode(reports.mismatch_error(self._waits.configurations, *calls)))
         fault = replace(fault, is_unraised=is_unraised)
@@ -244,7 +242,9 @@ class Faults:
         self._forget()
         self._describe(error, words)
         self._write_down(error)
-        if was_left(words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)):
+        if was_left(
+            words[control.STATUS_PHASE], self._waits.flight.phases_since(self._waits.flight.epoch)
+        ):
             error = self.fail(
                 error, control.PHASE_PLAN
             )  # on the device it was no barrier: the peers are still in it
@@ -279,7 +279,7 @@ class Faults:
         """Enters the next barrier with an error, and waits until the barrier ends."""
         self._num_messages += 1
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
-        reports.send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
+        reports.send_fault(self._waits.peers, fault, epoch=epoch, turn=self._num_messages & 1)
         self._waits.wait(call, fault=True)
         self._streams.synchronize()
 
@@ -343,14 +343,14 @@ class Faults:
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
             first = self._waits.startup_grace.was_first(epoch, phase, peer)
-            report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
+            report = Report("", self._waits.peers.in_group(peer), phase, expected, seen, int(first))
             return self.gone(report, words)
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
-                report = reports.read_report(self._peers, peer)
+                report = reports.read_report(self._waits.peers, peer)
         if report.sender < 0:
-            report = replace(report, sender=self._peers.in_group(peer))
+            report = replace(report, sender=self._waits.peers.in_group(peer))
         return self.gone(report, words, self._pass_on)
 
     def _pass_on(self, report: Report) -> None:
@@ -407,7 +407,9 @@ class Faults:
         with self._others.leaving():
             try:
                 with self._streams.at_once():
-                    end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
+                    end_waits(
+                        self._waits.peers, report, turn=self._num_messages & 1, kept_bits=kept_bits
+                    )
             except RuntimeError as problem:
                 logger.warning(
                     "rank %d cannot tell its peers that it gives up: %s", self._rank, problem

@@ -84,7 +84,7 @@ class SymmetricHeap(HeapParts):
             the order of calls on CUDA streams and in captures; the programs of calls.
         one_call: a context for the kernels of a collective call, which start after those of the last call.
         nodes: the connection to other nodes, see :func:`nodes_of`; None: the group is on one node.
-        bootstrap: the group as plain bytes, for slow work on the host.
+        bootstrap: the group as plain bytes, for slow work on the host; the group's timeout bounds it.
         peers, status: kernel arguments to reach the arenas of this node and to report to the host.
         count_peers: `peers` for the count table, which has a row for each rank of the group.
         statistics: counters.
@@ -142,10 +142,11 @@ class SymmetricHeap(HeapParts):
         self._plays = self._program_mode != "off"
         self._status_words, self._report_rows = self.status.numpy(), self.waits.reports.numpy()
         self._may_run_programs = kernels.may_run_programs(self.device)
-        constants = [self.peers.bases, self.count_peers.bases, *self.peers.views]
-        constants += self.status, self.waits.reports
-        if self.nodes is not None:
-            constants += self.nodes.constants
+        constants = [
+            *(self.peers.bases, self.count_peers.bases, *self.peers.views),
+            *(self.status, self.waits.reports),
+            *(() if self.nodes is None else self.nodes.constants),
+        ]
         self.programs = Programs(
             self.device,
             self.abort,
@@ -399,11 +400,6 @@ class SymmetricHeap(HeapParts):
                 self._fail(problem, phase)
         finally:
             del problem
-
-    def _agree(self, problem: SymmoeError | None) -> None:
-        """Raises the first rank's problem on every rank; returns if no rank has one. For slow work on the host:
-        collective over the process group, bounded by the group's timeout, without symmetric memory."""
-        self.bootstrap.agree(problem)
 
     def abort(self, reason: str | BaseException) -> None:
         """Aborts: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.

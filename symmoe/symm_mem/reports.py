@@ -255,29 +255,25 @@ def plan_record(report: list[int]) -> list[int]:
 
 def plan_error(words: list[int]) -> SymmoeError:
     """The error of a status record of kind STATUS_PLAN; the same on every rank."""
-    code = words[control.STATUS_EPOCH]
-    rank = words[control.STATUS_PEER]
-    limit = words[control.STATUS_EXPECTED]
-    value = words[control.STATUS_SEEN]
-    where = words[control.STATUS_WHERE]
-    if code == control.PLAN_FAULT:
-        return SymmoeError("the plan failed on another rank")
+    rank, limit, value, code, where = words[control.STATUS_PEER : control.STATUS_WHERE + 1]
     if code == control.PLAN_MISMATCH:
         field = control.AGREED_FIELDS[where]
         zero = _header_value(where, limit)
         mine = _header_value(where, value)
         return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
-    if code == control.PLAN_BAD_ID:
-        return ExpertIdError(
+    found: dict[int, SymmoeError] = {
+        control.PLAN_FAULT: SymmoeError("the plan failed on another rank"),
+        control.PLAN_BAD_ID: ExpertIdError(
             f"topk_idx on rank {rank}, flat position {where}: {value} is neither -1 nor in [0, {limit})"
-        )
-    if code == control.PLAN_OVERFLOW:
-        return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
-    if code == control.PLAN_RAIL_OVERFLOW:
-        return CapacityError(
+        ),
+        control.PLAN_OVERFLOW: CapacityError(
+            f"rank {rank} is routed {value} rows, more than capacity ({limit})"
+        ),
+        control.PLAN_RAIL_OVERFLOW: CapacityError(
             f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})"
-        )
-    raise AssertionError(f"unknown plan error {code}")
+        ),
+    }
+    return found[code]
 
 
 def mismatch_error(

@@ -90,7 +90,6 @@ class RemoteNodes(NoRemoteNodes):
         self.payload = payload
         self.turn = access
         self._waits = waits
-        self._peers = waits.peers
         self._streams = streams
         self._counters = waits.peers.counters(waits.peers.rank)
         self._phase = control.PHASE_START
@@ -282,8 +281,8 @@ class RemoteNodes(NoRemoteNodes):
 
     def has_said_why(self, peer: int) -> bool:
         """See NoRemoteNodes. Waits while the peer waits for its rail, a little longer than the peer can."""
-        its_counters = self._peers.counters(peer)
-        own_mailbox = self._peers.mailbox(self._peers.rank)
+        its_counters = self._waits.peers.counters(peer)
+        own_mailbox = self._waits.peers.mailbox(self._waits.peers.rank)
         deadline = time.monotonic() + self._bound_s
         self.channel.announce_once(WAITS)
         while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -24,6 +24,7 @@ from symmoe.errors import (
     HeapPoisoned,
     PeerError,
     SymmoeError,
+    choice_problem,
     logger,
     raise_for,
     warn,
@@ -80,9 +81,12 @@ class HeapParts:
         self.rank = whole.rank
         self.num_ranks = whole.num_ranks
         is_on_host = self.backend == "host"
-        timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         self._program_mode, fills, self.expert_ranks = whole.attempt(
-            partial(_check, whole, expert_group, num_bytes, self.backend, ranks_per_node, timeouts)
+            partial(
+                _check,
+                *(whole, expert_group, num_bytes, self.backend, ranks_per_node),
+                {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s},
+            )
         )
         _agree_on(
             whole,
@@ -107,10 +111,13 @@ class HeapParts:
         device = arenas.device
         views = tuple(make() for make in arenas.arenas)
         bases = torch.tensor(arenas.bases, dtype=torch.int64, device=device)
-        layout = ControlLayout(len(node), whole.num_ranks)
-        group_ranks = () if is_single else node
         self.peers = peers = Peers(
-            topology.local_rank, len(node), bases, views, layout, group_ranks
+            rank=topology.local_rank,
+            num_ranks=len(node),
+            bases=bases,
+            views=views,
+            layout=ControlLayout(len(node), whole.num_ranks),
+            group_ranks=() if is_single else node,
         )
         self._access = access = Access()
         self.streams: Streams = NoStreams() if is_on_host else StreamOrder(device)
@@ -251,11 +258,10 @@ def _check(
     return program_mode, fills, expert_ranks
 
 
-def _from_environment(name: str, words: Sequence[str]) -> str:
+def _from_environment(name: str, words: tuple[str, ...]) -> str:
     """The word in an environment variable; the first word if the variable is not set."""
     word = os.environ.get(name) or words[0]
-    if word not in words:
-        raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, words))}")
+    raise_for(choice_problem(name, word, words))
     return word
 
 
