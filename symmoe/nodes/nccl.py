@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from symmoe import kernels
 from symmoe.errors import BackendUnavailable
@@ -128,7 +127,7 @@ class NcclRail(Payload):
     counts: torch.Tensor
 
     def __init__(
-        self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
+        self, library: Nccl, store: Any, *, node: int, num_nodes: int, timeout_s: float
     ) -> None:
         self._library = library
         self._node = node
@@ -145,8 +144,7 @@ class NcclRail(Payload):
         self.progress.zero_()
         try:
             make_id = library.unique_id if node == 0 else None
-            own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-            connect_together(make_id, self._connect, own_store, node=node, timeout_s=timeout_s)
+            connect_together(make_id, self._connect, store, node=node, timeout_s=timeout_s)
         except BackendUnavailable:
             self.end()  # first messages that would wait forever
             raise

@@ -118,19 +118,21 @@ def hello(token: bytes, rank: int) -> bytes:
 
 
 def connect(
-    others: Mapping[int, Endpoint], timeout_s: float
+    others: Mapping[int, Endpoint], timeout_s: float, first: bytes = b""
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """Connections to the others, by rank, and the reasons for those that failed. Local; takes at most timeout_s."""
+    """Connections to the others, by rank, and the reasons for those that failed. Local; takes at most timeout_s. first:
+    a message for each, see :func:`hello`."""
 
     def attempt(endpoint: Endpoint) -> socket.socket | str:
         if not endpoint.port:
             return "it listens nowhere"
         try:
             made = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.settimeout(_SEND_S)
+            made.sendall(first)
         except OSError as error:  # Python's own timeout error has no text of the system
             return error.strerror or f"no answer within {timeout_s:g} s"
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.settimeout(_SEND_S)
         return made
 
     with ThreadPoolExecutor(max(1, len(others))) as threads:

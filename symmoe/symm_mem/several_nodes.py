@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import threading
 import time
 import weakref
@@ -20,6 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from symmoe import kernels
 from symmoe.errors import (
@@ -351,12 +351,9 @@ class RemoteNodes(NoRemoteNodes):
         """Records an overdue exchange, and shows this node's peers whether this rank waits for its rail. Whether to go
         on. Without a problem it calls no CUDA function: a call from a thread that is not capturing would end a
         capture."""
-        assert self.payload.progress is not None
-        (begun, ended), now, bound_s = (
-            self.payload.progress.tolist(),
-            time.monotonic(),
-            self.payload.bound_s,
-        )
+        begun, ended = self.payload.moved
+        now = time.monotonic()
+        bound_s = self.payload.bound_s
         if begun != self._exchange:
             self._exchange = begun
             self._begun_s = now
@@ -384,8 +381,7 @@ class RemoteNodes(NoRemoteNodes):
         """The report of the rank that is missing in an exchange on the device, found here or by another rank. NCCL does
         not name it. So hosts exchange the progress of their devices: missing is a host without an answer, or else the
         one that is behind, the first of several. is_lost: whether the network reports a closed connection."""
-        assert self.payload.progress is not None
-        self.channel.announce_once(COUNTED, sum(self.payload.progress.tolist()))
+        self.channel.announce_once(COUNTED, sum(self.payload.moved))
         counted = self.channel.counted
         deadline = time.monotonic() + ANSWER_S
         while True:
@@ -491,8 +487,9 @@ def start_rail(
             _connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2))
         )
         unused.callback(channel.close)
-        name = f"symmoe/{token.hex()}/{topology.local_rank}"
-        payload = _make_payload(bootstrap, topology, device, name, options, unused)
+        # A rail's own part of the store, so that attempts do not meet.
+        store = dist.PrefixStore(f"symmoe/{token.hex()}/{topology.local_rank}", bootstrap.store)  # type: ignore[attr-defined]
+        payload = _make_payload(bootstrap, topology, device, store, options, unused)
         # Ranks must cut their calls alike.
         payload.bytes_per_s = min(bootstrap.gather(payload.bytes_per_s))
         unused.pop_all()
@@ -507,7 +504,8 @@ def _connect_hosts(
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
         said = bootstrap.gather(asdict(listener.endpoint))
         endpoints = {rank: Endpoint(**said[rank]) for rank in others}
-        (made, refused), problem = connect(endpoints, timeout_s), None
+        made, refused = connect(endpoints, timeout_s, hello(token, topology.rank))
+        problem = None
         for each in made.values():
             unused.callback(each.close)
         if refused:
@@ -517,13 +515,7 @@ def _connect_hosts(
                 f"{topology.node_of(rank)} at {endpoints[rank]}: {why}; {_HINT}"
             )
         bootstrap.agree(problem)
-
-        def accept() -> dict[int, socket.socket]:
-            for each in made.values():
-                each.sendall(hello(token, topology.rank))
-            return listener.accept(others, token, timeout_s)
-
-        come = bootstrap.attempt(accept)
+        come = bootstrap.attempt(lambda: listener.accept(others, token, timeout_s))
         unused.pop_all()
     return {topology.node_of(rank): Link(made[rank], come[rank]) for rank in others}
 
@@ -532,19 +524,20 @@ def _make_payload(
     bootstrap: Bootstrap,
     topology: Topology,
     device: torch.device,
-    name: str,
+    store: Any,
     options: dict[str, Any],
     unused: ExitStack,
 ) -> Payload:
     """The payload, which `unused` closes. Collective."""
     # Together: a rank without NCCL would keep the others waiting.
     library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
-    at = bootstrap.store, name
 
     def make() -> Payload:
         try:
             made = (
-                GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options)
+                GlooRail(store, **options)
+                if library is None
+                else NcclRail(library, store, **options)
             )
         except RuntimeError as error:
             if library is not None:

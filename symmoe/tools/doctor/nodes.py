@@ -228,11 +228,13 @@ def try_rail(
         "num_nodes": topology.num_nodes,
         "timeout_s": _CONNECT_S,
     }
-    at = board.store, f"symmoe-doctor/rail/{topology.local_rank}"
+    store = dist.PrefixStore(f"symmoe-doctor/rail/{topology.local_rank}", board.store)  # type: ignore[attr-defined]
     try:
         if has_gpu:
             torch.cuda.set_device(board.local_rank)
-        payload: Payload = NcclRail(Nccl(), *at, **options) if has_gpu else GlooRail(*at, **options)
+        payload: Payload = (
+            NcclRail(Nccl(), store, **options) if has_gpu else GlooRail(store, **options)
+        )
     except (BackendUnavailable, RuntimeError) as error:
         return Rail(error=_first_line(error))
     stack.callback(payload.close)
