@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from symmoe.errors import FAULT_BYTES
 from symmoe.nodes.rail import RailBroken
@@ -34,8 +34,7 @@ _LAST_WORDS_S = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A message of a rank."""
 
     kind: int  # GOES_ON, FAILED, GAVE_UP, WAITS; UNRAISED: the rank has left the call that failed, and keeps the error
@@ -50,7 +49,7 @@ class Header:
 
     def pack(self) -> bytes:
         """The header as _HEADER_BYTES bytes."""
-        return (_WORDS.pack(*astuple(self)[:-1]) + self.message).ljust(_HEADER_BYTES, b"\0")
+        return (_WORDS.pack(*self[:-1]) + self.message).ljust(_HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, packed: bytes) -> Header:
@@ -82,7 +81,7 @@ class ControlChannel:
     def announce(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`receive` comes next. Does not wait."""
         self.number += 1
-        self._said = replace(header, number=self.number)
+        self._said = header._replace(number=self.number)
         self._problem = self._send(self._said)
 
     def receive(self, timeout_s: float) -> list[Header]:

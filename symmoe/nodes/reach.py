@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +32,7 @@ REACH_S = 10.0  # for connections: three attempts of Linux
 _SEND_S = 5.0  # for a peer to read its messages: hosts are never more than a header ahead
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """The address at which a rank listens."""
 
     device: str  # name of the network device; "": not known

@@ -54,7 +54,7 @@ class Bootstrap:
             raise problem
         self._is_single = group is None and not dist.is_initialized()
         if not self._is_single:
-            _wait_for_gloo_at_exit()
+            _once_at_exit(_wait_for_gloo)
         self._group = group
         self._timeout_s = timeout_s
         self._num_exchanges = 0
@@ -182,7 +182,7 @@ class Bootstrap:
         for peer in peers:
             # Wait for all sends, even if one peer is lost: a message that is unread when this rank ends never arrives,
             # and its receiver would wait. After a timeout gloo has closed all connections.
-            if not any(isinstance(failure, PeerTimeout) for failure in failures):
+            if sent[peer] is not None and PeerTimeout not in map(type, failures):
                 attempt(peer, self._wait, sent[peer], start)
         try:
             if failures:
@@ -191,9 +191,7 @@ class Bootstrap:
             failures.clear()  # their tracebacks and this frame keep each other alive
         return theirs
 
-    def _wait(self, work: dist.Work | None, start: float) -> None:
-        if work is None:
-            return
+    def _wait(self, work: dist.Work, start: float) -> None:
         if self._timeout_s is None:
             work.wait()
         else:
@@ -235,23 +233,21 @@ def group_problem(group: object, name: str) -> ArgumentError | None:
     return None if rank >= 0 else ArgumentError(f"{name} {not_in_it}")
 
 
-@functools.cache
-def _wait_for_gloo_at_exit() -> None:
-    """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer.
+_once_at_exit = functools.cache(atexit.register)
+
+
+def _wait_for_gloo() -> None:
+    """Lets gloo's threads finish before the interpreter ends. Waits for no peer.
 
     A gloo thread reports the end of a collective and then frees its tensors, for which it needs Python's lock. If the
     interpreter begins to end in between, Python (before 3.14) ends the thread inside a destructor, which aborts the
     process: "terminate called without an active exception" (torch 2.13, busy machines).
     """
-
-    def wait_for_gloo() -> None:
-        deadline = time.monotonic() + _LONGEST_S
-        num_looks = 0
-        while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
-            num_looks = num_looks + 1 if _is_gloo_asleep() else 0
-            time.sleep(1e-3)  # releases the lock
-
-    atexit.register(wait_for_gloo)
+    deadline = time.monotonic() + _LONGEST_S
+    num_looks = 0
+    while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
+        num_looks = num_looks + 1 if _is_gloo_asleep() else 0
+        time.sleep(1e-3)  # releases the lock
 
 
 def _is_gloo_asleep() -> bool:

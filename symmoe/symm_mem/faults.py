@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from symmoe.errors import (
     TRAVELLING,
@@ -223,7 +222,7 @@ class Faults:
             peer = self._waits.peers.in_group(words[control.STATUS_PEER])
             calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
             fault = Fault(-1, encode(reports.mismatch_error(self._waits.configurations, *calls)))
-        fault = replace(fault, is_unraised=is_unraised)
+        fault = fault._replace(is_unraised=is_unraised)
         answer: Fault | Report = self._others.tell(fault) if told is None else told
         if isinstance(answer, Fault) and answer.origin == UNKNOWN:
             answer = self._others.tell(fault)
@@ -273,7 +272,7 @@ class Faults:
             self._words[control.STATUS_KIND] == control.STATUS_OK
         ):  # later errors follow from this one
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
-        self._give_up(replace(report, reason=report.reason or str(self._gone(report))))
+        self._give_up(report._replace(reason=report.reason or str(self._gone(report))))
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits until the barrier ends."""
@@ -305,7 +304,7 @@ class Faults:
         """Blocks everything but `close`, because of an error; `tell` gets the report with a reason in it."""
         self.poison = str(error)
         self._describe(error, status)  # before this rank overwrites the words of its peers
-        tell(replace(report, reason=report.reason or self.poison))
+        tell(report._replace(reason=report.reason or self.poison))
         self._write_down(error)
 
     def _gone(self, report: Report) -> PeerError:
@@ -350,7 +349,7 @@ class Faults:
             with self._streams.at_once():
                 report = reports.read_report(self._waits.peers, peer)
         if report.sender < 0:
-            report = replace(report, sender=self._waits.peers.in_group(peer))
+            report = report._replace(sender=self._waits.peers.in_group(peer))
         return self.gone(report, words, self._pass_on)
 
     def _pass_on(self, report: Report) -> None:

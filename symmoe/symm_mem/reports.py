@@ -12,8 +12,8 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +52,7 @@ _HEADER_NAMES: dict[int, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """The reason why a rank aborts, as text and integers for its peers."""
 
     reason: str
@@ -69,7 +68,7 @@ class Report:
 
     def pack(self) -> bytes:
         """The report as FAULT_BYTES and the details."""
-        reason, *details = astuple(self)
+        reason, *details = self
         return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
 
     @classmethod
@@ -81,8 +80,7 @@ class Report:
 UNKNOWN = 1 << 31  # the origin of an error on another node about which a rank knows nothing else
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     """An error by which a rank has failed a call, in the form for its peers.
 
     Attributes:

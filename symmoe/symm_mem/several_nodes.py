@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -423,7 +422,7 @@ class RemoteNodes(NoRemoteNodes):
     def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
         """The report of a missing node, or of a node that has aborted."""
         if gave_up is not None:
-            return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
+            return Report.unpack(gave_up.message)._replace(sender=gave_up.origin)
         rank = self.topology.rail[node]
         number = self.channel.number
         return Report(
@@ -502,8 +501,8 @@ def _connect_hosts(
     """The links by node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     others = [rank for rank in topology.rail if rank != topology.rank]
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
-        said = bootstrap.gather(asdict(listener.endpoint))
-        endpoints = {rank: Endpoint(**said[rank]) for rank in others}
+        said = bootstrap.gather(listener.endpoint)
+        endpoints = {rank: Endpoint(*said[rank]) for rank in others}
         made, refused = connect(endpoints, timeout_s, hello(token, topology.rank))
         problem = None
         for each in made.values():

@@ -74,8 +74,8 @@ class HeapParts:
             self.backend = "nvshmem" if has_gpu else "host"
             self.backend_reason = f"auto: torch sees {seen}"
         # Every rank has a bound, even if the argument is wrong: without one, messages would not match those of peers.
-        is_usable = _timeout_problem("start_timeout_s", start_timeout_s) is None
-        start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
+        problem = _timeout_problem("start_timeout_s", start_timeout_s)
+        start_s = min(start_timeout_s, MAX_S) if problem is None else START_TIMEOUT_S
         self.bootstrap = Bootstrap(group)
         whole = Bootstrap(group, start_s)
         self.rank = whole.rank
@@ -109,13 +109,11 @@ class HeapParts:
         backend_class = host_backend.HostBackend if is_on_host else nvshmem_backend.NvshmemBackend
         self._arenas = arenas = backend_class(whole, topology, num_bytes)
         device = arenas.device
-        views = tuple(make() for make in arenas.arenas)
-        bases = torch.tensor(arenas.bases, dtype=torch.int64, device=device)
         self.peers = peers = Peers(
             rank=topology.local_rank,
             num_ranks=len(node),
-            bases=bases,
-            views=views,
+            bases=torch.tensor(arenas.bases, dtype=torch.int64, device=device),
+            views=tuple(make() for make in arenas.arenas),
             layout=ControlLayout(len(node), whole.num_ranks),
             group_ranks=() if is_single else node,
         )

@@ -151,7 +151,7 @@ def examine_nodes(
             problem = str(error)
         mine = read_facts(board.local_rank, environment, endpoint, problem)
         said = board.gather("facts", asdict(mine))
-        facts = [Facts(**each | {"endpoint": Endpoint(**each["endpoint"])}) for each in said]
+        facts = [Facts(**each | {"endpoint": Endpoint(*each["endpoint"])}) for each in said]
         try:
             topology = find_topology([each.domain for each in facts], board.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
