@@ -68,7 +68,6 @@ class ControlChannel:
 
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links = links
-        self._is_open = True
         self._said_once = set[int]()
         self._sends = threading.Lock()
         self._takes = threading.RLock()  # a signal handler may abort
@@ -82,7 +81,7 @@ class ControlChannel:
         """Sends a header to all nodes; :meth:`receive` comes next. Does not wait."""
         self.number += 1
         self._said = header._replace(number=self.number)
-        self._problem = self._send(self._said)
+        self._problem = self._send(self._said, ())
 
     def receive(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included. Collective over the rail. RailBroken: a node did not answer in
@@ -105,12 +104,13 @@ class ControlChannel:
             raise
         return headers
 
-    def announce_once(self, kind: int, number: int = 0) -> None:
-        """Sends a message that no node waits for. WAITS: this rank waits for a rank of its own node, which may wait for
-        its rail. COUNTED: see Header; requests the others' numbers. Does not wait. From any thread."""
-        if kind not in self._said_once:
-            self._said_once.add(kind)
-            self._send(Header(kind, number))
+    def announce_once(self, header: Header, but: Collection[int] = ()) -> None:
+        """Sends a message that no node waits for, the first of its kind, to all nodes but these. WAITS: this rank waits
+        for a rank of its own node, which may wait for its rail. COUNTED: see Header; requests the others' numbers. Does
+        not wait. From any thread."""
+        if header.kind not in self._said_once:
+            self._said_once.add(header.kind)
+            self._send(header, but)
 
     def look(self) -> tuple[set[int], Header | None]:
         """The nodes whose connections have closed, and the message of one that has aborted; records :attr:`counted`.
@@ -139,12 +139,8 @@ class ControlChannel:
     def give_up(self, origin: int, message: bytes) -> None:
         """Sends the abort message, once, to all nodes with an open connection; the others need none. Local; does not
         wait. From any thread."""
-        is_open = self._is_open
-        self._is_open = False
-        if is_open:
-            self._send(
-                Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
-            )
+        header = Header(GAVE_UP, self.number + 1, origin=origin, message=message)
+        self.announce_once(header, but=self.look()[0])
 
     def last_message(self, node: int) -> Header | None:
         """The abort message of a node whose connection has closed, after all its earlier messages, or None."""
@@ -157,11 +153,10 @@ class ControlChannel:
 
     def close(self) -> None:
         """Ends the rail. Local."""
-        self._is_open = False
         for link in self._links.values():
             link.close()
 
-    def _send(self, header: Header, but: Collection[int] = ()) -> RailBroken | None:
+    def _send(self, header: Header, but: Collection[int]) -> RailBroken | None:
         problem = None
         packed = header.pack()
         with self._sends:  # headers of two threads must not mix

@@ -31,7 +31,6 @@ _ID = "id"
 _FAILED = "failed"  # keys in the store of a rail
 _CONNECT_POLL_S = 0.05
 _MEASURED_BYTES = 1 << 25
-_Messages = list[tuple[int, int, int]]  # (address, bytes, rank)
 _HINT = "; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name its devices"
 
 
@@ -78,32 +77,20 @@ class Nccl:
     def unique_id(self) -> bytes:
         """A new id by which the ranks of a communicator find each other."""
         made = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(made))
+        self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
         """A communicator on the current GPU. Collective; waits for the others without a bound."""
         communicator = ctypes.c_void_p()
         made = _UniqueId.from_buffer_copy(unique_id)
-        self._call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
+        self.call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
         return communicator.value or 0
-
-    def exchange(
-        self, communicator: int, sends: _Messages, receives: _Messages, stream: int
-    ) -> None:
-        """Sends and receives (address, bytes, rank) on a CUDA stream, at once, in order for each rank."""
-        self._call("ncclGroupStart")
-        try:
-            for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
-                for address, num_bytes, rank in messages:
-                    self._call(name, address, num_bytes, _UINT8, rank, communicator, stream)
-        finally:
-            self._call("ncclGroupEnd")
 
     def problem(self, communicator: int) -> str:
         """The error of the launched work so far, or ""."""
         result = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", communicator, ctypes.byref(result))
+        self.call("ncclCommGetAsyncError", communicator, ctypes.byref(result))
         return "" if result.value in (_SUCCESS, _IN_PROGRESS) else self._text(result.value)
 
     def abort(self, communicator: int) -> None:
@@ -113,7 +100,8 @@ class Nccl:
     def _text(self, result: int) -> str:
         return str(self._library.ncclGetErrorString(result), errors="replace")
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the library. NcclError: it has failed."""
         result = getattr(self._library, name)(*arguments)
         if result != _SUCCESS:
             raise NcclError(f"{name}: {self._text(result)}; NCCL_DEBUG=INFO says why")
@@ -224,16 +212,17 @@ class NcclRail(Payload):
         return _MEASURED_BYTES / float(events[0].elapsed_time(events[1]) * 1e-3)
 
     def _exchange(self, sends: Pairs, receives: Pairs, stream: Any = None) -> None:
-        messages = self._addresses(sends), self._addresses(receives)
+        """Sends and receives on a CUDA stream, at once, in order for each node."""
         stream = torch.cuda.current_stream(self._device) if stream is None else stream
-        self._library.exchange(self._communicator, *messages, stream.cuda_stream)
-
-    def _addresses(self, pairs: Pairs) -> _Messages:
-        return [
-            (each.data_ptr(), each.nbytes, node)
-            for node, each in pairs
-            if node != self._node and each.numel()
-        ]
+        where = self._communicator, stream.cuda_stream
+        self._library.call("ncclGroupStart")
+        try:
+            for name, pairs in (("ncclRecv", receives), ("ncclSend", sends)):
+                for node, each in pairs:
+                    if node != self._node and each.numel():
+                        self._library.call(name, each.data_ptr(), each.nbytes, _UINT8, node, *where)
+        finally:
+            self._library.call("ncclGroupEnd")
 
 
 def connect_together(

@@ -131,10 +131,12 @@ class Bootstrap:
         problem: SymmoeError | None = None
         try:
             result = step()
-        except SymmoeError as error:
-            problem = error
         except Exception as error:  # noqa: BLE001 - peers wait after any error
-            problem = BackendUnavailable(f"{type(error).__name__}: {error}")
+            problem = (
+                error
+                if isinstance(error, SymmoeError)
+                else BackendUnavailable(f"{type(error).__name__}: {error}")
+            )
         try:
             self.agree(problem)
         finally:

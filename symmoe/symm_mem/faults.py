@@ -218,10 +218,14 @@ class Faults:
                 self._waits.peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
             )
         else:
-            first = self._waits.peers.in_group(0)
-            peer = self._waits.peers.in_group(words[control.STATUS_PEER])
-            calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
-            fault = Fault(-1, encode(reports.mismatch_error(self._waits.configurations, *calls)))
+            difference = reports.mismatch_error(
+                self._waits.configurations,
+                first=self._waits.peers.in_group(0),
+                call=words[control.STATUS_EXPECTED],
+                peer=self._waits.peers.in_group(words[control.STATUS_PEER]),
+                other_call=words[control.STATUS_SEEN],
+            )
+            fault = Fault(-1, encode(difference))
         fault = fault._replace(is_unraised=is_unraised)
         answer: Fault | Report = self._others.tell(fault) if told is None else told
         if isinstance(answer, Fault) and answer.origin == UNKNOWN:
@@ -393,8 +397,9 @@ class Faults:
         """See SymmetricHeap.abort."""
         if self.poison is not None:
             return
-        error = SymmoeError(f"this rank gave up: {reason}")
-        self._poison_by(error, Report(reason), _NO_STATUS, self._give_up)
+        self._poison_by(
+            SymmoeError(f"this rank gave up: {reason}"), Report(reason), _NO_STATUS, self._give_up
+        )
 
     def _give_up(self, report: Report) -> None:
         """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""

@@ -610,19 +610,15 @@ def _wait_in_build(
     """Records the kernel that a wait on CPUs launches; returns a stand-in for its result."""
     current = builder()
     assert current is not None
-    if peer == BARRIER:
-        shape: tuple[int, ...] = (heap.peers.num_ranks, control.NUM_PUBLISHED)
-        name = "barrier"
-        given = publish
-        options = {"call": call, "fault": False}
-    else:
-        shape = (1,)
-        name = "wait_for_signal"
-        given = peer
-        options = {"phase": call}
+    shape = (heap.peers.num_ranks, control.NUM_PUBLISHED) if peer == BARRIER else (1,)
     result = current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
-    args = heap.peers, given, result, heap.status
-    current.note(name, args, {"timeout_ns": 0, "nan_on_failure": nan_on_failure, **options})
+    options = {"timeout_ns": 0, "nan_on_failure": nan_on_failure}
+    if peer == BARRIER:
+        args = heap.peers, publish, result, heap.status
+        current.note("barrier", args, {**options, "call": call, "fault": False})
+    else:
+        args = heap.peers, peer, result, heap.status
+        current.note("wait_for_signal", args, {**options, "phase": call})
     return result
 
 

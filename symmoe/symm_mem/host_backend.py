@@ -66,8 +66,7 @@ class HostBackend:
     def suspend(self) -> None:
         """Frees this rank's arena, which then reads as zeros in every process: no tokens remain, and a peer that hangs
         keeps no memory. Writes allocate memory again. Local."""
-        if self._maps:
-            self._maps[self._rank].madvise(mmap.MADV_REMOVE)
+        self._maps[self._rank].madvise(mmap.MADV_REMOVE)
 
     def resume(self, bootstrap: Bootstrap) -> None:
         """Does nothing."""

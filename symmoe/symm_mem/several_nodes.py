@@ -283,7 +283,7 @@ class RemoteNodes(NoRemoteNodes):
         its_counters = self._waits.peers.counters(peer)
         own_mailbox = self._waits.peers.mailbox(self._waits.peers.rank)
         deadline = time.monotonic() + self._bound_s
-        self.channel.announce_once(WAITS)
+        self.channel.announce_once(Header(WAITS))
         while True:
             with self._streams.at_once():
                 is_on_rail = bool(its_counters[control.ON_RAIL])
@@ -365,7 +365,7 @@ class RemoteNodes(NoRemoteNodes):
             self._is_marked = is_long
         lost, gave_up = self.channel.look()
         if max(self.channel.counted.values()) >= 0:  # a host asks
-            self.channel.announce_once(COUNTED, begun + ended)
+            self.channel.announce_once(Header(COUNTED, begun + ended))
         if not (is_moving and is_long):
             return True
         is_lost = bool(lost or self.payload.problem())
@@ -380,7 +380,7 @@ class RemoteNodes(NoRemoteNodes):
         """The report of the rank that is missing in an exchange on the device, found here or by another rank. NCCL does
         not name it. So hosts exchange the progress of their devices: missing is a host without an answer, or else the
         one that is behind, the first of several. is_lost: whether the network reports a closed connection."""
-        self.channel.announce_once(COUNTED, sum(self.payload.moved))
+        self.channel.announce_once(Header(COUNTED, sum(self.payload.moved)))
         counted = self.channel.counted
         deadline = time.monotonic() + ANSWER_S
         while True:
@@ -434,8 +434,10 @@ class RemoteNodes(NoRemoteNodes):
         first = self.topology.rail[0]
         for rank, header in zip(self.topology.rail, headers, strict=True):
             if header.call != headers[0].call:
-                calls = first, headers[0].call, rank, header.call
-                return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
+                error = mismatch_error(
+                    self._waits.configurations, first, headers[0].call, rank, header.call
+                )
+                return Fault(-1, encode(error))
             if header.sizes != headers[0].sizes:
                 text = f"rail_capacity or top_k differs between rank {first} and rank {rank}"
                 return Fault(-1, encode(ConfigMismatch(text)))

@@ -228,8 +228,8 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     for each in (channel, other):
         each.announce(Header(GOES_ON, call=7))
     assert [header.call for header in channel.receive(PROMPT_S)] == [7, 7]
-    other.announce_once(WAITS)
-    other.announce_once(COUNTED, 5)
+    other.announce_once(Header(WAITS))
+    other.announce_once(Header(COUNTED, 5))
     assert (channel.look(), channel.counted) == ((set(), None), {1: 5})
     for each in (channel, other):
         each.announce(Header(GOES_ON, call=8))
