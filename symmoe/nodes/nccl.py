@@ -131,8 +131,13 @@ class NcclRail(Payload):
         torch.cuda.synchronize(self._device)
         self.progress.zero_()
         try:
-            make_id = library.unique_id if node == 0 else None
-            connect_together(make_id, self._connect, store, node=node, timeout_s=timeout_s)
+            connect_together(
+                library.unique_id if node == 0 else None,
+                self._connect,
+                store,
+                node=node,
+                timeout_s=timeout_s,
+            )
         except BackendUnavailable:
             self.end()  # first messages that would wait forever
             raise

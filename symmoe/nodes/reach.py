@@ -59,9 +59,10 @@ class Listener:
         self.endpoint = Endpoint(device)  # without an address it does not listen; peers find this
         for address in filter(None, [_address_of(device)] if device else _addresses_of_host()):
             with contextlib.suppress(OSError):
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 self._socket = socket.create_server(
-                    (address, 0), family=family, backlog=socket.SOMAXCONN
+                    (address, 0),
+                    family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                    backlog=socket.SOMAXCONN,
                 )
                 self.endpoint = Endpoint(
                     device or _device_with(address), address, self._socket.getsockname()[1]

@@ -49,9 +49,8 @@ def _find_fabric(gpu: str) -> str:
             return ""
         try:
             name = b"GPU-" + gpu.removeprefix("GPU-").encode()
-            found = nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device))
             if (
-                found != _SUCCESS
+                nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device)) != _SUCCESS
                 or nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info)) != _SUCCESS
             ):
                 return ""
@@ -131,7 +130,6 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     nodes = topology.nodes
     own = topology.ranks
     num_ranks = len(nodes) * len(own)
-    others = [ranks for ranks in nodes if ranks != own]
     to_local = [
         ranks.index(rank) if rank in ranks else -1
         for ranks in nodes
@@ -150,6 +148,8 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
             own_ranks=torch.tensor(own, device=device),
-            other_ranks=torch.tensor(others, device=device).flatten(),
+            other_ranks=torch.tensor(
+                [ranks for ranks in nodes if ranks != own], device=device
+            ).flatten(),
             first_with=torch.tensor([0, *first_with, num_ranks], device=device),
         )

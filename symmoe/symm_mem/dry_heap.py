@@ -37,11 +37,10 @@ class DryHeap(SymmetricHeap):
         self.num_rows = num_rows
         self.num_packed_rows = num_packed_rows
         self.events = list[Event]()
-        bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
         peers = control.Peers(
             rank=0,
             num_ranks=num_ranks,
-            bases=bases,
+            bases=torch.empty(num_ranks, dtype=torch.int64, device=_META),
             views=(),
             layout=control.ControlLayout(num_ranks),
         )

@@ -281,8 +281,12 @@ class Faults:
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits until the barrier ends."""
         self._num_messages += 1
-        epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
-        reports.send_fault(self._waits.peers, fault, epoch=epoch, turn=self._num_messages & 1)
+        reports.send_fault(
+            self._waits.peers,
+            fault,
+            epoch=int(self._counters[control.BARRIER_EPOCH]) + 1,
+            turn=self._num_messages & 1,
+        )
         self._waits.wait(call, fault=True)
         self._streams.synchronize()
 

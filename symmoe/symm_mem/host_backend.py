@@ -53,8 +53,15 @@ class HostBackend:
             )
             tickets = bootstrap.gather(ticket)
             # No rank closes its descriptor before every peer has opened it, and all fail together.
-            its = {rank: tickets[rank] for rank in topology.ranks}
-            self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, its, namespace))
+            self._maps = bootstrap.attempt(
+                partial(
+                    _map_arenas,
+                    num_bytes,
+                    files,
+                    tickets={rank: tickets[rank] for rank in topology.ranks},
+                    namespace=namespace,
+                )
+            )
         finally:
             for file in files.values():
                 os.close(file)

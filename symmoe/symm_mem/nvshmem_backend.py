@@ -164,10 +164,15 @@ class NvshmemBackend:
         """The number of machines of this node. Raises on all ranks unless the node's ranks use different GPUs that can
         address each other. Collective."""
         index = self.device.index
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         machine = bootstrap.attempt(find_machine)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
-        said = bootstrap.gather([uuid, index, machine, visible])
+        said = bootstrap.gather(
+            [
+                str(torch.cuda.get_device_properties(self.device).uuid),
+                index,
+                machine,
+                os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128],
+            ]
+        )
         uuids, indices, machines, views = zip(
             *(said[rank] for rank in self._topology.ranks), strict=True
         )

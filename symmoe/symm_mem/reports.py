@@ -255,11 +255,11 @@ def plan_error(words: list[int]) -> SymmoeError:
     """The error of a status record of kind STATUS_PLAN; the same on every rank."""
     rank, limit, value, code, where = words[control.STATUS_PEER : control.STATUS_WHERE + 1]
     if code == control.PLAN_MISMATCH:
-        field = control.AGREED_FIELDS[where]
-        zero = _header_value(where, limit)
-        mine = _header_value(where, value)
-        return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
-    found: dict[int, SymmoeError] = {
+        return ConfigMismatch(
+            f"{control.AGREED_FIELDS[where]} differs: rank 0 has {_header_value(where, limit)}, "
+            f"rank {rank} has {_header_value(where, value)}"
+        )
+    return {
         control.PLAN_FAULT: SymmoeError("the plan failed on another rank"),
         control.PLAN_BAD_ID: ExpertIdError(
             f"topk_idx on rank {rank}, flat position {where}: {value} is neither -1 nor in [0, {limit})"
@@ -270,8 +270,7 @@ def plan_error(words: list[int]) -> SymmoeError:
         control.PLAN_RAIL_OVERFLOW: CapacityError(
             f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})"
         ),
-    }
-    return found[code]
+    }[code]
 
 
 def mismatch_error(

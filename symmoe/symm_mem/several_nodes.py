@@ -423,10 +423,14 @@ class RemoteNodes(NoRemoteNodes):
         """The report of a missing node, or of a node that has aborted."""
         if gave_up is not None:
             return Report.unpack(gave_up.message)._replace(sender=gave_up.origin)
-        rank = self.topology.rail[node]
-        number = self.channel.number
         return Report(
-            "", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost)
+            "",
+            missing=self.topology.rail[node],
+            phase=self._phase,
+            expected=self.channel.number,
+            seen=self.channel.number - 1,
+            first=int(self._is_first),
+            lost=int(lost),
         )
 
     def _difference(self, headers: list[Header]) -> Fault | None:
@@ -439,8 +443,10 @@ class RemoteNodes(NoRemoteNodes):
                 )
                 return Fault(-1, encode(error))
             if header.sizes != headers[0].sizes:
-                text = f"rail_capacity or top_k differs between rank {first} and rank {rank}"
-                return Fault(-1, encode(ConfigMismatch(text)))
+                error = ConfigMismatch(
+                    f"rail_capacity or top_k differs between rank {first} and rank {rank}"
+                )
+                return Fault(-1, encode(error))
         return None
 
 
@@ -469,9 +475,13 @@ def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
         for ranks in topology.nodes
         if rank in ranks
     ]
-    bases = peers.bases[torch.tensor(local, device=peers.bases.device)]
-    views = [peers.views[rank] for rank in local]
-    return control.Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
+    return control.Peers(
+        rank=topology.rank,
+        num_ranks=peers.layout.num_rows,
+        bases=peers.bases[torch.tensor(local, device=peers.bases.device)],
+        views=tuple(peers.views[rank] for rank in local),
+        layout=peers.layout,
+    )
 
 
 def start_rail(

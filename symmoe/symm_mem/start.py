@@ -176,10 +176,9 @@ class HeapParts:
         """The error if this rank cannot return its memory, or None."""
         if leases := self.memory.live_leases():
             named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MOST_NAMED])
-            num_bytes = sum(size for _, size in leases)
             return ArgumentError(
-                f"suspend: {len(leases)} leases of {num_bytes} bytes are live, the largest are {named}: suspend when "
-                "no backward pass is to come, and drop what keeps them"
+                f"suspend: {len(leases)} leases of {sum(size for _, size in leases)} bytes are live, the largest are "
+                f"{named}: suspend when no backward pass is to come, and drop what keeps them"
             )
         missing = self._arenas.suspend_problem
         return BackendUnavailable(f"suspend: {missing}") if missing else None
