@@ -154,7 +154,8 @@ class ControlChannel:
     def close(self) -> None:
         """Ends the rail. Local."""
         for link in self._links.values():
-            link.close()
+            for each in link:
+                each.close()
 
     def _send(self, header: Header, but: Collection[int]) -> RailBroken | None:
         problem = None

@@ -120,8 +120,12 @@ class GlooRail(Payload):
 
     def __init__(self, store: Any, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node
-        bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
-        self._group: Any = dist.ProcessGroupGloo(store, node, num_nodes, timeout=bound)
+        self._group: Any = dist.ProcessGroupGloo(
+            store,
+            node,
+            num_nodes,
+            timeout=timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER),
+        )
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         started = []

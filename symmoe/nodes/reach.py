@@ -48,7 +48,7 @@ class Endpoint(NamedTuple):
         return f"{self.host}:{self.port}" + (f" ({self.device})" if self.device else "")
 
 
-class Listener:
+class Listener(contextlib.AbstractContextManager["Listener"]):
     """Listens at `endpoint`, like gloo: at the device named by GLOO_SOCKET_IFNAME, or at the address of the host's
     name. A context manager; peers must connect before it ends. BackendUnavailable: there is no such device."""
 
@@ -68,9 +68,6 @@ class Listener:
                     device or _device_with(address), address, self._socket.getsockname()[1]
                 )
                 break
-
-    def __enter__(self) -> Listener:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if self._socket is not None:
@@ -104,11 +101,6 @@ class Link(NamedTuple):
 
     sends: socket.socket
     receives: socket.socket
-
-    def close(self) -> None:
-        """Closes both connections."""
-        self.sends.close()
-        self.receives.close()
 
 
 def hello(token: bytes, rank: int) -> bytes:

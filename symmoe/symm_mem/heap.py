@@ -51,7 +51,7 @@ def _bound(name: str) -> property:
     )
 
 
-class SymmetricHeap(HeapParts):
+class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
     """Symmetric memory over the ranks of an expert-parallel group.
 
     Construction is collective over `group` and synchronises the host. All ranks must make every later collective call
@@ -332,10 +332,12 @@ class SymmetricHeap(HeapParts):
                 if phase != control.PHASE_PLAN:
                     self._fail(self.faults.unraised, phase)
                 publish = UNRAISED
-            call = control.pack_call(phase=phase, **agreed)
-            generation = {} if plan is None else {"plan": plan}
             received = _wait(
-                self, call, publish=publish, nan_on_failure=nan_on_failure, **generation
+                self,
+                control.pack_call(phase=phase, **agreed),
+                publish=publish,
+                nan_on_failure=nan_on_failure,
+                **({} if plan is None else {"plan": plan}),
             )
             if self.faults.unraised is not None:
                 errors.raise_for(self.faults.settle(received.tolist()))
@@ -493,9 +495,6 @@ class SymmetricHeap(HeapParts):
                 del error  # as in `fail`
                 _end(self, together=together)
 
-    def __enter__(self) -> SymmetricHeap:
-        return self
-
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: object
     ) -> None:
@@ -644,13 +643,15 @@ def _lease(
     span = memory.take(num_bytes, name)
     if span is None:
         arena = memory.arena
-        problem = (
-            f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
-            f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
-            f"high-water mark {arena.high_water_bytes}; a heap with num_bytes={arena.end_for(num_bytes)} (now "
-            f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
+        heap._fail(
+            HeapExhausted(
+                f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
+                f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
+                f"high-water mark {arena.high_water_bytes}; a heap with num_bytes={arena.end_for(num_bytes)} (now "
+                f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
+            ),
+            phase,
         )
-        heap._fail(HeapExhausted(problem), phase)
     return Lease(memory, span, shape, dtype, num_bytes)
 
 

@@ -15,6 +15,7 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -361,7 +362,7 @@ def ended_lease(tensor: torch.Tensor) -> Span | None:
     return span if span is not None and span.end else None
 
 
-class Lease:
+class Lease(AbstractContextManager["Lease"]):
     """Memory of the symmetric heap, made by :meth:`SymmetricHeap.lease`. Contents are undefined at first.
 
     Attributes:
@@ -429,9 +430,6 @@ class Lease:
         if self._span.memory is not None:
             self._memory.shrink(self._span, num_bytes)
 
-    def __enter__(self) -> Lease:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         if self._span.memory is not None:
             self.release()
@@ -496,8 +494,13 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
         if call.function is _RELEASE or (call.function is take and call.slot in ended)
     ]
     parts, num_bytes = _laid_out(events, overlap=not memory.fills)
-    names = ", ".join(part.name for part in parts)
-    whole = _Part(program.num_slots, names, (num_bytes,), torch.uint8, num_bytes)
+    whole = _Part(
+        slot=program.num_slots,
+        name=", ".join(part.name for part in parts),
+        shape=(num_bytes,),
+        dtype=torch.uint8,
+        num_bytes=num_bytes,
+    )
     entries = [
         entry
         for entry in program.entries
