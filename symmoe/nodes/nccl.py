@@ -111,9 +111,6 @@ class NcclRail(Payload):
     """A rail for tensors on the current GPU, by this library; other arguments are as in GlooRail. Construction is
     collective over the rail and synchronises. BackendUnavailable: see connect_together."""
 
-    progress: torch.Tensor
-    counts: torch.Tensor
-
     def __init__(
         self, library: Nccl, store: Any, *, node: int, num_nodes: int, timeout_s: float
     ) -> None:
@@ -124,8 +121,10 @@ class NcclRail(Payload):
         self._communicator = 0
         self._turn = threading.Lock()  # of the threads that use it
         with torch.inference_mode(False):
-            self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
-            self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self.progress: torch.Tensor = torch.zeros(
+                2, dtype=torch.int64, device="cpu", pin_memory=True
+            )
+            self.counts: torch.Tensor = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.count(BEGUN)  # its first launch must not come while ranks exchange
         self.counts.zero_()
         torch.cuda.synchronize(self._device)

@@ -15,6 +15,7 @@ ranks of a rail have raised the error, their exchanges no longer mark data.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -117,7 +118,7 @@ class Faults:
         self._words = waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._counters = waits.peers.counters(waits.peers.rank)
-        self._num_messages = 0  # sent to the peers
+        self._turns = itertools.cycle((1, 0))  # the slots of the peers' inboxes for messages
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -280,12 +281,11 @@ class Faults:
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits until the barrier ends."""
-        self._num_messages += 1
         reports.send_fault(
             self._waits.peers,
             fault,
             epoch=int(self._counters[control.BARRIER_EPOCH]) + 1,
-            turn=self._num_messages & 1,
+            turn=next(self._turns),
         )
         self._waits.wait(call, fault=True)
         self._streams.synchronize()
@@ -295,25 +295,21 @@ class Faults:
         report: Report,
         status: Sequence[int] = _NO_STATUS,
         tell: Callable[[Report], None] | None = None,
-    ) -> PeerError:
-        """The error of a missing or aborted rank; poisons the heap. status: the record of it, if there is one. tell:
-        sends the report to others; None: to all peers."""
-        error = self._gone(report)
-        self._poison_by(error, report, status, tell or self._give_up)
-        return error
+        error: SymmoeError | None = None,
+    ) -> SymmoeError:
+        """The error of a missing or aborted rank, or this one; from now on everything but `close` is blocked.
 
-    def _poison_by(
-        self,
-        error: SymmoeError,
-        report: Report,
-        status: Sequence[int],
-        tell: Callable[[Report], None],
-    ) -> None:
-        """Blocks everything but `close`, because of an error; `tell` gets the report with a reason in it."""
+        Args:
+            report: the reason, or what is missing; sent with the text of the error if it has no reason.
+            status: the record of it, if there is one.
+            tell: sends the report to others; None: to all peers.
+        """
+        error = error or self._gone(report)
         self.poison = str(error)
         self._describe(error, status)  # before this rank overwrites the words of its peers
-        tell(report._replace(reason=report.reason or self.poison))
+        (tell or self._give_up)(report._replace(reason=report.reason or self.poison))
         self._write_down(error)
+        return error
 
     def _gone(self, report: Report) -> PeerError:
         """The error of a report from its sender or from this rank; it names the missing rank if the report does."""
@@ -341,7 +337,7 @@ class Faults:
             error, _ = self._agree(reports.plan_record(report))
         return error
 
-    def _peer_failure(self, words: list[int]) -> PeerError:
+    def _peer_failure(self, words: list[int]) -> SymmoeError:
         """The error of a peer that is missing or has aborted. All ranks name the same missing peer."""
         kind = words[control.STATUS_KIND]
         overdue = self._others.overdue
@@ -401,13 +397,10 @@ class Faults:
         """See SymmetricHeap.abort."""
         if self.poison is not None:
             return
-        self._poison_by(
-            SymmoeError(f"this rank gave up: {reason}"), Report(reason), _NO_STATUS, self._give_up
-        )
+        self.gone(Report(reason), error=SymmoeError(f"this rank gave up: {reason}"))
 
     def _give_up(self, report: Report) -> None:
         """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""
-        self._num_messages += 1
         if self._is_captured:
             return
         self._others.give_up(report.sender if report.sender >= 0 else self._rank, report)
@@ -416,7 +409,7 @@ class Faults:
             try:
                 with self._streams.at_once():
                     end_waits(
-                        self._waits.peers, report, turn=self._num_messages & 1, kept_bits=kept_bits
+                        self._waits.peers, report, turn=next(self._turns), kept_bits=kept_bits
                     )
             except RuntimeError as problem:
                 logger.warning(

@@ -72,8 +72,6 @@ class RemoteNodes(NoRemoteNodes):
     device. rail_rows: by node, the `rail_rows` of the rank with this rank's index, from the last :meth:`meet` that had
     them."""
 
-    faults: Faults
-
     def __init__(
         self,
         topology: Topology,
@@ -316,7 +314,7 @@ class RemoteNodes(NoRemoteNodes):
     def start(self, faults: Faults) -> None:
         """Takes the heap's faults, and starts a thread that looks for exchanges that do not end, if nothing else bounds
         them. The thread ends with this object."""
-        self.faults = weakref.proxy(
+        self.faults: Faults = weakref.proxy(
             faults
         )  # they refer to this object: a cycle would keep a dropped heap's memory
         ended = self._ends

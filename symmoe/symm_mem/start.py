@@ -51,8 +51,6 @@ class HeapParts:
     Attributes: as in SymmetricHeap, and the right to use the heap, the owner of the memory, and one of
     programs.MODES."""
 
-    _kept: torch.Tensor  # the control block, while there are no arenas
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -164,7 +162,7 @@ class HeapParts:
         try:
             group.agree(self._suspend_problem())  # then the peers' launched work is done, too
             is_agreed = True
-            self._kept = self.peers.control_block.to("cpu", copy=True)
+            self._control_block = self.peers.control_block.to("cpu", copy=True)
             group.attempt(self._arenas.suspend)
         except BaseException as error:
             self._access.is_open = not is_agreed
@@ -189,7 +187,7 @@ class HeapParts:
         poison = self.faults.poison
         group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
         self._arenas.resume(group)
-        self.peers.control_block.copy_(self._kept)
+        self.peers.control_block.copy_(self._control_block)
         self.streams.synchronize()
         group.barrier()  # no rank may signal into a block before it is written
         self._access.is_open = True
