@@ -78,14 +78,9 @@ class NoRemoteNodes:
         """Whether a missing rank of this node has aborted because of another node, and reported it."""
         return False
 
-    def give_up(self, sender: int, report: Report) -> None:
-        """Reports to other nodes that `sender` (rank in the EP group) has aborted. Local; does not wait."""
-
-    def leave(self) -> None:
-        """Ends the exchanges on the device for good. Local."""
-
-    def leaving(self) -> AbstractContextManager[None]:
-        """Calls `leave` at the end of the context, or a moment after its begin."""
+    def giving_up(self, sender: int, report: Report) -> AbstractContextManager[None]:
+        """Reports to other nodes that `sender` (rank in the EP group) has aborted, and ends the exchanges on the device
+        for good at the end of the context, or a moment after its begin. Local; does not wait."""
         return nullcontext()
 
 
@@ -271,7 +266,6 @@ class Faults:
     def note_overdue(self, report: Report) -> None:
         """Aborts because of `others.overdue`, for which this rank's host may be waiting. In any thread."""
         if self.poison is not None:
-            self._others.leave()
             return
         if (
             self._words[control.STATUS_KIND] == control.STATUS_OK
@@ -358,8 +352,8 @@ class Faults:
 
     def _pass_on(self, report: Report) -> None:
         """Forwards a report by a rank of this node to the other nodes."""
-        self._others.give_up(report.sender, report)
-        self._others.leave()
+        with self._others.giving_up(report.sender, report):
+            pass  # this node has the report
 
     # -- sent -----------------------------------------------------------------------------------------------------
 
@@ -403,9 +397,9 @@ class Faults:
         """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""
         if self._is_captured:
             return
-        self._others.give_up(report.sender if report.sender >= 0 else self._rank, report)
+        sender = report.sender if report.sender >= 0 else self._rank
         kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
-        with self._others.leaving():
+        with self._others.giving_up(sender, report):
             try:
                 with self._streams.at_once():
                     end_waits(

@@ -290,24 +290,19 @@ class RemoteNodes(NoRemoteNodes):
                 return has_said
             time.sleep(_POLL_S)
 
-    def give_up(self, sender: int, report: Report) -> None:
-        self.channel.give_up(sender, report.pack())
-
-    def leave(self) -> None:
-        self.payload.end()
-
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only this
-        method ends."""
-        timer = threading.Timer(_MOMENT_S, self.leave)
+    def giving_up(self, sender: int, report: Report) -> Iterator[None]:
+        """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only the
+        payload's end ends."""
+        self.channel.give_up(sender, report.pack())
+        timer = threading.Timer(_MOMENT_S, self.payload.end)
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
-            self.leave()
+            self.payload.end()
 
     # -- on the rail ----------------------------------------------------------------------------------------------
 
@@ -372,6 +367,7 @@ class RemoteNodes(NoRemoteNodes):
         with suppress(ReferenceError):  # the heap was freed
             self.overdue = self._find_missing(is_lost)
             self.faults.note_overdue(self.overdue)
+            self.payload.end()  # also if an earlier error has blocked the heap
         return False
 
     def _find_missing(self, is_lost: bool) -> Report:
