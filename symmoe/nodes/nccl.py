@@ -83,8 +83,13 @@ class Nccl:
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
         """A communicator on the current GPU. Collective; waits for the others without a bound."""
         communicator = ctypes.c_void_p()
-        made = _UniqueId.from_buffer_copy(unique_id)
-        self.call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
+        self.call(
+            "ncclCommInitRank",
+            ctypes.byref(communicator),
+            num_ranks,
+            _UniqueId.from_buffer_copy(unique_id),
+            rank,
+        )
         return communicator.value or 0
 
     def problem(self, communicator: int) -> str:

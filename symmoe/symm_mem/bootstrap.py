@@ -94,11 +94,8 @@ class Bootstrap:
         """Every rank's `payload`, zero-padded to `num_bytes`, in rank order."""
         if len(payload) > num_bytes:
             raise AssertionError(f"a payload of {len(payload)} bytes does not fit {num_bytes}")
-        padded = payload.ljust(num_bytes, b"\0")
-        if self._is_single:
-            return [padded]
         self._num_exchanges += 1
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(payload.ljust(num_bytes, b"\0")), dtype=torch.uint8)
         theirs = (
             self._exchange(mine)
             if self._device.type == "cpu"
