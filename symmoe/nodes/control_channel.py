@@ -139,8 +139,9 @@ class ControlChannel:
     def give_up(self, origin: int, message: bytes) -> None:
         """Sends the abort message, once, to all nodes with an open connection; the others need none. Local; does not
         wait. From any thread."""
-        header = Header(GAVE_UP, self.number + 1, origin=origin, message=message)
-        self.announce_once(header, but=self.look()[0])
+        self.announce_once(
+            Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
+        )
 
     def last_message(self, node: int) -> Header | None:
         """The abort message of a node whose connection has closed, after all its earlier messages, or None."""

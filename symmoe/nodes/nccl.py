@@ -211,8 +211,11 @@ class NcclRail(Payload):
 
     def _measure(self) -> float:
         """Bytes per second that this rank sends while all send. Collective over the rail; waits for the device."""
-        message = _MEASURED_BYTES // (self._num_nodes - 1)
-        rows = torch.empty((2, self._num_nodes, message), dtype=torch.uint8, device=self._device)
+        rows = torch.empty(
+            (2, self._num_nodes, _MEASURED_BYTES // (self._num_nodes - 1)),  # messages
+            dtype=torch.uint8,
+            device=self._device,
+        )
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for event in events:  # the first exchange is not timed
             self._exchange([*enumerate(rows[0])], [*enumerate(rows[1])])

@@ -48,9 +48,11 @@ def _find_fabric(gpu: str) -> str:
         if nvml.nvmlInit_v2() != _SUCCESS:
             return ""
         try:
-            name = b"GPU-" + gpu.removeprefix("GPU-").encode()
             if (
-                nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device)) != _SUCCESS
+                nvml.nvmlDeviceGetHandleByUUID(
+                    b"GPU-" + gpu.removeprefix("GPU-").encode(), ctypes.byref(device)
+                )
+                != _SUCCESS
                 or nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info)) != _SUCCESS
             ):
                 return ""
