@@ -16,7 +16,6 @@ ranks of a rail have raised the error, their exchanges no longer mark data.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -110,7 +109,7 @@ class Faults:
         self._one_call = one_call
         self._others = others
         self._forget = forget
-        self._folder = os.environ.get("SYMMOE_FLIGHT_DIR", "")  # for flight records; "": none
+        self._folder = flight_record.find_folder()
         self._words = waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._counters = waits.peers.counters(waits.peers.rank)

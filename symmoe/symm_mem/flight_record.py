@@ -76,6 +76,11 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
     }
 
 
+def find_folder() -> str:
+    """The folder for records, from SYMMOE_FLIGHT_DIR in the environment; "": none."""
+    return os.environ.get("SYMMOE_FLIGHT_DIR", "")
+
+
 def write(record: dict[str, Any], folder: str) -> str:
     """Writes a record that only this user can read; returns the addition to the error's text, or ""."""
     if not folder:

@@ -256,7 +256,7 @@ class Memory:
             self._live.pop(span[0], None)
             is_of_graph = arena is not self.arena
             if is_of_graph or not self._streams.capture:  # a capture begins after earlier work
-                self._streams.released(span, was_dropped)
+                self._streams.released((*span, was_dropped))
             if is_of_graph and arena not in self._graph_arenas.values():
                 arena = self.arena  # the graph has been released meanwhile
             arena.give_back(*span)
@@ -409,7 +409,8 @@ class Lease(AbstractContextManager["Lease"]):
     def peer(self, rank: int) -> torch.Tensor:
         """This byte range in rank `rank`'s arena, as a tensor: that rank's lease of the same name if all ranks lease
         and release in the same order. ArgumentError, on this rank only: the group has no such rank."""
-        self._check_is_live("has been released")
+        if self._span.memory is None:
+            raise self._stale("has been released")
         num_ranks = self._memory.peers.num_ranks
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
@@ -420,7 +421,8 @@ class Lease(AbstractContextManager["Lease"]):
     @noted(stands_for="itself")
     def release(self) -> None:
         """Returns the memory to the heap. A second call raises StaleLease. Local."""
-        self._check_is_live("was released twice")
+        if self._span.memory is None:
+            raise self._stale("was released twice")
         if (tensor := vars(self).pop("tensor", None)) is not None:
             wrote_into(tensor)  # tensors that autograd has saved of it are no longer valid
         self._span.release()
@@ -434,9 +436,8 @@ class Lease(AbstractContextManager["Lease"]):
         if self._span.memory is not None:
             self.release()
 
-    def _check_is_live(self, otherwise: str) -> None:
-        if self._span.memory is None:
-            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) {otherwise}")
+    def _stale(self, problem: str) -> StaleLease:
+        return StaleLease(f"lease '{self.name}' (generation {self.generation}) {problem}")
 
 
 # -- leases of programs ------------------------------------------------------------------------------------------------

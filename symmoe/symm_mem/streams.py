@@ -159,15 +159,16 @@ class StreamOrder:
         """Waits for all work of the device."""
         torch.cuda.synchronize(self._device)
 
-    def released(self, span: tuple[int, int], was_dropped: bool = False) -> None:
-        """Records that the current stream is done with (offset, size). was_dropped: any stream of earlier calls may
-        have used it last."""
+    def released(self, span: tuple[int, int, bool]) -> None:
+        """Records that the current stream is done with (offset, size, was_dropped). was_dropped: any stream of earlier
+        calls may have used it last."""
+        offset, size, was_dropped = span
         order = self._order() if was_dropped else self._notice_stream()
         if order.last_mark is not None:
             streams = [torch.cuda.current_stream(self._device)]
             if was_dropped:
                 streams = [torch.cuda.ExternalStream(each, self._device) for each in order.streams]
-            order.released += [(span[0], sum(span), _mark(stream)) for stream in streams]
+            order.released += [(offset, offset + size, _mark(stream)) for stream in streams]
 
     def taken(self, span: tuple[int, int]) -> None:
         """Waits for other streams that used (offset, size), before the current stream uses it."""
@@ -226,10 +227,7 @@ class NoStreams:
     is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
 
-    synchronize = taken = bool  # nothing to wait for: does nothing, without a frame
-
-    def released(self, span: tuple[int, int], was_dropped: bool = False) -> None:
-        """Does nothing."""
+    synchronize = taken = released = bool  # nothing to wait for: does nothing, without a frame
 
 
 Streams = StreamOrder | NoStreams
