@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from symmoe.errors import FAULT_BYTES
 from symmoe.nodes.rail import RailBroken
@@ -34,8 +34,7 @@ _LAST_WORDS_S = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A message of a rank."""
 
     kind: int  # GOES_ON, FAILED, GAVE_UP, WAITS; UNRAISED: the rank has left the call that failed, and keeps the error
@@ -50,7 +49,7 @@ class Header:
 
     def pack(self) -> bytes:
         """The header as _HEADER_BYTES bytes."""
-        return (_WORDS.pack(*astuple(self)[:-1]) + self.message).ljust(_HEADER_BYTES, b"\0")
+        return (_WORDS.pack(*self[:-1]) + self.message).ljust(_HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, packed: bytes) -> Header:
@@ -69,7 +68,6 @@ class ControlChannel:
 
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links = links
-        self._is_open = True
         self._said_once = set[int]()
         self._sends = threading.Lock()
         self._takes = threading.RLock()  # a signal handler may abort
@@ -82,8 +80,8 @@ class ControlChannel:
     def announce(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`receive` comes next. Does not wait."""
         self.number += 1
-        self._said = replace(header, number=self.number)
-        self._problem = self._send(self._said)
+        self._said = header._replace(number=self.number)
+        self._problem = self._send(self._said, ())
 
     def receive(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included. Collective over the rail. RailBroken: a node did not answer in
@@ -106,12 +104,13 @@ class ControlChannel:
             raise
         return headers
 
-    def announce_once(self, kind: int, number: int = 0) -> None:
-        """Sends a message that no node waits for. WAITS: this rank waits for a rank of its own node, which may wait for
-        its rail. COUNTED: see Header; requests the others' numbers. Does not wait. From any thread."""
-        if kind not in self._said_once:
-            self._said_once.add(kind)
-            self._send(Header(kind, number))
+    def announce_once(self, header: Header, but: Collection[int] = ()) -> None:
+        """Sends a message that no node waits for, the first of its kind, to all nodes but these. WAITS: this rank waits
+        for a rank of its own node, which may wait for its rail. COUNTED: see Header; requests the others' numbers. Does
+        not wait. From any thread."""
+        if header.kind not in self._said_once:
+            self._said_once.add(header.kind)
+            self._send(header, but)
 
     def look(self) -> tuple[set[int], Header | None]:
         """The nodes whose connections have closed, and the message of one that has aborted; records :attr:`counted`.
@@ -140,12 +139,9 @@ class ControlChannel:
     def give_up(self, origin: int, message: bytes) -> None:
         """Sends the abort message, once, to all nodes with an open connection; the others need none. Local; does not
         wait. From any thread."""
-        is_open = self._is_open
-        self._is_open = False
-        if is_open:
-            self._send(
-                Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
-            )
+        self.announce_once(
+            Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
+        )
 
     def last_message(self, node: int) -> Header | None:
         """The abort message of a node whose connection has closed, after all its earlier messages, or None."""
@@ -158,11 +154,11 @@ class ControlChannel:
 
     def close(self) -> None:
         """Ends the rail. Local."""
-        self._is_open = False
         for link in self._links.values():
-            link.close()
+            for each in link:
+                each.close()
 
-    def _send(self, header: Header, but: Collection[int] = ()) -> RailBroken | None:
+    def _send(self, header: Header, but: Collection[int]) -> RailBroken | None:
         problem = None
         packed = header.pack()
         with self._sends:  # headers of two threads must not mix

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from symmoe import kernels
 from symmoe.errors import BackendUnavailable
@@ -32,7 +31,6 @@ _ID = "id"
 _FAILED = "failed"  # keys in the store of a rail
 _CONNECT_POLL_S = 0.05
 _MEASURED_BYTES = 1 << 25
-_Messages = list[tuple[int, int, int]]  # (address, bytes, rank)
 _HINT = "; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name its devices"
 
 
@@ -79,32 +77,25 @@ class Nccl:
     def unique_id(self) -> bytes:
         """A new id by which the ranks of a communicator find each other."""
         made = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(made))
+        self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
         """A communicator on the current GPU. Collective; waits for the others without a bound."""
         communicator = ctypes.c_void_p()
-        made = _UniqueId.from_buffer_copy(unique_id)
-        self._call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
+        self.call(
+            "ncclCommInitRank",
+            ctypes.byref(communicator),
+            num_ranks,
+            _UniqueId.from_buffer_copy(unique_id),
+            rank,
+        )
         return communicator.value or 0
-
-    def exchange(
-        self, communicator: int, sends: _Messages, receives: _Messages, stream: int
-    ) -> None:
-        """Sends and receives (address, bytes, rank) on a CUDA stream, at once, in order for each rank."""
-        self._call("ncclGroupStart")
-        try:
-            for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
-                for address, num_bytes, rank in messages:
-                    self._call(name, address, num_bytes, _UINT8, rank, communicator, stream)
-        finally:
-            self._call("ncclGroupEnd")
 
     def problem(self, communicator: int) -> str:
         """The error of the launched work so far, or ""."""
         result = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", communicator, ctypes.byref(result))
+        self.call("ncclCommGetAsyncError", communicator, ctypes.byref(result))
         return "" if result.value in (_SUCCESS, _IN_PROGRESS) else self._text(result.value)
 
     def abort(self, communicator: int) -> None:
@@ -114,7 +105,8 @@ class Nccl:
     def _text(self, result: int) -> str:
         return str(self._library.ncclGetErrorString(result), errors="replace")
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the library. NcclError: it has failed."""
         result = getattr(self._library, name)(*arguments)
         if result != _SUCCESS:
             raise NcclError(f"{name}: {self._text(result)}; NCCL_DEBUG=INFO says why")
@@ -124,11 +116,8 @@ class NcclRail(Payload):
     """A rail for tensors on the current GPU, by this library; other arguments are as in GlooRail. Construction is
     collective over the rail and synchronises. BackendUnavailable: see connect_together."""
 
-    progress: torch.Tensor
-    counts: torch.Tensor
-
     def __init__(
-        self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
+        self, library: Nccl, store: Any, *, node: int, num_nodes: int, timeout_s: float
     ) -> None:
         self._library = library
         self._node = node
@@ -137,16 +126,22 @@ class NcclRail(Payload):
         self._communicator = 0
         self._turn = threading.Lock()  # of the threads that use it
         with torch.inference_mode(False):
-            self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
-            self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self.progress: torch.Tensor = torch.zeros(
+                2, dtype=torch.int64, device="cpu", pin_memory=True
+            )
+            self.counts: torch.Tensor = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.count(BEGUN)  # its first launch must not come while ranks exchange
         self.counts.zero_()
         torch.cuda.synchronize(self._device)
         self.progress.zero_()
         try:
-            make_id = library.unique_id if node == 0 else None
-            own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-            connect_together(make_id, self._connect, own_store, node=node, timeout_s=timeout_s)
+            connect_together(
+                library.unique_id if node == 0 else None,
+                self._connect,
+                store,
+                node=node,
+                timeout_s=timeout_s,
+            )
         except BackendUnavailable:
             self.end()  # first messages that would wait forever
             raise
@@ -216,8 +211,11 @@ class NcclRail(Payload):
 
     def _measure(self) -> float:
         """Bytes per second that this rank sends while all send. Collective over the rail; waits for the device."""
-        message = _MEASURED_BYTES // (self._num_nodes - 1)
-        rows = torch.empty((2, self._num_nodes, message), dtype=torch.uint8, device=self._device)
+        rows = torch.empty(
+            (2, self._num_nodes, _MEASURED_BYTES // (self._num_nodes - 1)),  # messages
+            dtype=torch.uint8,
+            device=self._device,
+        )
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for event in events:  # the first exchange is not timed
             self._exchange([*enumerate(rows[0])], [*enumerate(rows[1])])
@@ -226,16 +224,17 @@ class NcclRail(Payload):
         return _MEASURED_BYTES / float(events[0].elapsed_time(events[1]) * 1e-3)
 
     def _exchange(self, sends: Pairs, receives: Pairs, stream: Any = None) -> None:
-        messages = self._addresses(sends), self._addresses(receives)
+        """Sends and receives on a CUDA stream, at once, in order for each node."""
         stream = torch.cuda.current_stream(self._device) if stream is None else stream
-        self._library.exchange(self._communicator, *messages, stream.cuda_stream)
-
-    def _addresses(self, pairs: Pairs) -> _Messages:
-        return [
-            (each.data_ptr(), each.nbytes, node)
-            for node, each in pairs
-            if node != self._node and each.numel()
-        ]
+        where = self._communicator, stream.cuda_stream
+        self._library.call("ncclGroupStart")
+        try:
+            for name, pairs in (("ncclRecv", receives), ("ncclSend", sends)):
+                for node, each in pairs:
+                    if node != self._node and each.numel():
+                        self._library.call(name, each.data_ptr(), each.nbytes, _UINT8, node, *where)
+        finally:
+            self._library.call("ncclGroupEnd")
 
 
 def connect_together(

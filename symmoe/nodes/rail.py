@@ -55,13 +55,16 @@ class Payload:
     _bounds: tuple[tuple[int, float], ...] = ((0, math.inf),)  # from this exchange on each holds
     _num_others = 0  # exchanges that the device has counted, and the host has not
 
+    @property
+    def moved(self) -> list[int]:
+        """`progress` as numbers; zeros without it."""
+        return [0, 0] if self.progress is None else self.progress.tolist()
+
     def bound(self, timeout_s: float) -> None:
         """Sets the bound of later exchanges, for the watching thread. Call it before BEGUN is counted: after that, the
         next exchange counts as moving."""
-        if self.progress is None:
-            return
         if not self.is_moving:
-            self._num_others = self.progress.tolist()[ENDED] - self.num_launched
+            self._num_others = self.moved[ENDED] - self.num_launched
             self._bounds = ()
         if not self._bounds or self._bounds[-1][1] != timeout_s:
             self._bounds = *self._bounds, (self.num_launched, timeout_s)
@@ -69,14 +72,14 @@ class Payload:
     @property
     def bound_s(self) -> float:
         """The bound of the moving exchange; the longest bound if replays may be moving."""
-        ended = 0 if self.progress is None else self.progress.tolist()[ENDED] - self._num_others
+        ended = self.moved[ENDED] - self._num_others
         its = [bound_s for first, bound_s in self._bounds if first <= ended or self.is_captured]
         return max(its) if self.is_captured else its[-1]
 
     @property
     def is_moving(self) -> bool:
         """Whether an exchange that has begun, or is about to, has not ended on the device."""
-        begun, ended = (0, 0) if self.progress is None else self.progress.tolist()
+        begun, ended = self.moved
         return begun > ended or ended < self.num_launched
 
     def count(self, which: int) -> None:
@@ -111,17 +114,18 @@ class Payload:
 
 
 class GlooRail(Payload):
-    """A rail for tensors on CPUs, by this name in a torch store that its ranks share. Construction is collective over
+    """A rail for tensors on CPUs, by a torch store for its ranks and this attempt. Construction is collective over
     the rail, within timeout_s. RuntimeError: ranks cannot connect; raised after timeout_s on the ranks that wait for a
     connection."""
 
-    def __init__(
-        self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Any, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node
-        own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-        bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
-        self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
+        self._group: Any = dist.ProcessGroupGloo(
+            store,
+            node,
+            num_nodes,
+            timeout=timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER),
+        )
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         started = []

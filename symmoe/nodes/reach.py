@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +32,7 @@ REACH_S = 10.0  # for connections: three attempts of Linux
 _SEND_S = 5.0  # for a peer to read its messages: hosts are never more than a header ahead
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """The address at which a rank listens."""
 
     device: str  # name of the network device; "": not known
@@ -50,7 +48,7 @@ class Endpoint:
         return f"{self.host}:{self.port}" + (f" ({self.device})" if self.device else "")
 
 
-class Listener:
+class Listener(contextlib.AbstractContextManager["Listener"]):
     """Listens at `endpoint`, like gloo: at the device named by GLOO_SOCKET_IFNAME, or at the address of the host's
     name. A context manager; peers must connect before it ends. BackendUnavailable: there is no such device."""
 
@@ -61,17 +59,15 @@ class Listener:
         self.endpoint = Endpoint(device)  # without an address it does not listen; peers find this
         for address in filter(None, [_address_of(device)] if device else _addresses_of_host()):
             with contextlib.suppress(OSError):
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 self._socket = socket.create_server(
-                    (address, 0), family=family, backlog=socket.SOMAXCONN
+                    (address, 0),
+                    family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                    backlog=socket.SOMAXCONN,
                 )
                 self.endpoint = Endpoint(
                     device or _device_with(address), address, self._socket.getsockname()[1]
                 )
                 break
-
-    def __enter__(self) -> Listener:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if self._socket is not None:
@@ -106,11 +102,6 @@ class Link(NamedTuple):
     sends: socket.socket
     receives: socket.socket
 
-    def close(self) -> None:
-        """Closes both connections."""
-        self.sends.close()
-        self.receives.close()
-
 
 def hello(token: bytes, rank: int) -> bytes:
     """The first message of a rank on a connection that it has made. token: of the rails of one heap."""
@@ -118,19 +109,21 @@ def hello(token: bytes, rank: int) -> bytes:
 
 
 def connect(
-    others: Mapping[int, Endpoint], timeout_s: float
+    others: Mapping[int, Endpoint], timeout_s: float, first: bytes = b""
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """Connections to the others, by rank, and the reasons for those that failed. Local; takes at most timeout_s."""
+    """Connections to the others, by rank, and the reasons for those that failed. Local; takes at most timeout_s. first:
+    a message for each, see :func:`hello`."""
 
     def attempt(endpoint: Endpoint) -> socket.socket | str:
         if not endpoint.port:
             return "it listens nowhere"
         try:
             made = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.settimeout(_SEND_S)
+            made.sendall(first)
         except OSError as error:  # Python's own timeout error has no text of the system
             return error.strerror or f"no answer within {timeout_s:g} s"
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.settimeout(_SEND_S)
         return made
 
     with ThreadPoolExecutor(max(1, len(others))) as threads:

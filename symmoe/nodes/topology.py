@@ -1,4 +1,4 @@
-"""The place of a rank, and the ranks of each node: all ranks compute the same from the places of all."""
+"""The domain of a rank's memory, and the ranks of each node: all ranks compute the same from the domains of all."""
 
 from __future__ import annotations
 
@@ -19,23 +19,15 @@ _SUCCESS = 0
 _COMPLETED = 3  # nvmlReturn_t, nvmlGpuFabricState_t
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's place, comparable between ranks: a machine since its boot, and an NVLink domain that may have GPUs on
-    several machines, "" if the GPU is in none."""
-
-    machine: str
-    fabric: str = ""
-
-    @property
-    def domain(self) -> str:
-        """The domain that this rank shares with all ranks whose memory it can reach."""
-        return self.fabric or self.machine
+def find_machine() -> str:
+    """This machine since its boot, comparable between ranks."""
+    return _BOOT_ID.read_text().strip()
 
 
-def find_place(gpu: str | None) -> Place:
-    """This rank's place. gpu: the UUID of its GPU, or None."""
-    return Place(_BOOT_ID.read_text().strip(), "" if gpu is None else _find_fabric(gpu))
+def find_domain(gpu: str | None) -> str:
+    """What this rank shares with all ranks whose memory it can reach: an NVLink domain, which may have GPUs on several
+    machines, or else the machine. gpu: the UUID of its GPU, or None."""
+    return (_find_fabric(gpu) if gpu else "") or find_machine()
 
 
 class _FabricInfo(ctypes.Structure):  # nvmlGpuFabricInfo_t
@@ -56,10 +48,11 @@ def _find_fabric(gpu: str) -> str:
         if nvml.nvmlInit_v2() != _SUCCESS:
             return ""
         try:
-            name = b"GPU-" + gpu.removeprefix("GPU-").encode()
-            found = nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device))
             if (
-                found != _SUCCESS
+                nvml.nvmlDeviceGetHandleByUUID(
+                    b"GPU-" + gpu.removeprefix("GPU-").encode(), ctypes.byref(device)
+                )
+                != _SUCCESS
                 or nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info)) != _SUCCESS
             ):
                 return ""
@@ -72,43 +65,29 @@ def _find_fabric(gpu: str) -> str:
     return f"{bytes(info.cluster).hex()} {info.clique}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True)
 class Topology:
     """The nodes of a group, from the point of view of `rank`: the ranks of each in ascending order. Nodes are ordered
-    by their first rank, and have equal sizes."""
+    by their first rank, and have equal sizes.
+
+    Attributes:
+        num_nodes: N.
+        node, ranks: this rank's node, and the ranks of it.
+        local_rank: this rank's index in its node.
+        rail: the ranks with this rank's index, one of each node.
+        is_in_order: whether the ranks of each node are consecutive.
+    """
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
 
-    @property
-    def num_nodes(self) -> int:
-        """N."""
-        return len(self.nodes)
-
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return self.node_of(self.rank)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
-        return self.nodes[self.node]
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's index in its node."""
-        return self.ranks.index(self.rank)
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether the ranks of each node are consecutive."""
-        return all(ranks[-1] - ranks[0] < len(ranks) for ranks in self.nodes)
-
-    @property
-    def rail(self) -> tuple[int, ...]:
-        """The ranks with this rank's index, one of each node."""
-        return tuple(ranks[self.local_rank] for ranks in self.nodes)
+    def __post_init__(self) -> None:
+        self.num_nodes = len(self.nodes)
+        self.node = self.node_of(self.rank)
+        self.ranks = self.nodes[self.node]
+        self.local_rank = self.ranks.index(self.rank)
+        self.rail = tuple(ranks[self.local_rank] for ranks in self.nodes)
+        self.is_in_order = all(ranks[-1] - ranks[0] < len(ranks) for ranks in self.nodes)
 
     def node_of(self, rank: int) -> int:
         """The node of a rank of the group."""
@@ -151,10 +130,8 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
     nodes = topology.nodes
-    here = topology.node
     own = topology.ranks
     num_ranks = len(nodes) * len(own)
-    others = [ranks for ranks in nodes if ranks != own]
     to_local = [
         ranks.index(rank) if rank in ranks else -1
         for ranks in nodes
@@ -165,12 +142,16 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     ]
     with torch.inference_mode(False):
         return RankMaps(
-            here=here,
+            here=topology.node,
             first=own[0] if topology.is_in_order else 0,
-            to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), here], device=device),
+            to_node=torch.tensor(
+                [*map(topology.node_of, range(num_ranks)), topology.node], device=device
+            ),
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
             own_ranks=torch.tensor(own, device=device),
-            other_ranks=torch.tensor(others, device=device).flatten(),
+            other_ranks=torch.tensor(
+                [ranks for ranks in nodes if ranks != own], device=device
+            ).flatten(),
             first_with=torch.tensor([0, *first_with, num_ranks], device=device),
         )

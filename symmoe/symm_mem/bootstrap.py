@@ -54,12 +54,11 @@ class Bootstrap:
             raise problem
         self._is_single = group is None and not dist.is_initialized()
         if not self._is_single:
-            _wait_for_gloo_at_exit()
+            _once_at_exit(_wait_for_gloo)
         self._group = group
         self._timeout_s = timeout_s
         self._num_exchanges = 0
         self._phase = control.PHASE_START
-        self._bound = "start_timeout_s"
         self.rank = 0 if self._is_single else dist.get_rank(group)
         self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         # A group with a CPU backend takes CPU tensors. An NCCL-only group takes tensors of this thread's current GPU:
@@ -77,7 +76,6 @@ class Bootstrap:
         """A bootstrap for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
         other = copy.copy(self)
         other._phase = phase
-        other._bound = "timeout_s"
         other._timeout_s = min(timeout_s, MAX_S)
         other._num_exchanges = 0
         return other
@@ -96,11 +94,8 @@ class Bootstrap:
         """Every rank's `payload`, zero-padded to `num_bytes`, in rank order."""
         if len(payload) > num_bytes:
             raise AssertionError(f"a payload of {len(payload)} bytes does not fit {num_bytes}")
-        padded = payload.ljust(num_bytes, b"\0")
-        if self._is_single:
-            return [padded]
         self._num_exchanges += 1
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(payload.ljust(num_bytes, b"\0")), dtype=torch.uint8)
         theirs = (
             self._exchange(mine)
             if self._device.type == "cpu"
@@ -133,10 +128,12 @@ class Bootstrap:
         problem: SymmoeError | None = None
         try:
             result = step()
-        except SymmoeError as error:
-            problem = error
         except Exception as error:  # noqa: BLE001 - peers wait after any error
-            problem = BackendUnavailable(f"{type(error).__name__}: {error}")
+            problem = (
+                error
+                if isinstance(error, SymmoeError)
+                else BackendUnavailable(f"{type(error).__name__}: {error}")
+            )
         try:
             self.agree(problem)
         finally:
@@ -184,7 +181,7 @@ class Bootstrap:
         for peer in peers:
             # Wait for all sends, even if one peer is lost: a message that is unread when this rank ends never arrives,
             # and its receiver would wait. After a timeout gloo has closed all connections.
-            if not any(isinstance(failure, PeerTimeout) for failure in failures):
+            if sent[peer] is not None and PeerTimeout not in map(type, failures):
                 attempt(peer, self._wait, sent[peer], start)
         try:
             if failures:
@@ -193,9 +190,7 @@ class Bootstrap:
             failures.clear()  # their tracebacks and this frame keep each other alive
         return theirs
 
-    def _wait(self, work: dist.Work | None, start: float) -> None:
-        if work is None:
-            return
+    def _wait(self, work: dist.Work, start: float) -> None:
         if self._timeout_s is None:
             work.wait()
         else:
@@ -204,6 +199,7 @@ class Bootstrap:
     def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
         waited_s = time.monotonic() - start
         timeout_s = self._timeout_s
+        name = "start_timeout_s" if self._phase == control.PHASE_START else "timeout_s"
         # gloo rounds bounds down to milliseconds, so its timeout may come before this clock reaches the bound.
         if "imed out" not in str(error) and (timeout_s is None or waited_s < timeout_s):
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
@@ -214,7 +210,7 @@ class Bootstrap:
             seen=self._num_exchanges - 1,
             bound=("the process group's timeout", waited_s)
             if timeout_s is None
-            else (self._bound, timeout_s),
+            else (name, timeout_s),
         )
 
 
@@ -236,23 +232,21 @@ def group_problem(group: object, name: str) -> ArgumentError | None:
     return None if rank >= 0 else ArgumentError(f"{name} {not_in_it}")
 
 
-@functools.cache
-def _wait_for_gloo_at_exit() -> None:
-    """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer.
+_once_at_exit = functools.cache(atexit.register)
+
+
+def _wait_for_gloo() -> None:
+    """Lets gloo's threads finish before the interpreter ends. Waits for no peer.
 
     A gloo thread reports the end of a collective and then frees its tensors, for which it needs Python's lock. If the
     interpreter begins to end in between, Python (before 3.14) ends the thread inside a destructor, which aborts the
     process: "terminate called without an active exception" (torch 2.13, busy machines).
     """
-
-    def wait_for_gloo() -> None:
-        deadline = time.monotonic() + _LONGEST_S
-        num_looks = 0
-        while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
-            num_looks = num_looks + 1 if _is_gloo_asleep() else 0
-            time.sleep(1e-3)  # releases the lock
-
-    atexit.register(wait_for_gloo)
+    deadline = time.monotonic() + _LONGEST_S
+    num_looks = 0
+    while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
+        num_looks = num_looks + 1 if _is_gloo_asleep() else 0
+        time.sleep(1e-3)  # releases the lock
 
 
 def _is_gloo_asleep() -> bool:

@@ -6,13 +6,13 @@ from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.memory import HeapStatistics, Span
+from symmoe.symm_mem.memory import Arena, HeapStatistics, Memory, Span
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.symm_mem.streams import Access, NoStreams
 from symmoe.symm_mem.waits import Waits
@@ -37,20 +37,22 @@ class DryHeap(SymmetricHeap):
         self.num_rows = num_rows
         self.num_packed_rows = num_packed_rows
         self.events = list[Event]()
-        bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
         peers = control.Peers(
             rank=0,
             num_ranks=num_ranks,
-            bases=bases,
+            bases=torch.empty(num_ranks, dtype=torch.int64, device=_META),
             views=(),
             layout=control.ControlLayout(num_ranks),
         )
-        configurations: Any = SimpleNamespace(number=lambda fields: 0)
-        memory: Any = _DryMemory(peers, self.events)
-        faults: Any = SimpleNamespace(
-            poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing
+        self.memory = cast(Any, _DryMemory(peers, self.events))
+        self.faults = cast(
+            Any,
+            SimpleNamespace(
+                poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing
+            ),
         )
-        none: Any = None
+        self.configurations = cast(Any, SimpleNamespace(number=lambda fields: 0))
+        self.topology = self.bootstrap = self._arenas = cast(Any, None)
         self.rank = 0
         self.num_ranks = num_ranks
         self.expert_group = None
@@ -59,17 +61,12 @@ class DryHeap(SymmetricHeap):
         self.backend_reason = "a dry step"
         self._program_mode = "off"
         self.peers = self.count_peers = peers
-        self.topology = none
-        self.bootstrap = none
         self.nodes = None
-        self._arenas = none
-        self.memory = memory
-        self.faults = faults
-        self.configurations = configurations
-        self.streams = _DryStreams()
+        self.streams = NoStreams()
+        self.streams.raises_at_once = False
         self.one_call = nullcontext()
         self._access = Access()
-        self.waits = Waits(peers, configurations, 1.0, 1.0)
+        self.waits = Waits(peers, self.configurations, 1.0, 1.0)
         self.row_histories = defaultdict(RowHistory)
         self._begin()
 
@@ -78,10 +75,6 @@ class DryHeap(SymmetricHeap):
         report[control.SUM_NUM_ROWS] = report[control.SUM_MAX_ROWS] = self.num_rows
         report[control.SUM_NUM_PACKED] = report[control.SUM_MAX_PACKED] = self.num_packed_rows
         return report
-
-
-class _DryStreams(NoStreams):
-    raises_at_once = False
 
 
 class _DryMemory:
@@ -101,10 +94,10 @@ class _DryMemory:
 
     def take(self, num_bytes: int, name: str) -> Span:
         """Records the begin of a lease."""
-        place: Any = None, (0, len(self._events))
-        memory: Any = self
+        number = len(self._events)
+        place = cast(Arena, None), (0, number)
         self._events.append((num_bytes, place[1]))
-        return Span(memory, name, place[1][1], place)
+        return Span(cast(Memory, self), name, number, place)
 
     def give_back(self, arena: Any, span: tuple[int, int]) -> None:
         """Records the end of a lease."""

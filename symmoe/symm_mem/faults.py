@@ -15,9 +15,9 @@ ranks of a rail have raised the error, their exchanges no longer mark data.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from symmoe.errors import (
     TRAVELLING,
@@ -78,14 +78,9 @@ class NoRemoteNodes:
         """Whether a missing rank of this node has aborted because of another node, and reported it."""
         return False
 
-    def give_up(self, sender: int, report: Report) -> None:
-        """Reports to other nodes that `sender` (rank in the EP group) has aborted. Local; does not wait."""
-
-    def leave(self) -> None:
-        """Ends the exchanges on the device for good. Local."""
-
-    def leaving(self) -> AbstractContextManager[None]:
-        """Calls `leave` at the end of the context, or a moment after its begin."""
+    def giving_up(self, sender: int, report: Report) -> AbstractContextManager[None]:
+        """Reports to other nodes that `sender` (rank in the EP group) has aborted, and ends the exchanges on the device
+        for good at the end of the context, or a moment after its begin. Local; does not wait."""
         return nullcontext()
 
 
@@ -115,12 +110,10 @@ class Faults:
         self._others = others
         self._forget = forget
         self._folder = flight_record.find_folder()
-        self._peers = waits.peers
-        self._flight = waits.flight
         self._words = waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._counters = waits.peers.counters(waits.peers.rank)
-        self._num_messages = 0  # sent to the peers
+        self._turns = itertools.cycle((1, 0))  # the slots of the peers' inboxes for messages
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -134,7 +127,7 @@ class Faults:
         if error is not None:
             return error
         failed_phase = words[control.STATUS_PHASE]
-        since = self._flight.phases_since(self._flight.epoch)
+        since = self._waits.flight.phases_since(self._waits.flight.epoch)
         is_leaving = not was_left(failed_phase, since) and was_left(failed_phase, [*since, phase])
         error, is_unraised = self._agree(words, is_unraised=is_leaving)
         if not is_leaving or self.poison is not None:
@@ -191,7 +184,7 @@ class Faults:
             )
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
-        self._flight.epoch = int(
+        self._waits.flight.epoch = int(
             self._counters[control.BARRIER_EPOCH]
         )  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may be on another stream
@@ -218,14 +211,18 @@ class Faults:
             fault = Fault(-1, encode(plan_error(words)))
         elif kind == control.STATUS_FAULT:
             fault = reports.read_fault(
-                self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
+                self._waits.peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
             )
         else:
-            first = self._peers.in_group(0)
-            peer = self._peers.in_group(words[control.STATUS_PEER])
-            calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
-            fault = Fault(-1, encode(reports.mismatch_error(self._waits.configurations, *calls)))
-        fault = replace(fault, is_unraised=is_unraised)
+            difference = reports.mismatch_error(
+                self._waits.configurations,
+                first=self._waits.peers.in_group(0),
+                call=words[control.STATUS_EXPECTED],
+                peer=self._waits.peers.in_group(words[control.STATUS_PEER]),
+                other_call=words[control.STATUS_SEEN],
+            )
+            fault = Fault(-1, encode(difference))
+        fault = fault._replace(is_unraised=is_unraised)
         answer: Fault | Report = self._others.tell(fault) if told is None else told
         if isinstance(answer, Fault) and answer.origin == UNKNOWN:
             answer = self._others.tell(fault)
@@ -244,7 +241,9 @@ class Faults:
         self._forget()
         self._describe(error, words)
         self._write_down(error)
-        if was_left(words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)):
+        if was_left(
+            words[control.STATUS_PHASE], self._waits.flight.phases_since(self._waits.flight.epoch)
+        ):
             error = self.fail(
                 error, control.PHASE_PLAN
             )  # on the device it was no barrier: the peers are still in it
@@ -267,19 +266,21 @@ class Faults:
     def note_overdue(self, report: Report) -> None:
         """Aborts because of `others.overdue`, for which this rank's host may be waiting. In any thread."""
         if self.poison is not None:
-            self._others.leave()
             return
         if (
             self._words[control.STATUS_KIND] == control.STATUS_OK
         ):  # later errors follow from this one
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
-        self._give_up(replace(report, reason=report.reason or str(self._gone(report))))
+        self._give_up(report._replace(reason=report.reason or str(self._gone(report))))
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits until the barrier ends."""
-        self._num_messages += 1
-        epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
-        reports.send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
+        reports.send_fault(
+            self._waits.peers,
+            fault,
+            epoch=int(self._counters[control.BARRIER_EPOCH]) + 1,
+            turn=next(self._turns),
+        )
         self._waits.wait(call, fault=True)
         self._streams.synchronize()
 
@@ -288,25 +289,21 @@ class Faults:
         report: Report,
         status: Sequence[int] = _NO_STATUS,
         tell: Callable[[Report], None] | None = None,
-    ) -> PeerError:
-        """The error of a missing or aborted rank; poisons the heap. status: the record of it, if there is one. tell:
-        sends the report to others; None: to all peers."""
-        error = self._gone(report)
-        self._poison_by(error, report, status, tell or self._give_up)
-        return error
+        error: SymmoeError | None = None,
+    ) -> SymmoeError:
+        """The error of a missing or aborted rank, or this one; from now on everything but `close` is blocked.
 
-    def _poison_by(
-        self,
-        error: SymmoeError,
-        report: Report,
-        status: Sequence[int],
-        tell: Callable[[Report], None],
-    ) -> None:
-        """Blocks everything but `close`, because of an error; `tell` gets the report with a reason in it."""
+        Args:
+            report: the reason, or what is missing; sent with the text of the error if it has no reason.
+            status: the record of it, if there is one.
+            tell: sends the report to others; None: to all peers.
+        """
+        error = error or self._gone(report)
         self.poison = str(error)
         self._describe(error, status)  # before this rank overwrites the words of its peers
-        tell(replace(report, reason=report.reason or self.poison))
+        (tell or self._give_up)(report._replace(reason=report.reason or self.poison))
         self._write_down(error)
+        return error
 
     def _gone(self, report: Report) -> PeerError:
         """The error of a report from its sender or from this rank; it names the missing rank if the report does."""
@@ -334,7 +331,7 @@ class Faults:
             error, _ = self._agree(reports.plan_record(report))
         return error
 
-    def _peer_failure(self, words: list[int]) -> PeerError:
+    def _peer_failure(self, words: list[int]) -> SymmoeError:
         """The error of a peer that is missing or has aborted. All ranks name the same missing peer."""
         kind = words[control.STATUS_KIND]
         overdue = self._others.overdue
@@ -343,20 +340,20 @@ class Faults:
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
             first = self._waits.startup_grace.was_first(epoch, phase, peer)
-            report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
+            report = Report("", self._waits.peers.in_group(peer), phase, expected, seen, int(first))
             return self.gone(report, words)
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
-                report = reports.read_report(self._peers, peer)
+                report = reports.read_report(self._waits.peers, peer)
         if report.sender < 0:
-            report = replace(report, sender=self._peers.in_group(peer))
+            report = report._replace(sender=self._waits.peers.in_group(peer))
         return self.gone(report, words, self._pass_on)
 
     def _pass_on(self, report: Report) -> None:
         """Forwards a report by a rank of this node to the other nodes."""
-        self._others.give_up(report.sender, report)
-        self._others.leave()
+        with self._others.giving_up(report.sender, report):
+            pass  # this node has the report
 
     # -- sent -----------------------------------------------------------------------------------------------------
 
@@ -394,20 +391,20 @@ class Faults:
         """See SymmetricHeap.abort."""
         if self.poison is not None:
             return
-        error = SymmoeError(f"this rank gave up: {reason}")
-        self._poison_by(error, Report(reason), _NO_STATUS, self._give_up)
+        self.gone(Report(reason), error=SymmoeError(f"this rank gave up: {reason}"))
 
     def _give_up(self, report: Report) -> None:
         """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""
-        self._num_messages += 1
         if self._is_captured:
             return
-        self._others.give_up(report.sender if report.sender >= 0 else self._rank, report)
+        sender = report.sender if report.sender >= 0 else self._rank
         kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
-        with self._others.leaving():
+        with self._others.giving_up(sender, report):
             try:
                 with self._streams.at_once():
-                    end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
+                    end_waits(
+                        self._waits.peers, report, turn=next(self._turns), kept_bits=kept_bits
+                    )
             except RuntimeError as problem:
                 logger.warning(
                     "rank %d cannot tell its peers that it gives up: %s", self._rank, problem

@@ -44,9 +44,11 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
         if plan_epoch is None
         else here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
     )
-    names = ("peer", "expected", "seen", "epoch", "where")
-    facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
-    known = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
+    known = {
+        name: getattr(error, name)
+        for name in ("rank", "phase", "expected", "seen", "reported_by")
+        if hasattr(error, name)
+    }
     return {
         "format": FORMAT,
         "rank": peers.in_group(peers.rank),
@@ -59,7 +61,11 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
         "status": {
             "kind": _STATUS_KINDS[status[control.STATUS_KIND]],
             "phase": control.PHASES[status[control.STATUS_PHASE]],
-            **dict(zip(names, status[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
+            "peer": status[control.STATUS_PEER],
+            "expected": status[control.STATUS_EXPECTED],
+            "seen": status[control.STATUS_SEEN],
+            "epoch": status[control.STATUS_EPOCH],
+            "where": status[control.STATUS_WHERE],
         },
         "barrier_epoch": here.epoch,
         # The last epoch that each rank has sent here, even if an aborting rank has written over it.

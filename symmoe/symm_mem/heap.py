@@ -27,7 +27,6 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.program.builder import builder, noted
 from symmoe.program.programs import Programs
-from symmoe.symm_mem import suspension
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_in_build, lease_problem, with_leases_first
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapParts
@@ -52,7 +51,7 @@ def _bound(name: str) -> property:
     )
 
 
-class SymmetricHeap(HeapParts):
+class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
     """Symmetric memory over the ranks of an expert-parallel group.
 
     Construction is collective over `group` and synchronises the host. All ranks must make every later collective call
@@ -85,7 +84,7 @@ class SymmetricHeap(HeapParts):
             the order of calls on CUDA streams and in captures; the programs of calls.
         one_call: a context for the kernels of a collective call, which start after those of the last call.
         nodes: the connection to other nodes, see :func:`nodes_of`; None: the group is on one node.
-        bootstrap: the group as plain bytes, for slow work on the host.
+        bootstrap: the group as plain bytes, for slow work on the host; the group's timeout bounds it.
         peers, status: kernel arguments to reach the arenas of this node and to report to the host.
         count_peers: `peers` for the count table, which has a row for each rank of the group.
         statistics: counters.
@@ -144,10 +143,11 @@ class SymmetricHeap(HeapParts):
         self._plays = self._program_mode != "off"
         self._status_words, self._report_rows = self.status.numpy(), self.waits.reports.numpy()
         self._may_run_programs = kernels.may_run_programs(self.device)
-        constants = [self.peers.bases, self.count_peers.bases, *self.peers.views]
-        constants += self.status, self.waits.reports
-        if self.nodes is not None:
-            constants += self.nodes.constants
+        constants = [
+            *(self.peers.bases, self.count_peers.bases, *self.peers.views),
+            *(self.status, self.waits.reports),
+            *(() if self.nodes is None else self.nodes.constants),
+        ]
         self.programs = Programs(
             self.device,
             self.abort,
@@ -334,10 +334,12 @@ class SymmetricHeap(HeapParts):
                 if phase != control.PHASE_PLAN:
                     self._fail(self.faults.unraised, phase)
                 publish = UNRAISED
-            call = control.pack_call(phase=phase, **agreed)
-            generation = {} if plan is None else {"plan": plan}
             received = _wait(
-                self, call, publish=publish, nan_on_failure=nan_on_failure, **generation
+                self,
+                control.pack_call(phase=phase, **agreed),
+                publish=publish,
+                nan_on_failure=nan_on_failure,
+                **({} if plan is None else {"plan": plan}),
             )
             if self.faults.unraised is not None:
                 errors.raise_for(self.faults.settle(received.tolist()))
@@ -405,11 +407,6 @@ class SymmetricHeap(HeapParts):
         finally:
             del problem
 
-    def _agree(self, problem: SymmoeError | None) -> None:
-        """Raises the first rank's problem on every rank; returns if no rank has one. For slow work on the host:
-        collective over the process group, bounded by the group's timeout, without symmetric memory."""
-        self.bootstrap.agree(problem)
-
     def abort(self, reason: str | BaseException) -> None:
         """Aborts: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.
 
@@ -455,7 +452,7 @@ class SymmetricHeap(HeapParts):
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
-            suspension.give_back(self)
+            self._give_back_memory()
 
     def resume(self) -> None:
         """Restores the memory at the same addresses, filled with zeros: graphs, programs and row histories stay valid.
@@ -470,7 +467,7 @@ class SymmetricHeap(HeapParts):
         """
         if self._access.is_suspended:
             with self._access.even_suspended():
-                suspension.bring_back(self)
+                self._bring_back_memory()
         self.check()
 
     def close(self) -> None:
@@ -501,9 +498,6 @@ class SymmetricHeap(HeapParts):
             finally:
                 del error  # as in `fail`
                 _end(self, together=together)
-
-    def __enter__(self) -> SymmetricHeap:
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: object
@@ -616,19 +610,15 @@ def _wait_in_build(
     """Records the kernel that a wait on CPUs launches; returns a stand-in for its result."""
     current = builder()
     assert current is not None
-    if peer == BARRIER:
-        shape: tuple[int, ...] = (heap.peers.num_ranks, control.NUM_PUBLISHED)
-        name = "barrier"
-        given = publish
-        options = {"call": call, "fault": False}
-    else:
-        shape = (1,)
-        name = "wait_for_signal"
-        given = peer
-        options = {"phase": call}
+    shape = (heap.peers.num_ranks, control.NUM_PUBLISHED) if peer == BARRIER else (1,)
     result = current.tensor(shape, (shape[-1], 1)[-len(shape) :], torch.int64)
-    args = heap.peers, given, result, heap.status
-    current.note(name, args, {"timeout_ns": 0, "nan_on_failure": nan_on_failure, **options})
+    options = {"timeout_ns": 0, "nan_on_failure": nan_on_failure}
+    if peer == BARRIER:
+        args = heap.peers, publish, result, heap.status
+        current.note("barrier", args, {**options, "call": call, "fault": False})
+    else:
+        args = heap.peers, peer, result, heap.status
+        current.note("wait_for_signal", args, {**options, "phase": call})
     return result
 
 
@@ -654,13 +644,15 @@ def _lease(
     span = memory.take(num_bytes, name)
     if span is None:
         arena = memory.arena
-        problem = (
-            f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
-            f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
-            f"high-water mark {arena.high_water_bytes}; a heap with num_bytes={arena.end_for(num_bytes)} (now "
-            f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
+        heap._fail(
+            HeapExhausted(
+                f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
+                f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
+                f"high-water mark {arena.high_water_bytes}; a heap with num_bytes={arena.end_for(num_bytes)} (now "
+                f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
+            ),
+            phase,
         )
-        heap._fail(HeapExhausted(problem), phase)
     return Lease(memory, span, shape, dtype, num_bytes)
 
 
@@ -670,7 +662,7 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
     heap.programs.forget()
     if heap.nodes is not None:
         heap.nodes.close()
-    (heap._arenas.close if together else heap._arenas.abandon)()
+    heap._arenas.close(together=together)
 
 
 @contextmanager

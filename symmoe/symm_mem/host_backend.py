@@ -53,8 +53,15 @@ class HostBackend:
             )
             tickets = bootstrap.gather(ticket)
             # No rank closes its descriptor before every peer has opened it, and all fail together.
-            its = {rank: tickets[rank] for rank in topology.ranks}
-            self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, its, namespace))
+            self._maps = bootstrap.attempt(
+                partial(
+                    _map_arenas,
+                    num_bytes,
+                    files,
+                    tickets={rank: tickets[rank] for rank in topology.ranks},
+                    namespace=namespace,
+                )
+            )
         finally:
             for file in files.values():
                 os.close(file)
@@ -66,19 +73,16 @@ class HostBackend:
     def suspend(self) -> None:
         """Frees this rank's arena, which then reads as zeros in every process: no tokens remain, and a peer that hangs
         keeps no memory. Writes allocate memory again. Local."""
-        if self._maps:
-            self._maps[self._rank].madvise(mmap.MADV_REMOVE)
+        self._maps[self._rank].madvise(mmap.MADV_REMOVE)
 
     def resume(self, bootstrap: Bootstrap) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
+    def close(self, *, together: bool) -> None:
         """Frees this rank's arena and drops the mappings; each ends with the last tensor over it. Local."""
         self.suspend()
         self._maps = []
         self.arenas.clear()
-
-    abandon = close
 
 
 def _make_arena(num_bytes: int, files: dict[int, int], rank: int) -> tuple[int, _Ticket]:

@@ -15,6 +15,7 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -30,7 +31,7 @@ from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
 from symmoe.program.builder import FIRST_ADDRESS, builder, fill, noted, symbolic_bytes
 from symmoe.program.program import Address, Call, ObjectSlot, Program
-from symmoe.symm_mem.streams import Access, StreamOrder
+from symmoe.symm_mem.streams import Access, Streams
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 _SEARCH_WORTH = 10  # vain searches for garbage take at most a tenth of the time
@@ -143,9 +144,10 @@ class HeapStatistics:
 @dataclass(eq=False, repr=False)
 class Span:
     """A lease's part of the arena. It lives as long as the lease or any tensor over its memory, which finds it through
-    its storage: views share that. Attributes: as in Lease, and place: its arena, and (offset, size) there."""
+    its storage: views share that. Attributes: as in Lease, and memory, None once it was released; place: its arena, and
+    (offset, size) there."""
 
-    _memory: Memory | None
+    memory: Memory | None
     name: str
     generation: int
     place: _Place
@@ -153,21 +155,21 @@ class Span:
     @property
     def end(self) -> str:
         """The event that ended the lease, so that the memory may have a new user; "" while the lease is valid."""
-        if self._memory is None:
+        if self.memory is None:
             return "which was released"
-        return "whose heap was closed" if self._memory.is_closed else ""
+        return "whose heap was closed" if self.memory.is_closed else ""
 
     def release(self) -> None:
         """Returns the memory to the arena."""
-        memory = self._memory
-        self._memory = None
+        memory = self.memory
+        self.memory = None
         if memory is not None:
             memory.give_back(*self.place)
 
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
-        if self._memory is not None:
-            self._memory.dropped.append(self.place)
+        if self.memory is not None:
+            self.memory.dropped.append(self.place)
 
 
 class Memory:
@@ -175,7 +177,7 @@ class Memory:
 
     Args:
         arenas: by rank, a function that makes a new uint8 tensor over its arena, with a separate version counter.
-        order: of CUDA streams; None: only the host uses the memory, in order and at once.
+        streams: the order of uses of the memory.
         fills: whether :meth:`take` fills spans with NaN on the current stream; see program.builder.fill.
 
     Attributes:
@@ -192,7 +194,7 @@ class Memory:
         peers: Peers,
         arenas: Sequence[Callable[[], torch.Tensor]],
         access: Access,
-        order: StreamOrder | None,
+        streams: Streams,
         *,
         fills: bool,
     ) -> None:
@@ -207,7 +209,7 @@ class Memory:
         self.statistics = HeapStatistics()
         self.dropped: deque[_Place] = deque()
         self._access = access
-        self._order = order
+        self._streams = streams
         self._device = own.device
         self.base = own.data_ptr()
         self.is_closed = False
@@ -225,17 +227,13 @@ class Memory:
             if self.dropped:
                 self._take_back_dropped()
             arena = self.arena
-            order = self._order
-            if order is not None and (
-                capture := order.capture
-            ):  # calls of a captured graph share spans
+            if capture := self._streams.capture:  # calls of a captured graph share spans
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
                 found = arena.take_or_grow(num_bytes, self.arena)
             else:
                 found = arena.take(num_bytes)
             if found is not None:
-                if order is not None:
-                    order.taken(found)
+                self._streams.taken(found)
                 if self.fills:
                     fill(self.peers.views[self.peers.rank][found[0] : sum(found)])
                 self._live[found[0]] = num_bytes, name if arena is self.arena else None
@@ -256,12 +254,9 @@ class Memory:
             return
         with self.lock:
             self._live.pop(span[0], None)
-            order = self._order
             is_of_graph = arena is not self.arena
-            if order is not None and (
-                is_of_graph or not order.capture
-            ):  # a capture begins after earlier work
-                (order.dropped if was_dropped else order.released)(span)
+            if is_of_graph or not self._streams.capture:  # a capture begins after earlier work
+                self._streams.released((*span, was_dropped))
             if is_of_graph and arena not in self._graph_arenas.values():
                 arena = self.arena  # the graph has been released meanwhile
             arena.give_back(*span)
@@ -367,7 +362,7 @@ def ended_lease(tensor: torch.Tensor) -> Span | None:
     return span if span is not None and span.end else None
 
 
-class Lease:
+class Lease(AbstractContextManager["Lease"]):
     """Memory of the symmetric heap, made by :meth:`SymmetricHeap.lease`. Contents are undefined at first.
 
     Attributes:
@@ -396,63 +391,52 @@ class Lease:
         self.shape = shape
         self.dtype = dtype
         self.num_bytes = num_bytes
-        self._bytes = slice(self.offset, self.offset + num_bytes)
         self._span = span
-        self._address = memory.base + self.offset
-        self._memory: Memory | None = memory
+        self._memory = memory
 
     @cached_property  # leases that only peers and kernels read need none
     def tensor(self) -> torch.Tensor:
         """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
-        if self._memory is None:
-            raise StaleLease(
-                f"lease '{self.name}' (generation {self.generation}) has been released"
-            )
-        arena = self._memory.arenas[self._memory.peers.rank]()
-        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
-        tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
+        tensor = self.peer(self._memory.peers.rank)
         tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
         return tensor
 
     def data_ptr(self) -> int:
         """The address of this rank's memory, as of a tensor."""
-        return self._address
+        return self._memory.base + self.offset
 
     def peer(self, rank: int) -> torch.Tensor:
         """This byte range in rank `rank`'s arena, as a tensor: that rank's lease of the same name if all ranks lease
         and release in the same order. ArgumentError, on this rank only: the group has no such rank."""
-        if self._memory is None:
-            raise StaleLease(
-                f"lease '{self.name}' (generation {self.generation}) has been released"
-            )
+        if self._span.memory is None:
+            raise self._stale("has been released")
         num_ranks = self._memory.peers.num_ranks
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
-        return self._memory.arenas[rank]()[self._bytes].view(self.dtype).view(self.shape).detach()
+        its_bytes = self._memory.arenas[rank]()[self.offset : self.offset + self.num_bytes]
+        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
+        return its_bytes.view(self.dtype).view(self.shape).detach()
 
     @noted(stands_for="itself")
     def release(self) -> None:
         """Returns the memory to the heap. A second call raises StaleLease. Local."""
-        if self._memory is None:
-            raise StaleLease(
-                f"lease '{self.name}' (generation {self.generation}) was released twice"
-            )
-        self._memory = None
+        if self._span.memory is None:
+            raise self._stale("was released twice")
         if (tensor := vars(self).pop("tensor", None)) is not None:
             wrote_into(tensor)  # tensors that autograd has saved of it are no longer valid
         self._span.release()
 
     def shrink(self, num_bytes: int) -> None:
         """Frees the memory after the first bytes; the tensor stays, but must not be written there. Local."""
-        if self._memory is not None:
+        if self._span.memory is not None:
             self._memory.shrink(self._span, num_bytes)
 
-    def __enter__(self) -> Lease:
-        return self
-
     def __exit__(self, *exc: object) -> None:
-        if self._memory is not None:
+        if self._span.memory is not None:
             self.release()
+
+    def _stale(self, problem: str) -> StaleLease:
+        return StaleLease(f"lease '{self.name}' (generation {self.generation}) {problem}")
 
 
 # -- leases of programs ------------------------------------------------------------------------------------------------
@@ -567,7 +551,7 @@ def lease_in_build(
     memory: Any = SimpleNamespace(
         base=FIRST_ADDRESS,
         arenas=[partial(symbolic_bytes, heap.device)],
-        peers=SimpleNamespace(rank=0),
+        peers=SimpleNamespace(rank=0, num_ranks=1),
         is_closed=False,
         dropped=[],
         give_back=lambda *place: None,

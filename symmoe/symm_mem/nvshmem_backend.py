@@ -2,23 +2,28 @@
 
 NVSHMEM only allocates memory that every rank of the group can address. Kernels are ordinary kernels with peer
 addresses; no NVSHMEM device library is linked.
+
+CUDA graphs and programs keep addresses. NVSHMEM returns memory to the driver only when it ends, and uses other
+addresses when it starts again. So its memory is mapped a second time, in a range that we have reserved: these addresses
+stay valid.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from symmoe.address_range import AddressRange
 from symmoe.errors import BackendUnavailable, SymmoeError
-from symmoe.nodes.topology import Topology, find_place
-from symmoe.symm_mem.addresses import OwnAddresses
+from symmoe.nodes.topology import Topology, find_machine
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 # Plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
@@ -32,6 +37,9 @@ _ON_ONE_MACHINE = {
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
     "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY": "AF_INET",
 }
+
+_ON_DEVICE = 1
+_READ_WRITE = 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 def preflight(num_bytes: int) -> str:
@@ -71,6 +79,7 @@ class NvshmemBackend:
             try:
                 for base in self.bases:
                     self._own.append(OwnAddresses(base, num_bytes, self.device.index))
+                    self._own[-1].map(base)
                 self.bases = [each.address for each in self._own]
             except (SymmoeError, OSError) as error:
                 self.suspend_problem = f"NVSHMEM's memory cannot be mapped again: {error}"
@@ -104,21 +113,18 @@ class NvshmemBackend:
             core.init(
                 device=device, uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid"
             )
-        problem = None
-        if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
-            # The binding reports success for a half-done start; an allocation would then end the process.
-            problem = BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
-        bootstrap.agree(problem)
+        # The binding reports success for a half-done start; an allocation would then end the process.
+        is_started = core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED
+        problem = "NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why"
+        _agree(bootstrap, "" if is_started else problem)
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
         bases = [bindings.ptr(self._address, each) for each in range(len(ranks))]
         missing = [rank for rank, base in zip(ranks, bases, strict=True) if base == 0]
-        if missing:
-            text = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
-            if (number := self._num_machines) > 1:
-                text += f", here between {number} machines of one NVLink domain; ranks_per_node can part them"
-            problem = BackendUnavailable(text)
-        bootstrap.agree(problem)
+        problem = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
+        if (number := self._num_machines) > 1:
+            problem += f", here between {number} machines of one NVLink domain; ranks_per_node can part them"
+        _agree(bootstrap, problem if missing else "")
         return bases
 
     def suspend(self) -> None:
@@ -134,22 +140,19 @@ class NvshmemBackend:
     def resume(self, bootstrap: Bootstrap) -> None:
         """Starts NVSHMEM again, maps its memory at the old addresses, and zeroes this rank's arena. Collective."""
         rank = self._topology.local_rank
-        missing = preflight(self._own[rank].size)
-        bootstrap.agree(BackendUnavailable(missing) if missing else None)
+        _agree(bootstrap, preflight(self._own[rank].size))
         bases = self._start(bootstrap)
         bootstrap.attempt(
             partial(list, map(OwnAddresses.map, self._own, bases))
         )  # list: it maps them
         self.arenas[rank]().zero_()
 
-    def close(self) -> None:
-        """Suspends for good: tensors over the arena dangle afterwards. Collective."""
-        self.suspend()
-        self._free_addresses()
-
-    def abandon(self) -> None:
-        """Local end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively.
-        It is not zeroed, because a peer may be about to read it. A suspended heap has none."""
+    def close(self, *, together: bool) -> None:
+        """Suspends for good: tensors over the arena dangle afterwards. Collective, if `together`. Else it is the local
+        end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively. It is not
+        zeroed, because a peer may be about to read it. A suspended heap has none."""
+        if together:
+            self.suspend()
         if not self._address:
             self._free_addresses()
 
@@ -161,10 +164,15 @@ class NvshmemBackend:
         """The number of machines of this node. Raises on all ranks unless the node's ranks use different GPUs that can
         address each other. Collective."""
         index = self.device.index
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        machine = bootstrap.attempt(partial(find_place, None)).machine
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
-        said = bootstrap.gather([uuid, index, machine, visible])
+        machine = bootstrap.attempt(find_machine)
+        said = bootstrap.gather(
+            [
+                str(torch.cuda.get_device_properties(self.device).uuid),
+                index,
+                machine,
+                os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128],
+            ]
+        )
         uuids, indices, machines, views = zip(
             *(said[rank] for rank in self._topology.ranks), strict=True
         )
@@ -182,8 +190,13 @@ class NvshmemBackend:
             blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = f"GPU {index} cannot address GPUs {blocked}"
-        bootstrap.agree(BackendUnavailable(problem) if problem else None)
+        _agree(bootstrap, problem)
         return len(set(machines))
+
+
+def _agree(bootstrap: Bootstrap, problem: str) -> None:
+    """Raises the first rank's problem on every rank; "": this rank has none."""
+    bootstrap.agree(BackendUnavailable(problem) if problem else None)
 
 
 @contextmanager
@@ -194,3 +207,75 @@ def _files_of_this_user() -> Iterator[None]:
         yield
     finally:
         os.umask(old)
+
+
+class OwnAddresses:
+    """A reserved range of addresses for the `num_bytes` at `source`, and for all pieces of memory that contain them.
+    Attributes: address, of the first byte; size, of the range."""
+
+    def __init__(self, source: int, num_bytes: int, device: int) -> None:
+        self._num_bytes = num_bytes
+        self._mapped = list[tuple[int, int]]()
+        self._access = (ctypes.c_int * 3)(_ON_DEVICE, device, _READ_WRITE)
+        pieces = _pieces(source, num_bytes)
+        start = ctypes.c_uint64()
+        self._before = source - pieces[0][0]
+        self.size = sum(size for _, size in pieces)
+        _call("cuMemAddressReserve", start, self.size, 0, 0, 0)
+        self._start = start.value
+        self.address = start.value + self._before
+
+    def map(self, source: int) -> None:
+        """Maps the memory that is now at `source`; its pieces must begin and end as the first ones did. Raises
+        SymmoeError if they do not, or cannot be mapped, as memory of cudaMalloc."""
+        pieces = _pieces(source, self._num_bytes)
+        start = self._start
+        if (source - pieces[0][0], sum(size for _, size in pieces)) != (self._before, self.size):
+            raise BackendUnavailable(
+                f"NVSHMEM has laid out its memory otherwise than before: {pieces}"
+            )
+        for piece, size in pieces:
+            _call("cuMemRetainAllocationHandle", handle := ctypes.c_uint64(), piece)
+            try:
+                _call("cuMemMap", start, size, 0, handle.value, 0)
+            finally:
+                _call("cuMemRelease", handle.value)  # the mapping keeps the memory
+            self._mapped.append((start, size))
+            _call("cuMemSetAccess", start, size, self._access, 1)
+            start += size
+
+    def unmap(self) -> None:
+        """Unmaps the memory; the range stays reserved."""
+        while self._mapped:
+            _call("cuMemUnmap", *self._mapped.pop())
+
+    def close(self) -> None:
+        """Unmaps the memory and frees the range."""
+        self.unmap()
+        _call("cuMemAddressFree", self._start, self.size)
+
+
+def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
+    """(start, size) of each mapped piece of memory that contains some of the `num_bytes` at `address`."""
+    end = address + num_bytes
+    pieces = list[tuple[int, int]]()
+    while address < end:
+        _call(
+            "cuMemGetAddressRange_v2",
+            start := ctypes.c_uint64(),
+            size := ctypes.c_uint64(),
+            address,
+        )
+        pieces.append((start.value, size.value))
+        address = start.value + size.value
+    return pieces
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Calls the driver with 64-bit integers, and with pointers to all other arguments."""
+    from symmoe.kernels.launch import driver  # needs Triton, which is optional on CPUs
+
+    words = [
+        ctypes.c_uint64(word) if isinstance(word, int) else ctypes.byref(word) for word in arguments
+    ]
+    driver.check(getattr(driver.library(), name)(*words), name)

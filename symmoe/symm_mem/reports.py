@@ -12,8 +12,8 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +52,7 @@ _HEADER_NAMES: dict[int, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """The reason why a rank aborts, as text and integers for its peers."""
 
     reason: str
@@ -69,7 +68,7 @@ class Report:
 
     def pack(self) -> bytes:
         """The report as FAULT_BYTES and the details."""
-        reason, *details = astuple(self)
+        reason, *details = self
         return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
 
     @classmethod
@@ -81,8 +80,7 @@ class Report:
 UNKNOWN = 1 << 31  # the origin of an error on another node about which a rank knows nothing else
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     """An error by which a rank has failed a call, in the form for its peers.
 
     Attributes:
@@ -255,29 +253,24 @@ def plan_record(report: list[int]) -> list[int]:
 
 def plan_error(words: list[int]) -> SymmoeError:
     """The error of a status record of kind STATUS_PLAN; the same on every rank."""
-    code = words[control.STATUS_EPOCH]
-    rank = words[control.STATUS_PEER]
-    limit = words[control.STATUS_EXPECTED]
-    value = words[control.STATUS_SEEN]
-    where = words[control.STATUS_WHERE]
-    if code == control.PLAN_FAULT:
-        return SymmoeError("the plan failed on another rank")
+    rank, limit, value, code, where = words[control.STATUS_PEER : control.STATUS_WHERE + 1]
     if code == control.PLAN_MISMATCH:
-        field = control.AGREED_FIELDS[where]
-        zero = _header_value(where, limit)
-        mine = _header_value(where, value)
-        return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
-    if code == control.PLAN_BAD_ID:
-        return ExpertIdError(
+        return ConfigMismatch(
+            f"{control.AGREED_FIELDS[where]} differs: rank 0 has {_header_value(where, limit)}, "
+            f"rank {rank} has {_header_value(where, value)}"
+        )
+    return {
+        control.PLAN_FAULT: SymmoeError("the plan failed on another rank"),
+        control.PLAN_BAD_ID: ExpertIdError(
             f"topk_idx on rank {rank}, flat position {where}: {value} is neither -1 nor in [0, {limit})"
-        )
-    if code == control.PLAN_OVERFLOW:
-        return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
-    if code == control.PLAN_RAIL_OVERFLOW:
-        return CapacityError(
+        ),
+        control.PLAN_OVERFLOW: CapacityError(
+            f"rank {rank} is routed {value} rows, more than capacity ({limit})"
+        ),
+        control.PLAN_RAIL_OVERFLOW: CapacityError(
             f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})"
-        )
-    raise AssertionError(f"unknown plan error {code}")
+        ),
+    }[code]
 
 
 def mismatch_error(

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from symmoe import kernels
 from symmoe.errors import (
@@ -73,8 +72,6 @@ class RemoteNodes(NoRemoteNodes):
     device. rail_rows: by node, the `rail_rows` of the rank with this rank's index, from the last :meth:`meet` that had
     them."""
 
-    faults: Faults
-
     def __init__(
         self,
         topology: Topology,
@@ -90,7 +87,6 @@ class RemoteNodes(NoRemoteNodes):
         self.payload = payload
         self.turn = access
         self._waits = waits
-        self._peers = waits.peers
         self._streams = streams
         self._counters = waits.peers.counters(waits.peers.rank)
         self._phase = control.PHASE_START
@@ -282,10 +278,10 @@ class RemoteNodes(NoRemoteNodes):
 
     def has_said_why(self, peer: int) -> bool:
         """See NoRemoteNodes. Waits while the peer waits for its rail, a little longer than the peer can."""
-        its_counters = self._peers.counters(peer)
-        own_mailbox = self._peers.mailbox(self._peers.rank)
+        its_counters = self._waits.peers.counters(peer)
+        own_mailbox = self._waits.peers.mailbox(self._waits.peers.rank)
         deadline = time.monotonic() + self._bound_s
-        self.channel.announce_once(WAITS)
+        self.channel.announce_once(Header(WAITS))
         while True:
             with self._streams.at_once():
                 is_on_rail = bool(its_counters[control.ON_RAIL])
@@ -294,31 +290,26 @@ class RemoteNodes(NoRemoteNodes):
                 return has_said
             time.sleep(_POLL_S)
 
-    def give_up(self, sender: int, report: Report) -> None:
-        self.channel.give_up(sender, report.pack())
-
-    def leave(self) -> None:
-        self.payload.end()
-
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only this
-        method ends."""
-        timer = threading.Timer(_MOMENT_S, self.leave)
+    def giving_up(self, sender: int, report: Report) -> Iterator[None]:
+        """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only the
+        payload's end ends."""
+        self.channel.give_up(sender, report.pack())
+        timer = threading.Timer(_MOMENT_S, self.payload.end)
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
-            self.leave()
+            self.payload.end()
 
     # -- on the rail ----------------------------------------------------------------------------------------------
 
     def start(self, faults: Faults) -> None:
         """Takes the heap's faults, and starts a thread that looks for exchanges that do not end, if nothing else bounds
         them. The thread ends with this object."""
-        self.faults = weakref.proxy(
+        self.faults: Faults = weakref.proxy(
             faults
         )  # they refer to this object: a cycle would keep a dropped heap's memory
         ended = self._ends
@@ -352,12 +343,9 @@ class RemoteNodes(NoRemoteNodes):
         """Records an overdue exchange, and shows this node's peers whether this rank waits for its rail. Whether to go
         on. Without a problem it calls no CUDA function: a call from a thread that is not capturing would end a
         capture."""
-        assert self.payload.progress is not None
-        (begun, ended), now, bound_s = (
-            self.payload.progress.tolist(),
-            time.monotonic(),
-            self.payload.bound_s,
-        )
+        begun, ended = self.payload.moved
+        now = time.monotonic()
+        bound_s = self.payload.bound_s
         if begun != self._exchange:
             self._exchange = begun
             self._begun_s = now
@@ -370,7 +358,7 @@ class RemoteNodes(NoRemoteNodes):
             self._is_marked = is_long
         lost, gave_up = self.channel.look()
         if max(self.channel.counted.values()) >= 0:  # a host asks
-            self.channel.announce_once(COUNTED, begun + ended)
+            self.channel.announce_once(Header(COUNTED, begun + ended))
         if not (is_moving and is_long):
             return True
         is_lost = bool(lost or self.payload.problem())
@@ -379,14 +367,14 @@ class RemoteNodes(NoRemoteNodes):
         with suppress(ReferenceError):  # the heap was freed
             self.overdue = self._find_missing(is_lost)
             self.faults.note_overdue(self.overdue)
+            self.payload.end()  # also if an earlier error has blocked the heap
         return False
 
     def _find_missing(self, is_lost: bool) -> Report:
         """The report of the rank that is missing in an exchange on the device, found here or by another rank. NCCL does
         not name it. So hosts exchange the progress of their devices: missing is a host without an answer, or else the
         one that is behind, the first of several. is_lost: whether the network reports a closed connection."""
-        assert self.payload.progress is not None
-        self.channel.announce_once(COUNTED, sum(self.payload.progress.tolist()))
+        self.channel.announce_once(Header(COUNTED, sum(self.payload.moved)))
         counted = self.channel.counted
         deadline = time.monotonic() + ANSWER_S
         while True:
@@ -428,11 +416,15 @@ class RemoteNodes(NoRemoteNodes):
     def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
         """The report of a missing node, or of a node that has aborted."""
         if gave_up is not None:
-            return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
-        rank = self.topology.rail[node]
-        number = self.channel.number
+            return Report.unpack(gave_up.message)._replace(sender=gave_up.origin)
         return Report(
-            "", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost)
+            "",
+            missing=self.topology.rail[node],
+            phase=self._phase,
+            expected=self.channel.number,
+            seen=self.channel.number - 1,
+            first=int(self._is_first),
+            lost=int(lost),
         )
 
     def _difference(self, headers: list[Header]) -> Fault | None:
@@ -440,11 +432,15 @@ class RemoteNodes(NoRemoteNodes):
         first = self.topology.rail[0]
         for rank, header in zip(self.topology.rail, headers, strict=True):
             if header.call != headers[0].call:
-                calls = first, headers[0].call, rank, header.call
-                return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
+                error = mismatch_error(
+                    self._waits.configurations, first, headers[0].call, rank, header.call
+                )
+                return Fault(-1, encode(error))
             if header.sizes != headers[0].sizes:
-                text = f"rail_capacity or top_k differs between rank {first} and rank {rank}"
-                return Fault(-1, encode(ConfigMismatch(text)))
+                error = ConfigMismatch(
+                    f"rail_capacity or top_k differs between rank {first} and rank {rank}"
+                )
+                return Fault(-1, encode(error))
         return None
 
 
@@ -473,9 +469,13 @@ def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
         for ranks in topology.nodes
         if rank in ranks
     ]
-    bases = peers.bases[torch.tensor(local, device=peers.bases.device)]
-    views = [peers.views[rank] for rank in local]
-    return control.Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
+    return control.Peers(
+        rank=topology.rank,
+        num_ranks=peers.layout.num_rows,
+        bases=peers.bases[torch.tensor(local, device=peers.bases.device)],
+        views=tuple(peers.views[rank] for rank in local),
+        layout=peers.layout,
+    )
 
 
 def start_rail(
@@ -492,8 +492,9 @@ def start_rail(
             _connect_hosts(bootstrap, topology, token, min(REACH_S, timeout_s / 2))
         )
         unused.callback(channel.close)
-        name = f"symmoe/{token.hex()}/{topology.local_rank}"
-        payload = _make_payload(bootstrap, topology, device, name, options, unused)
+        # A rail's own part of the store, so that attempts do not meet.
+        store = dist.PrefixStore(f"symmoe/{token.hex()}/{topology.local_rank}", bootstrap.store)  # type: ignore[attr-defined]
+        payload = _make_payload(bootstrap, topology, device, store, options, unused)
         # Ranks must cut their calls alike.
         payload.bytes_per_s = min(bootstrap.gather(payload.bytes_per_s))
         unused.pop_all()
@@ -506,9 +507,10 @@ def _connect_hosts(
     """The links by node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     others = [rank for rank in topology.rail if rank != topology.rank]
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
-        said = bootstrap.gather(asdict(listener.endpoint))
-        endpoints = {rank: Endpoint(**said[rank]) for rank in others}
-        (made, refused), problem = connect(endpoints, timeout_s), None
+        said = bootstrap.gather(listener.endpoint)
+        endpoints = {rank: Endpoint(*said[rank]) for rank in others}
+        made, refused = connect(endpoints, timeout_s, hello(token, topology.rank))
+        problem = None
         for each in made.values():
             unused.callback(each.close)
         if refused:
@@ -518,13 +520,7 @@ def _connect_hosts(
                 f"{topology.node_of(rank)} at {endpoints[rank]}: {why}; {_HINT}"
             )
         bootstrap.agree(problem)
-
-        def accept() -> dict[int, socket.socket]:
-            for each in made.values():
-                each.sendall(hello(token, topology.rank))
-            return listener.accept(others, token, timeout_s)
-
-        come = bootstrap.attempt(accept)
+        come = bootstrap.attempt(lambda: listener.accept(others, token, timeout_s))
         unused.pop_all()
     return {topology.node_of(rank): Link(made[rank], come[rank]) for rank in others}
 
@@ -533,19 +529,20 @@ def _make_payload(
     bootstrap: Bootstrap,
     topology: Topology,
     device: torch.device,
-    name: str,
+    store: Any,
     options: dict[str, Any],
     unused: ExitStack,
 ) -> Payload:
     """The payload, which `unused` closes. Collective."""
     # Together: a rank without NCCL would keep the others waiting.
     library = None if device.type == "cpu" else bootstrap.attempt(Nccl)
-    at = bootstrap.store, name
 
     def make() -> Payload:
         try:
             made = (
-                GlooRail(*at, **options) if library is None else NcclRail(library, *at, **options)
+                GlooRail(store, **options)
+                if library is None
+                else NcclRail(library, store, **options)
             )
         except RuntimeError as error:
             if library is not None:

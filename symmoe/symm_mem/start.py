@@ -1,11 +1,16 @@
-"""How a heap begins: ranks agree on its arguments, find the ranks that share memory, and map each other's arenas."""
+"""How a heap begins: ranks agree on its arguments, find the ranks that share memory, and map each other's arenas. And
+how it returns its memory to the system, and restores it at the same addresses.
+
+The hosts rely on the epochs in the control block, so a suspended heap keeps a copy of it. Access prevents any use of an
+arena meanwhile. Without arenas, ranks wait for each other over the process group.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -16,13 +21,16 @@ from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
     ConfigMismatch,
+    HeapPoisoned,
     PeerError,
+    SymmoeError,
+    choice_problem,
     logger,
     raise_for,
     warn,
 )
-from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.nodes.topology import find_place, find_topology
+from symmoe.kernels.control import PHASE_SUSPEND, ControlLayout, Peers
+from symmoe.nodes.topology import find_domain, find_topology
 from symmoe.program.programs import MODES
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.bootstrap import MAX_S, Bootstrap, group_problem
@@ -34,6 +42,7 @@ from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Str
 from symmoe.symm_mem.waits import Waits
 
 _PROTOCOL_VERSION = 6
+_MOST_NAMED = 5  # leases; an error for peers has few bytes
 START_TIMEOUT_S = 300.0
 
 
@@ -41,8 +50,6 @@ class HeapParts:
     """The parts of a heap. Construction is collective over the group, and zeroes the control blocks of all ranks.
     Attributes: as in SymmetricHeap, and the right to use the heap, the owner of the memory, and one of
     programs.MODES."""
-
-    _kept: torch.Tensor  # the control block, while there are no arenas
 
     def __init__(
         self,
@@ -65,16 +72,19 @@ class HeapParts:
             self.backend = "nvshmem" if has_gpu else "host"
             self.backend_reason = f"auto: torch sees {seen}"
         # Every rank has a bound, even if the argument is wrong: without one, messages would not match those of peers.
-        is_usable = _timeout_problem("start_timeout_s", start_timeout_s) is None
-        start_s = min(start_timeout_s, MAX_S) if is_usable else START_TIMEOUT_S
+        problem = _timeout_problem("start_timeout_s", start_timeout_s)
+        start_s = min(start_timeout_s, MAX_S) if problem is None else START_TIMEOUT_S
         self.bootstrap = Bootstrap(group)
         whole = Bootstrap(group, start_s)
         self.rank = whole.rank
         self.num_ranks = whole.num_ranks
         is_on_host = self.backend == "host"
-        timeouts = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         self._program_mode, fills, self.expert_ranks = whole.attempt(
-            partial(_check, whole, expert_group, num_bytes, self.backend, ranks_per_node, timeouts)
+            partial(
+                _check,
+                *(whole, expert_group, num_bytes, self.backend, ranks_per_node),
+                {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s},
+            )
         )
         _agree_on(
             whole,
@@ -89,9 +99,7 @@ class HeapParts:
             if is_on_host
             else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         )
-        domains = whole.gather(
-            whole.attempt(partial(find_place, gpu)).domain
-        )  # by rank, the domain of its memory
+        domains = whole.gather(whole.attempt(partial(find_domain, gpu)))  # by rank
         self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
         node = topology.ranks
         is_single = topology.num_nodes == 1
@@ -99,19 +107,21 @@ class HeapParts:
         backend_class = host_backend.HostBackend if is_on_host else nvshmem_backend.NvshmemBackend
         self._arenas = arenas = backend_class(whole, topology, num_bytes)
         device = arenas.device
-        views = tuple(make() for make in arenas.arenas)
-        bases = torch.tensor(arenas.bases, dtype=torch.int64, device=device)
-        layout = ControlLayout(len(node), whole.num_ranks)
-        group_ranks = () if is_single else node
         self.peers = peers = Peers(
-            topology.local_rank, len(node), bases, views, layout, group_ranks
+            rank=topology.local_rank,
+            num_ranks=len(node),
+            bases=torch.tensor(arenas.bases, dtype=torch.int64, device=device),
+            views=tuple(make() for make in arenas.arenas),
+            layout=ControlLayout(len(node), whole.num_ranks),
+            group_ranks=() if is_single else node,
         )
         self._access = access = Access()
-        order = None if is_on_host else StreamOrder(device)
-        self.streams: Streams = order or NoStreams()
-        self.memory = Memory(peers, arenas.arenas, access, order, fills=fills)
+        self.streams: Streams = NoStreams() if is_on_host else StreamOrder(device)
+        self.memory = Memory(peers, arenas.arenas, access, self.streams, fills=fills)
         self.one_call: AbstractContextManager[None] = (
-            OneCall(access, self.memory.lock, order) if order else access
+            access
+            if isinstance(self.streams, NoStreams)
+            else OneCall(access, self.memory.lock, self.streams)
         )
         self.configurations = Configurations(whole)
         self.row_histories = defaultdict[Hashable, RowHistory](RowHistory)
@@ -123,11 +133,9 @@ class HeapParts:
 
             try:
                 rail = several_nodes.start_rail(whole, topology, device, start_s)
-            except BackendUnavailable:  # on every rank: they free the memory together
-                arenas.close()
-                raise
-            except PeerError:
-                arenas.abandon()
+            except (BackendUnavailable, PeerError) as error:
+                # BackendUnavailable is raised on every rank: they free the memory together.
+                arenas.close(together=isinstance(error, BackendUnavailable))
                 raise
             self.nodes = several_nodes.RemoteNodes(
                 topology, self.waits, self.streams, access, *rail
@@ -145,6 +153,44 @@ class HeapParts:
         peers.control_block.zero_()
         self.streams.synchronize()
         whole.barrier()  # no rank may signal into a control block that is not zeroed yet
+
+    def _give_back_memory(self) -> None:
+        """Frees the arenas after the last call of all ranks; if one rank cannot, all keep theirs. Collective."""
+        group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
+        is_agreed = False
+        self._access.is_open = False  # from now on no thread makes a lease
+        try:
+            group.agree(self._suspend_problem())  # then the peers' launched work is done, too
+            is_agreed = True
+            self._control_block = self.peers.control_block.to("cpu", copy=True)
+            group.attempt(self._arenas.suspend)
+        except BaseException as error:
+            self._access.is_open = not is_agreed
+            if is_agreed or not isinstance(error, (ArgumentError, BackendUnavailable)):
+                self.faults.poison = f"suspend failed: {error}"
+            raise
+
+    def _suspend_problem(self) -> SymmoeError | None:
+        """The error if this rank cannot return its memory, or None."""
+        if leases := self.memory.live_leases():
+            named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MOST_NAMED])
+            return ArgumentError(
+                f"suspend: {len(leases)} leases of {sum(size for _, size in leases)} bytes are live, the largest are "
+                f"{named}: suspend when no backward pass is to come, and drop what keeps them"
+            )
+        missing = self._arenas.suspend_problem
+        return BackendUnavailable(f"suspend: {missing}") if missing else None
+
+    def _bring_back_memory(self) -> None:
+        """Restores the arenas without the rows. Collective."""
+        group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
+        poison = self.faults.poison
+        group.agree(None if poison is None else HeapPoisoned(f"an earlier call failed: {poison}"))
+        self._arenas.resume(group)
+        self.peers.control_block.copy_(self._control_block)
+        self.streams.synchronize()
+        group.barrier()  # no rank may signal into a block before it is written
+        self._access.is_open = True
 
 
 def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
@@ -207,11 +253,10 @@ def _check(
     return program_mode, fills, expert_ranks
 
 
-def _from_environment(name: str, words: Sequence[str]) -> str:
+def _from_environment(name: str, words: tuple[str, ...]) -> str:
     """The word in an environment variable; the first word if the variable is not set."""
     word = os.environ.get(name) or words[0]
-    if word not in words:
-        raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, words))}")
+    raise_for(choice_problem(name, word, words))
     return word
 
 

@@ -72,9 +72,7 @@ class Branch:
     def join(self) -> None:
         """Orders later work of the current stream after all work of the branch."""
         if self._was_entered:
-            after_other_stream()
-        if self._stream is not None and self._was_entered:
-            _wait(torch.cuda.current_stream(self._stream.device), _record(self._stream))
+            self.wait_for(None if self._stream is None else _record(self._stream))
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -161,21 +159,16 @@ class StreamOrder:
         """Waits for all work of the device."""
         torch.cuda.synchronize(self._device)
 
-    def released(self, span: tuple[int, int]) -> None:
-        """Records that the current stream is done with (offset, size)."""
-        order = self._notice_stream()
+    def released(self, span: tuple[int, int, bool]) -> None:
+        """Records that the current stream is done with (offset, size, was_dropped). was_dropped: any stream of earlier
+        calls may have used it last."""
+        offset, size, was_dropped = span
+        order = self._order() if was_dropped else self._notice_stream()
         if order.last_mark is not None:
-            order.released.append(
-                (span[0], sum(span), _mark(torch.cuda.current_stream(self._device)))
-            )
-
-    def dropped(self, span: tuple[int, int]) -> None:
-        """Records that (offset, size) is free; any stream of earlier calls may have used it last."""
-        order = self._order()
-        if order.last_mark is not None:
-            for stream in order.streams:
-                mark = _mark(torch.cuda.ExternalStream(stream, device=self._device))
-                order.released.append((span[0], sum(span), mark))
+            streams = [torch.cuda.current_stream(self._device)]
+            if was_dropped:
+                streams = [torch.cuda.ExternalStream(each, self._device) for each in order.streams]
+            order.released += [(offset, offset + size, _mark(stream)) for stream in streams]
 
     def taken(self, span: tuple[int, int]) -> None:
         """Waits for other streams that used (offset, size), before the current stream uses it."""
@@ -199,7 +192,7 @@ class StreamOrder:
         order.released = left
 
     def _order(self) -> _Order:
-        if self.eager_thread == threading.get_ident() or not (capture := capture_id(self._device)):
+        if not (capture := self.capture):
             return self._eager
         if capture != self._captured[0]:
             self._captured = capture, _Order()
@@ -234,7 +227,7 @@ class NoStreams:
     is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
 
-    synchronize = bool  # nothing to wait for: does nothing, without a frame
+    synchronize = taken = released = bool  # nothing to wait for: does nothing, without a frame
 
 
 Streams = StreamOrder | NoStreams

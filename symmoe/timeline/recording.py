@@ -83,7 +83,7 @@ def record(
         PeerTimeout, PeerAborted: a rank does not reach either end.
     """
     path, on_gpu = Path(path), heap.device.type == "cuda"
-    heap._agree(
+    heap.bootstrap.agree(
         None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json")
     )
     heap.synchronize()
@@ -92,7 +92,7 @@ def record(
         yield recording
         heap.synchronize()
     _meet(heap)  # has a time limit, unlike later calls: a failed rank does not arrive
-    heap._agree(None if recording._started else ArgumentError(_NOT_STARTED))
+    heap.bootstrap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
@@ -111,7 +111,7 @@ def record(
             path.with_suffix(".txt").write_text(table(recording.timeline) + "\n", encoding="utf-8")
         except OSError as error:
             problem = ArgumentError(f"path ({path}) cannot be written: {error}")
-    heap._agree(problem)
+    heap.bootstrap.agree(problem)
 
 
 def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:

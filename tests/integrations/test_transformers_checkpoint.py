@@ -365,7 +365,7 @@ def failed_save(
         Path(f"{target}.partial").mkdir()  # as a kill leaves it
         Path(f"{target}.partial/junk").write_text("junk")
         Path(target).mkdir()
-    heap._agree(None)
+    heap.bootstrap.agree(None)
     save(target, like=source)
     return texts
 
@@ -398,7 +398,7 @@ def replaced(
             return real(path, target)
 
         shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
-        heap._agree(None)
+        heap.bootstrap.agree(None)
         try:
             with patch.object(Path, "replace", replace):
                 save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])

@@ -32,7 +32,7 @@ from symmoe.dispatch import trip
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.kernels.gemm_parts import Part
 from symmoe.nodes import topology as topology_module
-from symmoe.nodes.topology import Place, find_place, find_topology
+from symmoe.nodes.topology import find_domain, find_topology
 from symmoe.precision import Float8Block
 from symmoe.symm_mem import start
 
@@ -101,8 +101,7 @@ class FakeNvml:
 def test_an_nvlink_domain_of_several_machines(monkeypatch: pytest.MonkeyPatch, prefix: str):
     nvml = FakeNvml(cluster=b"one cluster of 9")
     monkeypatch.setattr(topology_module.ctypes, "CDLL", lambda name: nvml)
-    found = find_place(prefix + "1a-2b")
-    assert found.domain == found.fabric == b"one cluster of 9".hex() + " 7"
+    assert find_domain(prefix + "1a-2b") == b"one cluster of 9".hex() + " 7"
     assert nvml.num_open == 0
 
 
@@ -124,17 +123,16 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
         return nvml
 
     monkeypatch.setattr(topology_module.ctypes, "CDLL", load)
-    found = find_place("1a-2b")
-    assert found == find_place(None)
-    assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert find_domain("1a-2b") == find_domain(None)
+    assert find_domain(None) == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @run_on(4)
 def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
-    found = Place(f"machine {rank // 2}", "one domain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "find_place", lambda gpu: found)
+        patch.setattr(topology_module, "find_machine", lambda: f"machine {rank // 2}")
+        patch.setattr(start, "find_domain", lambda gpu: "one domain")
         for ranks_per_node, want in ((None, ((0, 1, 2, 3),)), (2, ((0, 1), (2, 3)))):
             with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
                 findings.equal("nodes", heap.topology.nodes, want)

@@ -95,7 +95,7 @@ def as_on_gpus(seed: int) -> Iterator[None]:
         patch.setattr(
             several_nodes,
             "_make_payload",
-            lambda of, _, __, name, options, unused: DeviceRail(of.store, name, **options),
+            lambda of, _, __, store, options, unused: DeviceRail(store, **options),
         )
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", lambda heap: check(heap))

@@ -81,9 +81,9 @@ def publishing(change: Callable[[bytes], bytes]) -> Callable[..., GlooRail]:
     """GlooRail, of which others read where it listens as it is after the change."""
     stores = []  # torch does not keep them
 
-    def make(store, name: str, **options) -> GlooRail:
+    def make(store, **options) -> GlooRail:
         stores.append(Publishing(store, change))
-        return GlooRail(stores[-1], name, **options)
+        return GlooRail(stores[-1], **options)
 
     return make
 
@@ -196,7 +196,7 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
     """What arrives later than a connection might."""
     dist.barrier()
     store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
-    rail = GlooRail(store, "rail", node=rank, num_nodes=2, timeout_s=10.0)
+    rail = GlooRail(store, node=rank, num_nodes=2, timeout_s=10.0)
     sent, received = torch.full((4,), rank + 1), torch.zeros(4, dtype=torch.int64)
     time.sleep(3.0 * rank)  # gloo's own bound is 2 s
     rail.wait(rail.begin([(1 - rank, sent)], [(1 - rank, received)]), HANG_S)
@@ -231,8 +231,8 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     for each in (channel, other):
         each.announce(Header(GOES_ON, call=7))
     assert [header.call for header in channel.receive(PROMPT_S)] == [7, 7]
-    other.announce_once(WAITS)
-    other.announce_once(COUNTED, 5)
+    other.announce_once(Header(WAITS))
+    other.announce_once(Header(COUNTED, 5))
     assert (channel.look(), channel.counted) == ((set(), None), {1: 5})
     for each in (channel, other):
         each.announce(Header(GOES_ON, call=8))

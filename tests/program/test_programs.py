@@ -230,7 +230,7 @@ def test_the_variable_decides_whether_programs_run(monkeypatch, request):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("SYMMOE_PROGRAMS", "'on', 'off'"), ("SYMMOE_FILL_MEMORY", "'0', '1'")],
+    [("SYMMOE_PROGRAMS", r"\('on', 'off'\)"), ("SYMMOE_FILL_MEMORY", r"\('0', '1'\)")],
 )
 def test_another_value_of_a_variable_is_refused(monkeypatch, name: str, words: str):
     monkeypatch.setenv(name, "twice")

@@ -21,7 +21,7 @@ STATEMENTS: dict[str, tuple[int, int]] = {
     "benchmarks": (3_000, 3_050),
     # rooms of symmoe
     "kernels + program": (7_000, 8_400),
-    "symm_mem + nodes": (2_300, 3_070),
+    "symm_mem + nodes": (2_300, 2_940),
     "checks + precision": (550, 630),
     "dispatch + combine": (750, 957),
     "grouped + moe + training + lora + metrics + pointers + routing": (3_600, 5_240),

@@ -16,7 +16,7 @@ from heap_calls import outcome, round_trip
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.kernels.launch import driver
-from symmoe.nodes.topology import Place, Topology
+from symmoe.nodes.topology import Topology
 from symmoe.symm_mem import nvshmem_backend
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -146,14 +146,14 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
 @run_on(2)
 def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
     """What a heap checks of the GPUs of two ranks, on GPUs that are made up; the numbers of machines that it finds."""
-    found, num_machines, find = [], [], nvshmem_backend.find_place
+    found, num_machines, find = [], [], nvshmem_backend.find_machine
     for gpus, reach, machines in (
         ("00", True, 1),
         ("01", False, 1),
         ("01", True, 1),
         ("01", False, 2),
     ):
-        place = Place("another machine") if machines == 2 and rank else find(None)
+        machine = "another machine" if machines == 2 and rank else find()
         backend = object.__new__(nvshmem_backend.NvshmemBackend)
         backend.device, backend._topology = (
             torch.device("cuda", int(gpus[rank])),
@@ -165,7 +165,7 @@ def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
             patch.setattr(
                 torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach
             )
-            patch.setattr(nvshmem_backend, "find_place", lambda gpu, place=place: place)
+            patch.setattr(nvshmem_backend, "find_machine", lambda machine=machine: machine)
             check = backend._check_peers
             found.append(outcome(lambda check=check: num_machines.append(check(Bootstrap(None)))))
     assert num_machines == [1, 2]
@@ -176,9 +176,9 @@ def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
     assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
 
 
-@pytest.mark.parametrize("how", ["close", "abandon"])
+@pytest.mark.parametrize("together", [True, False])
 def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(
-    fake: FakeNvshmem, monkeypatch, how: str
+    fake: FakeNvshmem, monkeypatch, together: bool
 ):
     waits = []
     monkeypatch.setattr(
@@ -189,8 +189,8 @@ def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(
     assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
     arena.fill_(7)
     assert bytes(fake.memory) == b"\7" * 5000  # no copy
-    getattr(backend, how)()
-    if how == "close":
+    backend.close(together=together)
+    if together:
         assert fake.calls == ["free", "finalize"]
         assert waits == [[]]  # zeroing is over when it is freed
         assert fake.any_byte_when_freed is False
@@ -262,7 +262,7 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     cuda.pieces[1] = start + 2000, size
     with pytest.raises(BackendUnavailable, match="laid out its memory otherwise than before"):
         backend.resume(Bootstrap(None))
-    backend.close()
+    backend.close(together=True)
     assert fake.calls[-3:] == ["free", "finalize", ("cuMemAddressFree", own, size)]
     cuda.fails, cuda.cuGetErrorName = "cuMemMap", lambda *_: 0
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))

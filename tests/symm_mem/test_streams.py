@@ -80,7 +80,7 @@ def test_what_is_left_of_a_span_is_still_waited_for(
         call(fake, order, stream)
     fake.current = 1
     work = fake.launch()
-    order.released((512, 1536))
+    order.released((512, 1536, False))
     fake.current = 2
     order.taken((1024, 512))  # its middle
     assert fake.has_waited_for(1, work)
@@ -119,10 +119,10 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
             fake.launch()  # a kernel that is no call of the heap
             if draw.random() < 0.2:
                 uses = dict(fake.work)
-                order.dropped(span)
+                order.released((*span, True))
             else:
                 uses = {fake.current: fake.work[fake.current]}
-                order.released(span)
+                order.released((*span, False))
             needed |= dict.fromkeys(units(span), uses)
             arena.give_back(*span)
         num_marks.append(len(order._eager.released))

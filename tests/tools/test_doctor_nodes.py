@@ -177,8 +177,7 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[str | None] = []
     fake_smi(tmp_path, monkeypatch)
     torch_says(monkeypatch)
-    place = doctor_nodes.find_place(None)
-    monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
+    monkeypatch.setattr(doctor_nodes, "find_domain", lambda uuid: asked.append(uuid) or "a domain")
     variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
     facts = [read_facts(local, variables, endpoint, "") for local in (0, 2)]
     assert (facts[0].gpu, facts[0].launch_order) == ("NVIDIA H200", "1")

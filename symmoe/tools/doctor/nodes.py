@@ -23,7 +23,7 @@ from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
-from symmoe.nodes.topology import Topology, find_place, find_topology
+from symmoe.nodes.topology import Topology, find_domain, find_machine, find_topology
 from symmoe.symm_mem.host_backend import text_of
 from symmoe.tools.doctor.findings import Finding, Said, findings_about, first, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
@@ -148,7 +148,7 @@ def examine_nodes(
             problem = str(error)
         mine = read_facts(board.local_rank, environment, endpoint, problem)
         said = board.gather("facts", asdict(mine))
-        facts = [Facts(**each | {"endpoint": Endpoint(**each["endpoint"])}) for each in said]
+        facts = [Facts(**each | {"endpoint": Endpoint(*each["endpoint"])}) for each in said]
         try:
             topology = find_topology([each.domain for each in facts], board.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
@@ -180,12 +180,11 @@ def read_facts(
     smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
-    place = find_place(None if index is None else smi.devices[index]["uuid"])
     installed, nics = read_versions().installed, read_nics()
     return Facts(
         host=socket.gethostname(),
-        machine=place.machine,
-        domain=place.domain,
+        machine=find_machine(),
+        domain=find_domain(None if index is None else smi.devices[index]["uuid"]),
         endpoint=endpoint,
         problem=problem,
         versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},
@@ -217,11 +216,13 @@ def try_rail(
         "num_nodes": topology.num_nodes,
         "timeout_s": _CONNECT_S,
     }
-    at = board.store, f"symmoe-doctor/rail/{topology.local_rank}"
+    store = dist.PrefixStore(f"symmoe-doctor/rail/{topology.local_rank}", board.store)  # type: ignore[attr-defined]
     try:
         if has_gpu:
             torch.cuda.set_device(board.local_rank)
-        payload: Payload = NcclRail(Nccl(), *at, **options) if has_gpu else GlooRail(*at, **options)
+        payload: Payload = (
+            NcclRail(Nccl(), store, **options) if has_gpu else GlooRail(store, **options)
+        )
     except (BackendUnavailable, RuntimeError) as error:
         return Rail(error=_first_line(error))
     stack.callback(payload.close)
