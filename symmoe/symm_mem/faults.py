@@ -425,10 +425,11 @@ class Faults:
                 self._waits.wait(call)
                 self._streams.synchronize()
                 together = self._words[control.STATUS_KIND] == control.STATUS_OK
-                error = (
+                found = (
                     self.after_meeting(self._others.enter(call), call) if together else self.take()
                 )
-                together = error is None
+                together = found is None
+                error = error or found
         except (
             BaseException
         ) as problem:  # from a signal handler or the GPU: the peers wait for a report

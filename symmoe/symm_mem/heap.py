@@ -480,6 +480,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
 
         Raises:
             PeerTimeout, PeerAborted: a peer did not enter close.
+            SymmoeError: an error of an earlier call that no call has raised yet; the heap is closed nevertheless.
             ConcurrentUse: another thread is in a call; the heap stays open.
         """
         if self._closed or not self._access.is_given:

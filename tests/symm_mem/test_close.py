@@ -8,16 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from cluster import run_on
 from heap_calls import round_trip
 from limits import HANG_S, PROMPT_S
 from worker import wait_for_arrivals
 
+import symmoe
 from symmoe import SymmetricHeap
-from symmoe.errors import HeapClosed, PeerAborted, PeerTimeout
+from symmoe.errors import CapacityError, HeapClosed, PeerAborted, PeerTimeout
+from symmoe.symm_mem.streams import NoStreams
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 10 * PROMPT_S
@@ -30,6 +34,25 @@ class OwnError(BaseException):
 
 def raise_own_error(*args: object) -> None:
     raise OwnError("of a signal handler")
+
+
+@run_on(2, on_gpus=(1, 2))
+def test_an_error_of_the_last_call_is_raised_by_close(
+    rank: int, num_ranks: int, device: str
+) -> None:
+    """On GPUs the host learns only in a later call that a static capacity was too small."""
+    backend = "host" if device == "cpu" else "auto"
+    heap = SymmetricHeap(num_bytes=4 << 20, backend=backend)
+    ids = torch.zeros((8, 2), dtype=torch.int32, device=heap.device)
+    with mock.patch.object(NoStreams, "raises_at_once", False):
+        symmoe.make_plan(ids, num_experts=2 * num_ranks, heap=heap, capacity=4)
+        with pytest.raises(CapacityError, match="more than capacity"):
+            heap.close()
+    with pytest.raises(HeapClosed):
+        heap.check()
+    heap.close()
+    with SymmetricHeap(num_bytes=4 << 20, backend=backend) as again:
+        assert round_trip(again)
 
 
 @pytest.mark.parametrize("where", ["before the barrier", "in the wait"])
