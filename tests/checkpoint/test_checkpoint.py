@@ -145,7 +145,8 @@ def test_every_bit_survives_the_change_of_ranks(
             "extra": {"seed": 3},
             "rank_extra": rank if source == target else None,
         }
-    manifest, tensors = read_manifest(tmp_path), stored_in(tmp_path / "step-00000003")
+    manifest = read_manifest(tmp_path)
+    tensors = stored_in(tmp_path / "step-00000003")
     assert (manifest.rank_extra, manifest.num_ranks, manifest.ep_size) == (
         list(range(source)),
         source,
@@ -217,7 +218,8 @@ def load_and_use(
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "full"])
 def test_a_checkpoint_does_not_depend_on_the_precision(cluster, tmp_path: Path, precision: str):
     """The same files byte for byte; each loads into the other layer, which then computes as its precision does."""
-    ranks, other = cluster(2), {"full": precision, precision: "full"}
+    ranks = cluster(2)
+    other = {"full": precision, precision: "full"}
     saved = {name: ranks.run(save_in_use, str(tmp_path / name), name) for name in other}
     assert tree(tmp_path / precision) == tree(tmp_path / "full")
     for written, read in other.items():

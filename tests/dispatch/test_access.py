@@ -50,7 +50,8 @@ def train(layer: MoELayer, seed: int) -> list[Step | str]:
 def in_threads(*functions: Callable[[], object]) -> list:
     """Runs them at the same time; what they return. Threads are interrupted after some microseconds: what they do to
     each other shows in few steps."""
-    start, before = threading.Barrier(len(functions)), sys.getswitchinterval()
+    start = threading.Barrier(len(functions))
+    before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(len(functions)) as threads:
@@ -192,7 +193,8 @@ def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
 
 def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
-    inside, over = threading.Event(), threading.Event()
+    inside = threading.Event()
+    over = threading.Event()
 
     def call() -> None:
         with heap.one_call:

@@ -111,7 +111,8 @@ def compare(
     first = rank * len(clean["dW1"])
     for name in ("dW1", "dW2"):
         for expert in range(len(clean[name])):
-            got, want = dirty[name][expert], clean[name][expert]
+            got = dirty[name][expert]
+            want = clean[name][expert]
             if (first + expert) % 2 or first + expert >= 2 * K:
                 findings.check(torch.equal(got, want), f"{name} of expert {first + expert} differs")
             else:

@@ -47,9 +47,11 @@ def check_parts(
     """Against the definition, row by row, for one expert after the other. arrivals: parts, and who arrives for them."""
     starts = starts_of(experts)
     for e, counts in enumerate(experts):
-        first, end = int(starts[0, e]), int(starts[-1, e])
+        first = int(starts[0, e])
+        end = int(starts[-1, e])
         row_to_source = [source for source, count in enumerate(counts) for _ in range(count)]
-        computed, arrived = set(), set()
+        computed = set()
+        arrived = set()
         for part, sources in arrivals:
             arrived |= sources
             begin, stop = ranges[part, :, e].tolist()
@@ -98,11 +100,9 @@ def zeros(places):
 
 def found_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InNodeIntegers:
     """What plan_in_node says of a plan without tokens."""
-    num_nodes, num_ranks, num_local = (
-        topology.num_nodes,
-        len(source_to_rows),
-        source_to_rows.shape[2],
-    )
+    num_nodes = topology.num_nodes
+    num_ranks = len(source_to_rows)
+    num_local = source_to_rows.shape[2]
     plan = PlanIntegers(*zeros(plan_layout(0, 1, num_ranks * num_local, num_ranks)))
     plan.source_to_rows.copy_(source_to_rows)
     plan.source_to_packed_start.copy_(source_to_packed_start)
@@ -227,10 +227,8 @@ def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
         copied = (
             (num_foreign - num_pushed) * (sent_bytes or row_bytes) if sizes.is_expert_major else 0.0
         )
-        copies, whole = (
-            {n: copied / rates.program_copy_bytes / n for n in counts},
-            gemm_s(flops, 0, rates.flops),
-        )
+        copies = {n: copied / rates.program_copy_bytes / n for n in counts}
+        whole = gemm_s(flops, 0, rates.flops)
         others = whole / ranks + (ranks - 1) * rates.part_s
         gemms = {n: gemm_s(flops, n, rates.flops) * (1 - 1 / ranks) for n in counts}
         times = [max(gemms[n], link(pushed, n) + copies[n]) + others for n in counts]

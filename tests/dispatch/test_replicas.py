@@ -26,7 +26,8 @@ WORKLOADS = range(8)
 def workload(number: int, num_ranks: int, num_experts: int, step: int) -> np.ndarray:
     """Slots [R, E] that each rank has of each expert in a step of workload W0 to W7."""
     rng = np.random.default_rng([number, num_ranks, num_experts, step])
-    heat, tokens = np.ones(num_experts), np.full(num_ranks, 4096)
+    heat = np.ones(num_experts)
+    tokens = np.full(num_ranks, 4096)
     per_rank, num_hot = num_experts // num_ranks, max(1, num_experts // 16)
     if number == 1:
         heat[:num_hot] = 16
@@ -60,13 +61,12 @@ def placed(
 def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> bool:
     """Checks all that twin/replicas.py says of it. Whether all ranks keep within the limit."""
     num_ranks, num_experts = counts.shape
-    plans, home = (
-        placed(counts, num_replica_slots, slack),
-        np.arange(num_experts) // (num_experts // num_ranks),
-    )
+    plans = placed(counts, num_replica_slots, slack)
+    home = np.arange(num_experts) // (num_experts // num_ranks)
     for name in ("replica_to_expert", "replica_rows", "expert_to_place", "expert_load"):
         assert all(torch.equal(getattr(plan, name), getattr(plans[0], name)) for plan in plans)
-    experts, rows = plans[0].replica_to_expert.numpy(), plans[0].replica_rows.numpy()
+    experts = plans[0].replica_to_expert.numpy()
+    rows = plans[0].replica_rows.numpy()
     slots = np.stack(
         [plan.copy_slots.numpy() for plan in plans], 1
     )  # [E, source, rank of the copy]
@@ -86,11 +86,10 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
     assert (slots.sum(1) == wanted).all()
     for rank in range(num_ranks):  # rows stay where their tokens are
         assert (slots[:, rank, rank] >= np.minimum(counts[rank], wanted[:, rank])).all()
-    before, after = counts.sum(0).reshape(num_ranks, -1).sum(1), wanted.sum(0)
-    limit, mean = (
-        math.ceil(counts.sum() * (1000 + slack) / (1000 * num_ranks)),
-        math.ceil(counts.sum() / num_ranks),
-    )
+    before = counts.sum(0).reshape(num_ranks, -1).sum(1)
+    after = wanted.sum(0)
+    limit = math.ceil(counts.sum() * (1000 + slack) / (1000 * num_ranks))
+    mean = math.ceil(counts.sum() / num_ranks)
     assert (after <= np.maximum(before, mean)).all()  # nobody gets too many
     assert (after >= np.minimum(before, mean)).all()  # nor gives too many
     is_full = (experts >= 0).all(1)
@@ -119,7 +118,8 @@ def test_ranks_keep_within_the_limit(number: int):
 def test_random_loads():
     rng = np.random.default_rng(11)
     for _ in range(200):
-        num_ranks, num_replica_slots = int(rng.integers(1, 9)), int(rng.integers(1, 5))
+        num_ranks = int(rng.integers(1, 9))
+        num_replica_slots = int(rng.integers(1, 5))
         shape = num_ranks, num_ranks * int(rng.integers(1, 9))
         counts = (
             rng.integers(0, 40, shape)
@@ -153,7 +153,8 @@ def test_nobody_sees_replicas(rank: int, num_ranks: int, findings: Findings, dev
                 if places:
                     check_copies(plan, ids, case.experts_per_rank, findings)
                     experts = torch.cat([experts, plan.replica_to_expert[rank].cpu()])
-                tokens, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
+                tokens = x.clone().requires_grad_()
+                weights = probs.clone().requires_grad_()
                 rows, row_probs = dispatch_tokens(tokens, plan, probs=weights, order="slot")
                 factors = (
                     on_device((1.5 + experts).repeat_interleave(plan.splits.long().cpu()), heap)

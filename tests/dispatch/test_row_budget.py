@@ -131,7 +131,8 @@ def few_fit_on_rails(rank: int):
 
 def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
     x, ids, probs, dy = call
-    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    probs = probs.clone().requires_grad_()
 
     def forward(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         return layer(x, topk_idx=ids, probs=probs)[0]
@@ -169,7 +170,8 @@ def check_same_bits(
         return spy.call_count, findings.texts
 
 
-ONE_NODE, TWO_NODES = (2, None), (4, 2)
+ONE_NODE = (2, None)
+TWO_NODES = (4, 2)
 NONE_KEPT = {"stash": "none", "layout": "expert-major"}
 OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
 # is_full: every third rank waits for the routing, and others have budgets, enough or too small.

@@ -19,7 +19,8 @@ def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
     alive = []
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = Model(heap), Model(heap)
+        model = Model(heap)
+        plain = Model(heap)
         plain.load_state_dict(model.state_dict())
 
         def step_of(model: Model):
@@ -31,7 +32,8 @@ def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
 
             return step
 
-        captured, eager = symmoe.capture_step(step_of(model), model, num_eager=2), step_of(plain)
+        captured = symmoe.capture_step(step_of(model), model, num_eager=2)
+        eager = step_of(plain)
         kept = []
         for number, scale in enumerate([0.5] * 5 + [2.0] * 4 + [0.5]):
             x = torch.randn(

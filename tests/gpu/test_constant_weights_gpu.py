@@ -70,7 +70,8 @@ def test_readers_on_other_streams_wait():
     problem = Problem()
     want = problem.accumulate()
     for _ in range(5):
-        late, other = torch.cuda.Stream(), torch.cuda.Stream()
+        late = torch.cuda.Stream()
+        other = torch.cuda.Stream()
         for stream in (late, other):
             stream.wait_stream(torch.cuda.current_stream())
         with problem.hold():

@@ -128,7 +128,8 @@ def test_fused_is_bitwise_the_three_modules(widths, activation, dtype):
 @pytest.mark.parametrize("interleave", [1, 2, 4, 8, 16, 32])
 def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
     """The same features in another order: a, dscale and (in that order) h, dh and dbias are the same."""
-    halves, blocks = Activation(), Activation(interleave=interleave)
+    halves = Activation()
+    blocks = Activation(interleave=interleave)
     p = Problem(SPLITS[0], (136, 416), dtype, halves)
     q = Problem(SPLITS[0], (136, 416), dtype, blocks)
     order = torch.cat(gate_columns(p.ffn, interleave, "cuda"))
@@ -269,9 +270,12 @@ def of_products(p, num_sms=None, *, table=False):
     """Every output of every product, gathered where there is a choice: ({name: rows}, {name: per group})."""
     options = {"num_sms": num_sms}
     weight = problems.Scattered(p.weight) if table else None
-    out, dx, dscale = p.blank(p.width), p.blank(p.hidden), p.blank(dtype=torch.float32)
+    out = p.blank(p.width)
+    dx = p.blank(p.hidden)
+    dscale = p.blank(dtype=torch.float32)
     operand = weight.table if table else p.weight
-    gathered, biased = (p.packed, p.row_index), {"bias": (p.bias, p.scale), "zero_tail": True}
+    gathered = (p.packed, p.row_index)
+    biased = {"bias": (p.bias, p.scale), "zero_tail": True}
     gemm.grouped_gemm(gathered, operand, p.row_range, out, **biased, **options)
     gemm.grouped_gemm_dgrad(p.dout, operand, p.row_range, dx, **options)
     dw = torch.full_like(p.weight, 0.5)
@@ -414,10 +418,8 @@ def test_offsets_beyond_32_bits():
         dw = torch.empty_like(weight)
         gemm.grouped_gemm_wgrad((out, dout_index), rows, row_range, dw)
         assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
-    dbias, dscale = (
-        torch.empty(2, width, device="cuda"),
-        torch.empty(num_rows + tail, device="cuda"),
-    )
+    dbias = torch.empty(2, width, device="cuda")
+    dscale = torch.empty(num_rows + tail, device="cuda")
     bias.grouped_bias_grad(out, row_range, dbias)
     problems.assert_near(dbias[1], group.sum(dim=0))
     bias_of_groups = torch.ones(2, width, dtype=torch.bfloat16, device="cuda")

@@ -160,12 +160,11 @@ def test_graph_replays_with_other_data_and_other_splits(
                 parameter.main_grad = parameter.main_grad.clone()
     parameters = [p for layer in layers for p in layer.parameters()]
     columns = inputs.d_y.shape[-1]
-    x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
+    x = inputs.x.clone().requires_grad_()
+    scale = inputs.scale.clone().requires_grad_()
     d_y, splits = inputs.d_y.clone(), inputs.splits
-    out, grad_input_out = (
-        x.new_full((shape.num_rows, columns), cases.SENTINEL),
-        torch.full_like(x, cases.SENTINEL).detach(),
-    )
+    out = x.new_full((shape.num_rows, columns), cases.SENTINEL)
+    grad_input_out = torch.full_like(x, cases.SENTINEL).detach()
 
     def step(out, grad_input_out):
         """Forward and backward; the gradients of x, scale and all parameters."""
@@ -200,10 +199,8 @@ def test_graph_replays_with_other_data_and_other_splits(
             grad_input_out[: sizes.num_used].clone(),
             *(None if grad is None else grad.clone() for grad in grads),
         ]
-        out_again, grad_again = (
-            torch.full_like(out, cases.SENTINEL),
-            torch.full_like(grad_input_out, cases.SENTINEL),
-        )
+        out_again = torch.full_like(out, cases.SENTINEL)
+        grad_again = torch.full_like(grad_input_out, cases.SENTINEL)
         eager = step(out_again, grad_again)
         eager = [out_again[: sizes.num_used], grad_again[: sizes.num_used], *eager]
         assert len(replayed) == len(eager)
@@ -242,7 +239,8 @@ def test_splits_of_any_integers_in_a_graph(dtype):
     """They are converted on the device, in the graph: a replay reads those of then."""
     inputs = inputs_of("linear", PLAIN)
     call, _ = model_of("linear", PLAIN, inputs)
-    splits, other = inputs.splits.to(dtype), torch.tensor([3, 70, 0, 55], device="cuda")
+    splits = inputs.splits.to(dtype)
+    other = torch.tensor([3, 70, 0, 55], device="cuda")
     with torch.no_grad():
         want = call(inputs.x.nan_to_num(), inputs.scale, other, None, None)
         graph, y = captured(lambda: call(inputs.x.nan_to_num(), inputs.scale, splits, None, None))
@@ -276,7 +274,8 @@ def test_no_host_synchronisation(path, delayed, weights, kind):
     case = cases.Case(dtype=torch.bfloat16, delayed=delayed)
     inputs = inputs_of(path, case)
     call, layers = model_of(path, case, inputs, weights=weights)
-    x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
+    x = inputs.x.clone().requires_grad_()
+    scale = inputs.scale.clone().requires_grad_()
     buffers = cases.Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
     splits = list(SIZES.splits) if kind == "list" else inputs.splits.to(getattr(torch, kind))
     for _ in range(2):  # the second time with gradients that are there already
@@ -317,7 +316,8 @@ def test_raw_writes_under_saved_tensors_are_errors(path):
     inputs = inputs_of(path, PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
     x, splits = inputs.x.nan_to_num().requires_grad_(), inputs.splits
-    out, grad_input_out = inputs.d_y.nan_to_num(), inputs.x.nan_to_num()
+    out = inputs.d_y.nan_to_num()
+    grad_input_out = inputs.x.nan_to_num()
     square = call(x, inputs.scale, splits, out, None) ** 2
     call(x, inputs.scale, splits, out, None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

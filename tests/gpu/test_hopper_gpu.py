@@ -32,7 +32,8 @@ Problem = functools.partial(ActProblem, device="cuda")
 forward, backward = (
     functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward)
 )
-EXACT, ODD = (1024, 768), (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
+EXACT = (1024, 768)
+ODD = (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 SWIGLU = Activation()
 NUMBERS = {
@@ -55,10 +56,8 @@ class Product:
         return p.blanks(p.ffn if self.k_first else p.width)()
 
     def launch(self, p, row_range, outs, come, **options):
-        rows, weight = (
-            torch.where(come[:, None], p.rows, torch.nan),
-            p.weight2 if self.k_first else p.weight1,
-        )
+        rows = torch.where(come[:, None], p.rows, torch.nan)
+        weight = p.weight2 if self.k_first else p.weight1
         launchers.launch_gemm(
             rows, weight, row_range, *outs, weight_k_first=self.k_first, **options
         )
@@ -93,10 +92,8 @@ class Act(Product):
         return p.blanks(p.width, p.ffn)()
 
     def launch(self, p, row_range, outs, come, **options):
-        rows, options = (
-            torch.where(come[:, None], p.rows, torch.nan),
-            {"variant": self.variant, **options},
-        )
+        rows = torch.where(come[:, None], p.rows, torch.nan)
+        options = {"variant": self.variant, **options}
         act.launch_act(rows, p.weight1, row_range, p.scale, outs, p.activation, **options)
 
     def usual(self, p):
@@ -115,13 +112,12 @@ class Dact(Act):
         return (p.packed, p.row_index) if self.variant is act.GATHERED else p.rows
 
     def launch(self, p, row_range, outs, come, **options):
-        rows, hidden = self.source(p), torch.where(come[:, None], p.h, torch.nan)
+        rows = self.source(p)
+        hidden = torch.where(come[:, None], p.h, torch.nan)
         if self.variant is not act.GATHERED:
             rows = torch.where(come[:, None], rows, torch.nan)
-        operands, options = (
-            (rows, p.weight2, row_range, (hidden, p.scale)),
-            {"variant": self.variant, **options},
-        )
+        operands = (rows, p.weight2, row_range, (hidden, p.scale))
+        options = {"variant": self.variant, **options}
         act.launch_dact(*operands, outs, p.activation, **options)
 
     def results(self, p, outs):
@@ -181,7 +177,8 @@ def test_ranges_have_the_bits_of_the_whole(case):
     kernel, activation, dtype, widths = case
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = Problem(splits, widths, dtype, activation)
-        blanks, launch = functools.partial(kernel.blanks, p), functools.partial(kernel.launch, p)
+        blanks = functools.partial(kernel.blanks, p)
+        launch = functools.partial(kernel.launch, p)
         whole, union = check_ranges(
             p, blanks, launch, random_ranges(splits, 3, step=step), num_sms=7
         )

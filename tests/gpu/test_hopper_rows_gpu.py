@@ -107,7 +107,8 @@ def test_push(case, dtype):
 @cases
 def test_fan_out(case, dtype):
     p, number = Problem(case, dtype), 200
-    packed_to_row, rows = p.slots(number), p.rows(p.capacity)
+    packed_to_row = p.slots(number)
+    rows = p.rows(p.capacity)
     starts = torch.linspace(
         0, number - 20, p.R + 1, device="cuda"
     ).int()  # what is left of them is not looked at
@@ -131,7 +132,8 @@ def test_fan_out(case, dtype):
 def test_push_sums(case, dtype):
     for rank in {0, case[3] - 1}:
         p, number = Problem(case, dtype, rank), 200
-        packed_to_row, rows = p.slots(number), p.rows(p.capacity)
+        packed_to_row = p.slots(number)
+        rows = p.rows(p.capacity)
         starts = torch.linspace(
             0, number - 20, p.R + 1, device="cuda"
         ).int()  # what is left of them is not looked at
@@ -171,11 +173,10 @@ def test_sum_home(case, dtype):
         goes = (slot_to_rank[:, :, None] == torch.arange(p.R, device="cuda")).any(1)
         start = p.draw(p.R, low=0, high=1000)
         packed = torch.where(goes, goes.int().cumsum(0).int() - 1 + start, -1).int()
-        rows, returned = p.rows(p.capacity), p.rows(max(1, p.R - 1) * p.T)
-        ready, arrived = (
-            torch.zeros(p.R, 3, dtype=torch.int64, device="cuda"),
-            torch.zeros(1, dtype=torch.int64),
-        )
+        rows = p.rows(p.capacity)
+        returned = p.rows(max(1, p.R - 1) * p.T)
+        ready = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda")
+        arrived = torch.zeros(1, dtype=torch.int64)
         arrived, results = arrived.cuda(), []
         for num_ctas in (None, 1, 6):
             results.append(torch.full((p.T, p.H), 7.0, dtype=dtype, device="cuda"))

@@ -41,11 +41,10 @@ def test_buffers_of_the_caller(recipe):
 @every_recipe
 def test_no_kernel_reads_the_rows_for_bias_gradients_alone(recipe):
     options = {"bias": True, "precision": recipe, "dtype": BF16, "device": "cuda"}
-    linear, mlp = GroupedLinear(2, 64, 128, **options), GroupedMLP(2, 64, 128, **options)
-    x, scale = (
-        torch.randn(300, 64, device="cuda", dtype=BF16, requires_grad=True),
-        torch.ones(300, device="cuda"),
-    )
+    linear = GroupedLinear(2, 64, 128, **options)
+    mlp = GroupedMLP(2, 64, 128, **options)
+    x = torch.randn(300, 64, device="cuda", dtype=BF16, requires_grad=True)
+    scale = torch.ones(300, device="cuda")
     splits = torch.tensor([100, 200], device="cuda")
 
     def step():

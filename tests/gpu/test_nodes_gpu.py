@@ -57,7 +57,8 @@ def test_trips_are_the_oracle_bit_for_bit(
 def test_order_slot_has_the_bits_of_one_node(
     cluster, num_ranks: int, ranks_per_node: int, options: dict[str, Any]
 ):
-    ranks, options = cluster(num_ranks, "cuda"), {**options, **EAGERLY, "order": "slot"}
+    ranks = cluster(num_ranks, "cuda")
+    options = {**options, **EAGERLY, "order": "slot"}
     want = ranks.run(train, None, options, torch.bfloat16, "cuda")
     assert any(tensor.abs().sum() > 0 for tensor in want[0])
     got = ranks.run(train, ranks_per_node, options, torch.bfloat16, "cuda")

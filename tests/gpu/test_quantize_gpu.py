@@ -86,12 +86,11 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
         (torch.randn(ROWS, 256, generator=generator).bfloat16(), each)
         for each in (cases.SPLITS, OTHER_SPLITS)
     ]
-    rows, row_range = replayed[0][0].cuda(), cases.row_range_of().cuda()
+    rows = replayed[0][0].cuda()
+    row_range = cases.row_range_of().cuda()
     seeds = torch.arange(len(cases.SPLITS), device="cuda") if recipe.stochastic_gradients else None
-    dbias, factor = (
-        torch.empty(len(cases.SPLITS), 256, device="cuda"),
-        torch.rand(ROWS, device="cuda"),
-    )
+    dbias = torch.empty(len(cases.SPLITS), 256, device="cuda")
+    factor = torch.rand(ROWS, device="cuda")
 
     def step():
         by_rows = recipe.quantize(rows, row_range, seeds=seeds, dbias=dbias, bias_scale=factor)
@@ -114,11 +113,10 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
 
 
 def test_nothing_waits_for_the_device():
-    rows, row_range = torch.randn(ROWS, 256, device="cuda").bfloat16(), cases.row_range_of().cuda()
-    weight, dbias = (
-        torch.randn(4, 128, 256, device="cuda"),
-        torch.empty(len(cases.SPLITS), 256, device="cuda"),
-    )
+    rows = torch.randn(ROWS, 256, device="cuda").bfloat16()
+    row_range = cases.row_range_of().cuda()
+    weight = torch.randn(4, 128, 256, device="cuda")
+    dbias = torch.empty(len(cases.SPLITS), 256, device="cuda")
 
     def step():
         for recipe in (Float8Block(), MXFP8(), NVFP4()):

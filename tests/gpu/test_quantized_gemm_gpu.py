@@ -156,7 +156,8 @@ def test_bits_of_kernels_for_hopper_are_those_of_the_twin(widths):
 def test_bits_of_parts_are_those_of_the_twin(name, widths, step):
     """What has not come is NaN."""
     ways = ("", "biased") if name == "fp8" else ("parts", "parts biased")
-    formats, sizes = {"fp8": "float8_block"}, dict(zip("WH", widths, strict=True))
+    formats = {"fp8": "float8_block"}
+    sizes = dict(zip("WH", widths, strict=True))
     for splits, way in itertools.product(SPLITS, ways):
         launch = Launch("grouped_gemm_quantized", sizes, BF16, formats.get(name, name), ways=way)
         for part in random_ranges(splits, 3, step=step):
@@ -245,7 +246,8 @@ def test_nan_stays_in_its_group():
 def test_a_long_sum_does_not_lose_what_the_tensor_core_would():
     """With every block's sum added in fp32, 65536 terms of one sign are as near as 128 of them."""
     numbers = Numbers(exact=False, device=DEVICE)
-    p, q = Problem((256,), (256, 65536), numbers), WgradProblem((65536,), (256, 256), numbers, 0)
+    p = Problem((256,), (256, 65536), numbers)
+    q = WgradProblem((65536,), (256, 256), numbers, 0)
     for data in (p.rows[: p.num_rows], p.weight, q.dout, q.rows):
         data.copy_((torch.rand(data.shape, device=DEVICE) + 1).to(data.dtype))
     for scale in (p.row_scale[: p.num_rows], p.weight_scale, q.dout_scale, q.rows_scale):

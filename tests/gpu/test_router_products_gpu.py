@@ -93,7 +93,8 @@ def test_results_depend_on_nothing_but_their_operands(shape):
         fewer = results(x[some].contiguous(), weight, d_logits[some].contiguous())
         assert torch.equal(fewer[0], logits[some])
         assert torch.equal(fewer[1], dx[some])
-    own_dx, own_d_weight = torch.empty_like(dx), torch.empty_like(d_weight)
+    own_dx = torch.empty_like(dx)
+    own_d_weight = torch.empty_like(d_weight)
     OURS.router_gemm_grads(d_logits, x, weight, own_dx, None)
     OURS.router_gemm_grads(d_logits, x, weight, None, own_d_weight)
     for found in (*(results(*given) for _ in range(3)), (logits, own_dx, own_d_weight)):
@@ -104,7 +105,8 @@ def test_nan_stays_in_its_token():
     x, weight, d_logits = operands((200, 20, 96), exact=False)
     logits, dx, _ = results(x, weight, d_logits)
     for value in (torch.nan, torch.inf):
-        bad_x, bad_d_logits = x.clone(), d_logits.clone()
+        bad_x = x.clone()
+        bad_d_logits = d_logits.clone()
         bad_x[70, 3] = bad_d_logits[70, 3] = value
         bad = results(bad_x, weight, bad_d_logits)
         others = torch.arange(200, device=DEVICE) != 70
@@ -149,7 +151,8 @@ def test_router_is_that_of_fp32_tokens(score, seed):
 
 
 def test_nothing_of_fp32_is_kept_of_the_tokens():
-    x, weight = numbers(4096, 2048).bfloat16().requires_grad_(), numbers(16, 2048).requires_grad_()
+    x = numbers(4096, 2048).bfloat16().requires_grad_()
+    weight = numbers(16, 2048).requires_grad_()
     route_tokens(Route(x, weight, None, None, 1, RoutingRule())).logits.sum().backward()  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -98,7 +98,8 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
             dtype=torch.bfloat16,
             requires_grad=True,
         )
-        inputs, dy = (x, *layer.parameters()), torch.randn_like(x)
+        inputs = (x, *layer.parameters())
+        dy = torch.randn_like(x)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             y, metrics = layer(x)

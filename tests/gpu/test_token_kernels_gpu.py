@@ -187,7 +187,8 @@ def test_barrier_of_ranks_in_different_calls(gpu):
     ranks.enter_all(
         [(1, 2, 3, 4)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)]
     )
-    here, there = control.pack_call(phase=2, hidden=64), control.pack_call(phase=2, hidden=128)
+    here = control.pack_call(phase=2, hidden=64)
+    there = control.pack_call(phase=2, hidden=128)
     for rank in range(3):
         assert (ranks.received[rank] == -1).all()
         assert ranks.status[rank].tolist() == [control.STATUS_MISMATCH, 2, 2, here, there, 1, 0, 0]

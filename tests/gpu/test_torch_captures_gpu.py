@@ -27,10 +27,8 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(heap.rank)
         config = MoEConfig(hidden=H, ffn=24, num_experts=8, top_k=3, **options)
-        self.before, self.after = (
-            nn.Linear(H, H, device=heap.device),
-            nn.Linear(H, H, device=heap.device),
-        )
+        self.before = nn.Linear(H, H, device=heap.device)
+        self.after = nn.Linear(H, H, device=heap.device)
         self.layer = MoELayer(config, heap)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

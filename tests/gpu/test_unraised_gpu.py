@@ -56,7 +56,8 @@ def look_late(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cuda") as heap:
         ids = (torch.arange(T)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
-        ids, x = ids.to(heap.device), torch.ones(T, H, device=heap.device)
+        ids = ids.to(heap.device)
+        x = torch.ones(T, H, device=heap.device)
 
         def call() -> None:
             plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap, capacity=4 * T * K)

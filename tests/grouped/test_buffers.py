@@ -162,8 +162,10 @@ def x_with_room(op: Op) -> torch.Tensor:
 @pytest.mark.parametrize(("make", "parts"), MISTAKES.values(), ids=MISTAKES)
 def test_refused_in_forward(op, name, make, parts):
     x = x_with_room(op)
-    wrong, other = make(op, x), buffer()
-    want, kept = op(x), x.clone()
+    wrong = make(op, x)
+    other = buffer()
+    want = op(x)
+    kept = x.clone()
     for context in (nullcontext, torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(symmoe.errors.ArgumentError) as caught:
             op(x, **{BOTH[name == "out"]: other, name: wrong})
@@ -443,7 +445,8 @@ def result_of_an_input(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Te
     ],
 )
 def test_what_a_graph_needs_is_written_over(op, result):
-    x, later = op.inputs.x.nan_to_num().requires_grad_(), batches(1)[0].x.nan_to_num()
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    later = batches(1)[0].x.nan_to_num()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result(op, x, later).sum().backward()
 
@@ -454,7 +457,8 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
     case = cases.Case(delayed=True, buffers=())
     found = []
     for out, d_mid in ((None, None), (buffer(), buffer())):
-        inner, outer = Op("linear", case), Op("linear", case)
+        inner = Op("linear", case)
+        outer = Op("linear", case)
 
         def compute(inner=inner, outer=outer, out=out, d_mid=d_mid):
             for batch in batches(2):
@@ -558,10 +562,8 @@ def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, heap):
 def test_a_backward_that_fails_can_be_tried_again(heap):
     """The graph is not spent: its buffer is still the one that was given."""
     op = Op("linear", cases.Case(main_grad=True, buffers=()))
-    x, grad_input_out = (
-        op.inputs.x.nan_to_num().requires_grad_(),
-        heap.lease((N, H), torch.float32).tensor,
-    )
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    grad_input_out = heap.lease((N, H), torch.float32).tensor
     y, main_grad = op(x, grad_input_out=grad_input_out), op.fc1.weight.main_grad
     op.fc1.weight.main_grad = None
     with pytest.raises(symmoe.errors.ArgumentError, match="main_grad is missing"):
@@ -574,10 +576,8 @@ def test_a_backward_that_fails_can_be_tried_again(heap):
 
 def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
     """torch.autograd.grad gives it out without a copy, and whoever has it may use the buffer again."""
-    x, grad_input_out = (
-        op.inputs.x.nan_to_num().requires_grad_(),
-        heap.lease((N, H), torch.float32).tensor,
-    )
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    grad_input_out = heap.lease((N, H), torch.float32).tensor
     for _ in range(2):
         (found,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
         assert found.data_ptr() == grad_input_out.data_ptr()

@@ -95,10 +95,8 @@ def test_no_rows(shape, bias, way):
     case = cases.Case(bias=bias, buffers=())
     inputs = cases.inputs_of(way, case)
     columns = inputs.d_y.shape[-1]
-    inputs.x, inputs.scale = (
-        torch.empty(*shape, 16, requires_grad=True),
-        torch.empty(shape, requires_grad=True),
-    )
+    inputs.x = torch.empty(*shape, 16, requires_grad=True)
+    inputs.scale = torch.empty(shape, requires_grad=True)
     call, layers = cases.make_way(way, case, inputs)
     given = inputs.x, inputs.scale, torch.zeros_like(inputs.splits)
     y = call(*given, out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
@@ -190,7 +188,8 @@ def test_first_micro_batch_overwrites_both(first):
     inputs = cases.make_inputs(case)
     model = filled(case, inputs)
     model(inputs.x, inputs.splits, inputs.scale, is_first_microbatch=first).backward(inputs.d_y)
-    oracle, start = cases.mlp_oracle(inputs, case), 0.0 if first else cases.MAIN_GRAD_START
+    oracle = cases.mlp_oracle(inputs, case)
+    start = 0.0 if first else cases.MAIN_GRAD_START
     for name in ("fc1", "fc2"):
         found = getattr(model, name).weight.main_grad
         cases.assert_near(found, oracle[f"d_{name}.weight"] + start, torch.float32)
@@ -204,10 +203,8 @@ def test_some_inputs_take_no_gradient(way, frozen):
     inputs = cases.inputs_of(way, PLAIN)
     buffers = cases.Buffers(grad_input_out=torch.full_like(inputs.x, cases.SENTINEL))
     call, layers = cases.make_way(way, PLAIN, inputs)
-    x, scale = (
-        inputs.x.clone().requires_grad_(frozen != "x"),
-        inputs.scale.clone().requires_grad_(frozen != "scale"),
-    )
+    x = inputs.x.clone().requires_grad_(frozen != "x")
+    scale = inputs.scale.clone().requires_grad_(frozen != "scale")
     parameters = {
         f"d_{name}.{n}": p for name, layer in layers.items() for n, p in layer.named_parameters()
     }
@@ -291,7 +288,8 @@ def test_float64_is_refused_as_the_default_dtype_and_after_a_cast():
         model = GroupedMLP(2, 4, 4, dtype=torch.bfloat16)
     finally:
         torch.set_default_dtype(torch.float32)
-    x, scale = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3)
+    x = torch.ones(3, 4, dtype=torch.bfloat16)
+    scale = torch.ones(3)
     want = model(x, [1, 2], scale)
     for part in (model, model.fc2):
         for under_autocast in (False, True):

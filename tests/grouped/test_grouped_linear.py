@@ -351,11 +351,13 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
     sizes = [cases.Sizes(splits=splits) for splits in ((3, 0, 2, 4), (0, 5, 0, 7))]
     inputs = [cases.linear_inputs(case, sizes=each, seed=i) for i, each in enumerate(sizes)]
     layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
-    out, grad_input_out = torch.empty(12, OUT), torch.empty(12, cases.TINY.hidden)
+    out = torch.empty(12, OUT)
+    grad_input_out = torch.empty(12, cases.TINY.hidden)
     x = inputs[0].x.clone().requires_grad_()
     oracles = []
     for batch in inputs:
-        batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
+        batch.w1 = inputs[0].w1
+        batch.b1 = inputs[0].b1
         with torch.no_grad():
             x.copy_(batch.x)
         layer(x, batch.splits, out=out, grad_input_out=grad_input_out).backward(batch.d_y)
@@ -499,7 +501,8 @@ def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
     for parameter, gradient in zip(layer.weight_parameters(), trainers, strict=True):
         parameter.grad = gradient
     for batch in inputs:
-        batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
+        batch.w1 = inputs[0].w1
+        batch.b1 = inputs[0].b1
         layer(batch.x, batch.splits).backward(batch.d_y)
     assert all((gradient == 2).all() for gradient in trainers)
     want = torch.full_like(inputs[0].w1, 2.0)

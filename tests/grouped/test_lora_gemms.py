@@ -116,8 +116,11 @@ def test_experts_in_buffers_of_the_caller(
     mlp = make_experts(parameters, slice(None), weights=weights).to(device)
     x, probs, dy = rows_of_experts(dtype, hidden)
     want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
-    x, probs, dy = x.to(device), probs.to(device), dy.to(device)
-    out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
+    x = x.to(device)
+    probs = probs.to(device)
+    dy = dy.to(device)
+    out = torch.full_like(x, -77.0)
+    grad_input_out = torch.full_like(x, -77.0)
     row_probs = probs.clone().requires_grad_()
     rows = x.clone().requires_grad_() * 1  # autograd hands the buffer to a producer
     seen = []

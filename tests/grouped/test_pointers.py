@@ -62,7 +62,8 @@ def test_any_byte_count(num_bytes, offset, kind):
 
 
 def test_autograd_learns_of_the_write():
-    weight, saved = torch.ones(2, requires_grad=True), torch.ones(2)
+    weight = torch.ones(2, requires_grad=True)
+    saved = torch.ones(2)
     y = weight * saved
     copy_host_to_device(np.zeros(2, np.float32), saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -296,7 +297,8 @@ def compact_scales(swizzle, shape, is_padded):
     """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula. Padding
     of the scales is 255, and must not come through."""
     M, K = shape
-    block, is_columnwise = 16 if swizzle == "nvfp4" else 32, swizzle == "mxfp8_columnwise"
+    block = 16 if swizzle == "nvfp4" else 32
+    is_columnwise = swizzle == "mxfp8_columnwise"
     rows, blocks = (K, up(M, block) // block) if is_columnwise else (M, up(K, block) // block)
     compact = torch.full(
         (up(rows, 128), up(blocks, 4)) if is_padded else (rows, blocks), 0xFF, dtype=torch.uint8
@@ -312,7 +314,8 @@ def compact_scales(swizzle, shape, is_padded):
 
 def assert_swizzled(packed, tables, formulas):
     """The matrices of these tables lie in packed.swizzled one after the other, as the formula says."""
-    memory, start = packed.swizzled.tolist(), packed.swizzled.data_ptr()
+    memory = packed.swizzled.tolist()
+    start = packed.swizzled.data_ptr()
     expected, addresses = [], []
     for formula in formulas:
         addresses.append(start + len(expected))
@@ -573,7 +576,8 @@ def test_a_launch_that_fails(launches, monkeypatch):
     monkeypatch.setattr(gpu_pointers.driver, "check", check)
     monkeypatch.setattr(gpu_pointers.driver, "primary_context", lambda device: 9)
     monkeypatch.setattr(gpu_pointers.driver, "set_context", contexts.append)
-    source, destination = os.urandom(5000), torch.zeros(5000, dtype=torch.uint8)
+    source = os.urandom(5000)
+    destination = torch.zeros(5000, dtype=torch.uint8)
     launches.results = [0, 700]
     with pytest.raises(SymmoeError, match="cuLaunchKernel returned 700"):
         gpu_pointers.copy_host_to_device(source, destination)

@@ -84,7 +84,9 @@ class TakesPositional(nn.Module):
 
 # -- container --------------------------------------------------------------------------------------------------------
 def test_is_a_container():
-    first, second, third = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
+    first = nn.Linear(4, 4)
+    second = nn.ReLU()
+    third = nn.Linear(4, 2)
     model = Sequential(first, second, third)
     assert list(model) == [first, second, third]
     assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -342,7 +344,8 @@ def unfusible():
         def forward(self, h, scale):
             return super().forward(h, scale) * 2
 
-    sub, plain = Subclass(4, 16, 16), (fc1, ScaledSwiGLU(), fc2)
+    sub = Subclass(4, 16, 16)
+    plain = (fc1, ScaledSwiGLU(), fc2)
     sub.load_state_dict(fc1.state_dict())
     hooked, pre_hooked, patched = (experts() for _ in range(3))
     hooked[1].register_forward_hook(lambda module, args, out: out * 3)
@@ -408,7 +411,8 @@ def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tens
     """y, and the gradients of x, of the scale (if it is given) and of the parameters in order, of rows that belong to a
     group. The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
     model.zero_grad()
-    x, scale = INPUTS.x.nan_to_num().requires_grad_(), INPUTS.scale.nan_to_num().requires_grad_()
+    x = INPUTS.x.nan_to_num().requires_grad_()
+    scale = INPUTS.scale.nan_to_num().requires_grad_()
 
     def filled(value):
         if isinstance(value, dict):
@@ -432,7 +436,8 @@ def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     "splits", [SPLITS, SPLITS.numpy(), SPLITS.tolist()], ids=lambda splits: type(splits).__name__
 )
 def test_splits_once(splits, hooked, num_fused):
-    model, bias_scale = experts(), {2: {"bias_scale": None}}
+    model = experts()
+    bias_scale = {2: {"bias_scale": None}}
     want = trained(model, splits, None, splits, op_kwargs=bias_scale)
     num_fused.clear()
     if hooked is not None:
@@ -460,10 +465,8 @@ def test_patterns_do_not_overlap():
     torch.manual_seed(0)
     widths = ((H, H), (TINY.ffn, H), (TINY.ffn, H))
     first, second, third = (GroupedLinear(TINY.num_groups, *width) for width in widths)
-    model, other = (
-        Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third),
-        torch.tensor([0, 5, 1, 3]),
-    )
+    model = Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third)
+    other = torch.tensor([0, 5, 1, 3])
     assert_same(
         trained(model, SPLITS, None, None, other), trained(model, SPLITS, None, SPLITS, None, other)
     )
@@ -542,7 +545,9 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
     modules = four()
     want = trained(Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}})
     num_fused.clear()
-    model, out, d_x = nest(modules), buffer(), buffer()
+    model = nest(modules)
+    out = buffer()
+    d_x = buffer()
     assert model.num_extra_inputs == 3
     hooks = [
         module.register_forward_hook(lambda *_: None)
@@ -745,8 +750,11 @@ def test_two_buffers_share_memory(chain: Chain, is_x: bool, data: st.DataObject)
     "what", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"]
 )
 def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
-    model, memory = in_a_row(2), torch.zeros(2 * N, H)
-    x, splits, scale = INPUTS.x.nan_to_num(), SPLITS, INPUTS.scale.nan_to_num()
+    model = in_a_row(2)
+    memory = torch.zeros(2 * N, H)
+    x = INPUTS.x.nan_to_num()
+    splits = SPLITS
+    scale = INPUTS.scale.nan_to_num()
     kind, _, place = what.partition(" ")
     if kind == "x":
         x = memory[:N].copy_(x)
@@ -796,7 +804,8 @@ LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, tex
 )
 @pytest.mark.parametrize("hooked", [False, True])
 def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):
-    model, out = in_a_row(2), buffer()
+    model = in_a_row(2)
+    out = buffer()
     if hooked:
         model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ArgumentError, match=text):
@@ -806,7 +815,8 @@ def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keyw
 
 def test_a_dtype_that_hooks_may_change_is_the_modules_own_affair():
     """As with mixed precision, where hooks cast what goes in and the weights are others by then."""
-    model, x = in_a_row(2), INPUTS.x.nan_to_num()
+    model = in_a_row(2)
+    x = INPUTS.x.nan_to_num()
     want = run_in_a_row(model.bfloat16(), x.bfloat16())
     out = torch.empty(N, H, dtype=torch.bfloat16)
     model[1].float()

@@ -149,7 +149,8 @@ def test_the_mlp_computes_what_is_asked_for(
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)
-            adapters, is_frozen = option.pop("adapters", None), option.pop("frozen", False)
+            adapters = option.pop("adapters", None)
+            is_frozen = option.pop("frozen", False)
             torch.manual_seed(7)
             mlp = symmoe.GroupedMLP(
                 2,
@@ -180,10 +181,8 @@ def test_the_mlp_computes_what_is_asked_for(
                 if is_frozen and not any(needs):
                     continue
                 mlp.zero_grad(set_to_none=True)
-                leaf, weights = (
-                    x.clone().requires_grad_(needs[0]),
-                    probs.clone().requires_grad_(needs[1]),
-                )
+                leaf = x.clone().requires_grad_(needs[0])
+                weights = probs.clone().requires_grad_(needs[1])
                 plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
                 y = expert_parallel_mlp(leaf, weights, mlp, plan, **option)
                 epoch = heap.epoch
@@ -282,10 +281,8 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
         probs = torch.rand(T + rank, K, device=heap.device)
 
         def step(needs: tuple[bool, bool], parts: bool) -> None:
-            leaf, weights = (
-                x.clone().requires_grad_(needs[0]),
-                probs.clone().requires_grad_(needs[1]),
-            )
+            leaf = x.clone().requires_grad_(needs[0])
+            weights = probs.clone().requires_grad_(needs[1])
             plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
             if parts:
                 rows, row_probs = symmoe.dispatch_tokens(leaf, plan, probs=weights)

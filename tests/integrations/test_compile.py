@@ -262,7 +262,8 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
 
     layer = symmoe.MoELayer(config(**STATIC), heap)
     weights = [p.detach().requires_grad_() for p in layer.experts.parameters()]
-    x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    x = torch.randn(3, HIDDEN, requires_grad=True)
+    probs = torch.rand(3, 2, requires_grad=True)
     arguments = ([x, probs, *weights], TOPK_IDX, call_of(layer))
     check(torch.ops.symmoe.moe_forward.default, arguments)
     state = torch.ops.symmoe.moe_forward(*arguments)[-1]
@@ -286,7 +287,8 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
         detached = [rows.detach(), matrix.detach(), chosen.relu(), torch.rand(5, 4)]
         gradient = (torch.rand(5, 4), torch.rand(5, 2), None, detached, plain)
         check(torch.ops.symmoe.route_gradients.default, gradient)
-    step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
+    step_load = torch.arange(4)
+    load = torch.ones(4, dtype=torch.int32)
     check(torch.ops.symmoe.load_so_far.default, (step_load, load))
     check(torch.ops.symmoe.add_load.default, (step_load, load))
     check(torch.ops.symmoe.product.default, (torch.tensor([[0, 3], [3, 5]]), 0, 7))
@@ -324,7 +326,8 @@ def test_a_copy_works_when_the_original_is_gone(heap):
 def test_an_exported_model_gives_the_eager_results(heap):
     """Metrics come out as metrics, as they are a pytree."""
     layer = symmoe.MoELayer(config(capacity_factor=1.0), heap)
-    model, x = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer), torch.randn(5, HIDDEN)
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer)
+    x = torch.randn(5, HIDDEN)
     y, metrics = torch.export.export(model, (x,)).module()(x)
     want, wanted = model(x)
     torch.testing.assert_close(y, want)

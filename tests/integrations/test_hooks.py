@@ -110,7 +110,8 @@ def lightning_run(
             checkpoint["list"] = [parameter.detach() for parameter in module.parameters()]
 
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        average, doubled = EMAWeightAveraging(decay=0.5), Doubled()
+        average = EMAWeightAveraging(decay=0.5)
+        doubled = Doubled()
         module = Module(two_layers(heap, seed=1 if task == "fit" else 2))
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = lightning.Trainer(

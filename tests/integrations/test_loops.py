@@ -87,7 +87,8 @@ def with_fabric(model: nn.Module, job: cases.Job) -> cases.Run:
         fabric.load(job.folder, state)
         assert state["step"] == cases.HALF
     for number, micro_batch in enumerate(loader, 1):
-        ids, is_last = micro_batch["input_ids"], number % job.accumulate == 0
+        ids = micro_batch["input_ids"]
+        is_last = number % job.accumulate == 0
         with fabric.no_backward_sync(model, enabled=not is_last):
             loss = model(ids, labels=ids).loss / job.accumulate
             fabric.backward(loss)
@@ -190,7 +191,8 @@ OPTIONS: dict[str, dict] = {
 
 @functools.cache
 def reference(options: str) -> cases.Run:
-    job, model = cases.Job(**OPTIONS[options]), cases.small_model()
+    job = cases.Job(**OPTIONS[options])
+    model = cases.small_model()
     if job.lora:
         import peft
 
@@ -259,7 +261,8 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
         pytest.skip(f"needs {package}, which is not installed")
     if options == "LoRA":
         pytest.importorskip("peft", minversion="0.21")
-    expected, rounded = reference(options), options == "bf16"
+    expected = reference(options)
+    rounded = options == "bf16"
     for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
         assert len(run.losses) == cases.STEPS
         assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)

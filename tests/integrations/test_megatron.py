@@ -783,10 +783,8 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
         assert cases.differences(results(chunks, own), want) == {}
 
         # Megatron counts rows only if experts have a capacity: some tokens have no expert, and none is dropped here.
-        config, seeds = (
-            cases.config_of(**fields, moe_expert_capacity_factor=8.0),
-            itertools.count(100 * rank),
-        )
+        config = cases.config_of(**fields, moe_expert_capacity_factor=8.0)
+        seeds = itertools.count(100 * rank)
         stock = _chunks(config, cases.reference_spec(config), stage, pp)
         other = [
             [small.other_routing(routing, next(seeds)) for routing in routings] for routings in own
@@ -796,7 +794,8 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
                 _route_by_hand(
                     chunk.get_submodule(name).router, [routing[name] for routing in routings]
                 )
-        found, expected = results(chunks, other), results(stock)
+        found = results(chunks, other)
+        expected = results(stock)
     cases.check_equal({"experts": found, "megatron": expected})
     assert max(cases.differences(found, want).values()) > 0.1
 
@@ -863,8 +862,10 @@ def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> 
     """Of SymmExperts with `fp8`, against an oracle in float64 of Transformer Engine's blockwise recipe. A layer that
     travels over the heap, with these experts, equals Megatron's own dispatcher with them."""
     cases.use_groups(ep=2)
-    config, numbers = cases.config_of(**cases.FP8), oracle.Numbers(*oracle.E4M3_POWERS)
-    experts, splits = cases.filled(megatron.SymmExperts(4, config)), (130, 0, 1, 25)
+    config = cases.config_of(**cases.FP8)
+    numbers = oracle.Numbers(*oracle.E4M3_POWERS)
+    experts = cases.filled(megatron.SymmExperts(4, config))
+    splits = (130, 0, 1, 25)
     generator = torch.Generator().manual_seed(rank)
     x, dy = (torch.randn(sum(splits), config.hidden_size, generator=generator) for _ in range(2))
     probs = torch.rand(sum(splits), generator=generator).requires_grad_()
@@ -897,7 +898,8 @@ def test_fp8_experts_train_as_bf16(rank: int, num_ranks: int) -> None:
                 False,
             )
             losses[name] = run.steps(30)
-    first, curves = losses["bf16"][0], list(zip(*losses.values(), strict=True))
+    first = losses["bf16"][0]
+    curves = list(zip(*losses.values(), strict=True))
     assert all(0 < abs(bf16 - fp8) < 0.05 * first for bf16, fp8 in curves)
     assert max(curves[-1]) < 0.01 * first
 

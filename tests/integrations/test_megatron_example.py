@@ -43,7 +43,8 @@ def losses_of(*arguments: str) -> list[float]:
 
 @pytest.mark.slow
 def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
-    ours, theirs = losses_of(), losses_of("--dispatcher=alltoall")
+    ours = losses_of()
+    theirs = losses_of("--dispatcher=alltoall")
     halves = [
         "--micro-batch=2",
         "--micro-batches=2",

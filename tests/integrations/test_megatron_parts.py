@@ -112,7 +112,8 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
 
 
 def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
-    dense, moe = get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=8)
+    dense = get_gpt_layer_local_spec()
+    moe = get_gpt_layer_local_spec(num_experts=8)
     block = TransformerBlockSubmodules(layer_specs=[dense, moe, moe], layer_norm=torch.nn.LayerNorm)
     for spec in (block, ModuleSpec(module=torch.nn.Module, submodules=block)):
         new = megatron.use_symmoe(spec, heap)
@@ -227,7 +228,8 @@ def test_activation_without_a_kernel_is_refused(config: TransformerConfig, gated
 @pytest.mark.parametrize("function", [F.silu, quick_gelu, F.gelu, fast_gelu, squared_relu])
 def test_activations_are_megatrons(config: TransformerConfig, function, gated: bool):
     config.activation_func, config.gated_linear_unit = function, gated
-    h, scale = torch.randn(5, 12), torch.rand(5)
+    h = torch.randn(5, 12)
+    scale = torch.rand(5)
     gate, up = h.chunk(2, dim=-1) if gated else (h, 1.0)
     with torch.compiler.set_stance("force_eager"):  # Megatron compiles them
         want = function(gate) * up * scale[:, None]

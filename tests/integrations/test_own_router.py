@@ -108,7 +108,8 @@ def test_given_what_the_router_says_a_layer_does_the_same(
     bare = symmoe.MoELayer(
         symmoe.MoEConfig(**SHAPE, **options, router=None), heap, experts=layer.experts
     )
-    x, token_mask = tokens(3), torch.arange(13) % 3 > 0 if masked else None
+    x = tokens(3)
+    token_mask = torch.arange(13) % 3 > 0 if masked else None
     want, metrics = layer(x, token_mask)
     want.square().sum().backward()
     gradient = layer.router.weight.grad.clone()
@@ -124,7 +125,8 @@ def test_given_what_the_router_says_a_layer_does_the_same(
         torch.testing.assert_close(plain.weight.grad, gradient, rtol=1e-5, atol=1e-7)
         assert layer.router.weight.grad is None
         for name in ("expert_load", "num_dropped", "topk_idx", "num_over_capacity"):
-            found, expected = getattr(own_metrics, name), getattr(metrics, name)
+            found = getattr(own_metrics, name)
+            expected = getattr(metrics, name)
             assert found is expected is None or torch.equal(found, expected), name
 
 
@@ -132,11 +134,10 @@ def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
     config = symmoe.MoEConfig(
         **SHAPE, router=symmoe.RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
     )
-    layer, x = symmoe.MoELayer(config, heap), tokens(0)
-    topk_idx, probs = (
-        torch.tensor([[0, 1]] * len(x)),
-        torch.rand(len(x), TOP_K).bfloat16().requires_grad_(),
-    )
+    layer = symmoe.MoELayer(config, heap)
+    x = tokens(0)
+    topk_idx = torch.tensor([[0, 1]] * len(x))
+    probs = torch.rand(len(x), TOP_K).bfloat16().requires_grad_()
     with symmoe.routing.record_routing(layer) as routing:
         y, metrics = layer(x, topk_idx=topk_idx, probs=probs)
         y.sum().backward()
@@ -153,7 +154,8 @@ def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
 
 def test_no_expert_has_no_weight(heap: symmoe.SymmetricHeap):
     """Whatever stands beside an id of -1 does nothing."""
-    layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
+    layer = symmoe.MoELayer(NONE, heap)
+    x = tokens(0)
     topk_idx = torch.tensor([[0, -1]] * len(x))
     probs = torch.tensor([[0.5, float("nan")]] * len(x)).requires_grad_()
     y, _ = layer(x, topk_idx=topk_idx, probs=probs)
@@ -184,7 +186,8 @@ WRONG = {
 def test_wrong_arguments_raise_on_every_rank(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
-    layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
+    layer = symmoe.MoELayer(NONE, heap)
+    x = tokens(0)
     good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
     for culprit in range(num_ranks):
         for name, (spoil, text) in WRONG.items():
@@ -208,11 +211,9 @@ def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
 
 
 def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
-    bare, layer, x = (
-        symmoe.MoELayer(NONE, heap),
-        symmoe.MoELayer(layer_config(**SHAPE), heap),
-        tokens(0),
-    )
+    bare = symmoe.MoELayer(NONE, heap)
+    layer = symmoe.MoELayer(layer_config(**SHAPE), heap)
+    x = tokens(0)
     with (
         pytest.raises(symmoe.errors.ArgumentError, match="has no router"),
         symmoe.routing.balanced_routing(bare),

@@ -130,7 +130,8 @@ def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts
 
 def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.SymmetricHeap):
     """A parameter that any module of experts holds is an expert's, under all its names."""
-    layer, plain = symmoe.MoELayer(CONFIG, heap), nn.Module()
+    layer = symmoe.MoELayer(CONFIG, heap)
+    plain = nn.Module()
     plain.weight = layer.experts.fc1.weight
     model = nn.ModuleList([plain, layer, layer])
     once = [(name, is_expert) for name, _, is_expert in named_parameters(model)]

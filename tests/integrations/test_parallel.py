@@ -184,7 +184,8 @@ def test_more_shards_than_experts(cluster, num_experts: int):
 def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
     with small.on_layout(2, 1) as (mesh, heap):
         model = small.on_mesh(mesh, heap, "fsdp")
-        first, second = model.blocks[0].moe, model.blocks[1].moe
+        first = model.blocks[0].moe
+        second = model.blocks[1].moe
         weight = first.experts.fc1.weight
         sizes = 2 * small.FFN, small.HIDDEN
         assert (weight.shape, weight.to_local().shape) == (
@@ -223,7 +224,8 @@ def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
     """Two micro-batches, reduced once, have the gradients of one batch of both; also with the sum over all tokens."""
     halves = (small.TOKENS // 4,) * 4
     with small.on_layout(1, 2) as (mesh, heap):
-        whole_batch, parts = small.on_mesh(mesh, heap, wrap), small.on_mesh(mesh, heap, wrap)
+        whole_batch = small.on_mesh(mesh, heap, wrap)
+        parts = small.on_mesh(mesh, heap, wrap)
         expected = small.first_gradients(whole_batch, rank, small.equal_shares(2))
         if wrap == "ddp":
             with parts.no_sync():

@@ -199,13 +199,15 @@ def test_adapters_that_experts_cannot_have_are_refused(
     ids = eval_data()[rank]["input_ids"][None]
     model = peft.get_peft_model(swap_moe(small_model(), heap), config_of("all-linear"))
     names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
-    every, one = config_of("all-linear"), peft.LoraConfig(target_parameters=EXPERTS[:1])
+    every = config_of("all-linear")
+    one = peft.LoraConfig(target_parameters=EXPERTS[:1])
     inner = peft.LoraConfig(target_parameters=names)
     of_inner = peft.get_peft_model(swap_moe(small_model(), heap), inner)
     adapted = peft.get_peft_model(small_model(), every).get_base_model()
     twice = peft.get_peft_model(small_model(), every)
     twice.add_adapter("more", config_of("all-linear"))
-    swapped, of_one = swap_moe(small_model(), heap), peft.get_peft_model(small_model(), one)
+    swapped = swap_moe(small_model(), heap)
+    of_one = peft.get_peft_model(small_model(), one)
     assert_refused(
         (lambda: model(ids), "would train fewer adapters"),
         (lambda: copy.deepcopy(model)(ids), "would train fewer adapters"),
@@ -246,7 +248,8 @@ class Parts(torch.nn.Module):
         self.layer = symmoe.MoELayer(
             symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap
         )
-        self.mlp, self.linear = symmoe.GroupedMLP(2, 16, 8), symmoe.GroupedLinear(2, 16, 16)
+        self.mlp = symmoe.GroupedMLP(2, 16, 8)
+        self.linear = symmoe.GroupedLinear(2, 16, 16)
 
     def forward(self, x: torch.Tensor, what: str) -> torch.Tensor:
         return (

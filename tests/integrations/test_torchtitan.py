@@ -94,7 +94,8 @@ def test_two_ranks_give_what_one_with_every_expert_gives(
     rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype: torch.dtype
 ) -> None:
     config = our_dispatcher(top_k, max(nums), order="slot")
-    local, ours = routed_experts(local_dispatcher(top_k)), routed_experts(config)
+    local = routed_experts(local_dispatcher(top_k))
+    ours = routed_experts(config)
     mesh = spread(ours, rank)
     other = routed_experts(config).token_dispatcher  # a second layer
     other.wire_meshes(ep_mesh=mesh)
@@ -232,7 +233,8 @@ def test_routing_is_given_to_torchtitans_router(
 @run_on(2, fixture="ranks")
 def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ranks: int) -> None:
     own = our_dispatcher()
-    local, without_mesh = routed_experts(local_dispatcher()), routed_experts(own)
+    local = routed_experts(local_dispatcher())
+    without_mesh = routed_experts(own)
     without_mesh.token_dispatcher.wire_meshes(ep_mesh=None)
     expected, found = (
         run(module, *inputs(rank, 12, 2, torch.float32)) for module in (local, without_mesh)

@@ -151,7 +151,8 @@ def test_routing_is_given_to_transformers_routers(
 ) -> None:
     """What was recorded gives the same bits again; other experts give what a model of all experts gives, whose router
     is written here; two micro-batches give their sum, with activations that one backward computes again."""
-    reference, batch = random_model(family).train(), batch_of(rank)
+    reference = random_model(family).train()
+    batch = batch_of(rank)
     model = swap_moe(copy.deepcopy(reference), heap)
 
     def results(module: nn.Module) -> list[torch.Tensor]:
@@ -203,7 +204,8 @@ def test_routing_is_given_to_transformers_routers(
 
 def test_groups_without_scores_are_those_of_what_is_given(heap):
     """DeepSeek-V2 scores only the experts of its best groups; those that are given need not be among them."""
-    config, x = tiny_model("deepseek_v2").config, tokens().detach()
+    config = tiny_model("deepseek_v2").config
+    x = tokens().detach()
     groups, seen = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, []
     model = transformers.DeepseekV2ForCausalLM(type(config)(**{**config.to_dict(), **groups}))
     block = swap_moe(model, heap).model.layers[-1].mlp
@@ -256,11 +258,9 @@ def test_no_tokens_are_given_experts(heap):
 
 @run_on(2)
 def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: int, heap) -> None:
-    model, batch, name = (
-        swap_moe(random_model("olmoe"), heap),
-        batch_of(0),
-        "model.layers.1.mlp.experts",
-    )
+    model = swap_moe(random_model("olmoe"), heap)
+    batch = batch_of(0)
+    name = "model.layers.1.mlp.experts"
     with torch.no_grad(), symmoe.routing.record_routing(model) as routing:
         model(batch)
     part = routing[name].index_fill(1, torch.tensor(1), -1)

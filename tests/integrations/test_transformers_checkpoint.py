@@ -158,7 +158,8 @@ def trained(
 def test_transformers_reads_what_ranks_have_trained(cluster, saved, tmp_path: Path, family: str):
     target = tmp_path / "target"
     assert cluster(2).run(trained, str(saved(family)), str(target)) == [[], []]
-    before, after = digests(saved(family)), digests(target)
+    before = digests(saved(family))
+    after = digests(target)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {

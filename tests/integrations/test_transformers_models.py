@@ -103,10 +103,8 @@ def test_dtypes_are_those_of_transformers(
     model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
     """What stays in fp32 is named by modules, tensors or patterns, and with fp16 more than with bf16."""
-    reference, dtype = (
-        tiny_model(model_type),
-        torch.bfloat16 if model_type == "deepseek_v3" else torch.float16,
-    )
+    reference = tiny_model(model_type)
+    dtype = torch.bfloat16 if model_type == "deepseek_v3" else torch.float16
     reference.save_pretrained(tmp_path)
     theirs = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
     model = from_pretrained(tmp_path, heap, dtype=dtype, model_class=type(reference))
@@ -128,7 +126,8 @@ def test_dtypes_are_those_of_transformers(
 
 
 def test_numbers_on_the_page():
-    known, refused = len(module_names()), len(set(REFUSED) & set(module_names()))
+    known = len(module_names())
+    refused = len(set(REFUSED) & set(module_names()))
     assert known - refused > 30
     if transformers.__version__ == "5.24.0":
         page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()

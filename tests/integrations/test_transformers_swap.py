@@ -49,7 +49,8 @@ def one_step(
     compiles: bool = False,
 ) -> SimpleNamespace:
     """A swapped copy after a step of all ranks, whose gradients are those of the reference on all batches."""
-    batches, rank = [batch_of(r) for r in range(dist.get_world_size())], dist.get_rank()
+    batches = [batch_of(r) for r in range(dist.get_world_size())]
+    rank = dist.get_rank()
     model = swap_moe(copy.deepcopy(reference), heap, step=step)
     gradients, seen = mean_gradients(reference, batches)
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
@@ -127,7 +128,8 @@ def test_outputs_and_all_gradients_equal_the_unmodified_model(
 
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_activations_are_those_of_transformers(is_gated: bool):
-    h, known = torch.randn(50, 8), set()
+    h = torch.randn(50, 8)
+    known = set()
     for name in transformers.activations.ACT2FN:
         first = f"{'gate_' if is_gated else ''}up_proj"
         experts = SimpleNamespace(has_gate=is_gated, has_bias=False, is_transposed=False)
@@ -158,7 +160,8 @@ def test_activations_are_those_of_transformers(is_gated: bool):
 
 def test_defaults_of_the_caller_do_not_change_the_form():
     (_, experts), *_ = experts_modules(random_model("gpt_oss"))
-    form, before = ExpertsForm.of(experts), torch.get_default_dtype()
+    form = ExpertsForm.of(experts)
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
@@ -249,7 +252,9 @@ def test_wrong_arguments_on_one_rank_raise_on_all(
         swap_moe(odd, heap)
     assert odd.model.layers[0].mlp.experts is before
     experts = swap_moe(random_model("olmoe"), heap).model.layers[0].mlp.experts
-    x, idx, weights = torch.zeros(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+    x = torch.zeros(4, 32)
+    idx = torch.zeros(4, 2, dtype=torch.int64)
+    weights = torch.zeros(4, 2)
     for text, bad in {
         r"\[4, 8\].*\[T, 32\]": (x[:, :8], idx, weights),
         r"\[4, 2\].*\[3, 2\]": (x, idx, weights[:3]),

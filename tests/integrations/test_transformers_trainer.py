@@ -66,7 +66,8 @@ def on_a_rank(
 @pytest.mark.parametrize("options", OPTIONS)
 def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
     """Losses, norms, evaluation, generated tokens, and what is saved."""
-    chosen, rounded = OPTIONS[options], options == "bf16"
+    chosen = OPTIONS[options]
+    rounded = options == "bf16"
     trainer, logs = trained(transformers.Trainer, small_model(), str(tmp_path / "one"), 1, **chosen)
     found = cluster(2).run(on_a_rank, str(tmp_path / "two"), chosen)
     assert len(found[0]["losses"]) == STEPS

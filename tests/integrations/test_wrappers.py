@@ -264,7 +264,8 @@ def test_experts_that_change_late_get_the_right_gradients(
     shares = small.equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
     with small.open_heap(None) as own_heap, small.on_layout(num_ranks // 2, 2) as (_, heap):
-        whole, model = small.Model(own_heap), small.Model(heap)
+        whole = small.Model(own_heap)
+        model = small.Model(heap)
         unfreeze(model, not is_frozen)
         ddp = DistributedDataParallel(wrap(prepared(model)))
         if has_run:
@@ -296,7 +297,8 @@ def test_experts_that_change_late_get_the_right_gradients(
 @run_on(2)
 def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
-    model, shares = small.model_of(heap), small.equal_shares(num_ranks)
+    model = small.model_of(heap)
+    shares = small.equal_shares(num_ranks)
     small.rank_loss(model, 0, rank, shares).backward()
     expected = {
         name: parameter.grad.clone()
@@ -407,10 +409,12 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
     if in_transformers:
         from hf_cases import batch_of, random_model
 
-        model, batch = swap_moe(random_model("qwen3_moe"), trainer_heap), (batch_of(rank),)
+        model = swap_moe(random_model("qwen3_moe"), trainer_heap)
+        batch = (batch_of(rank),)
         vars(model).pop("_ddp_params_and_buffers_to_ignore", None)
     else:
-        model, batch = small.model_of(trainer_heap), (torch.randn(5, small.FEATURES),)
+        model = small.model_of(trainer_heap)
+        batch = (torch.randn(5, small.FEATURES),)
     wrapped = WRONG[wrap][0](model)
     for _ in range(2):
         with pytest.raises(symmoe.errors.ArgumentError, match=text):

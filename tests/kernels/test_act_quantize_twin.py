@@ -28,7 +28,8 @@ FFN = 288  # more than two blocks of 128, no multiple of them
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_against_numpy(name):
     p = exact_problem(FFN)
-    da, scale = p.da.float().numpy(), p.row_scale.numpy()[:, None]
+    da = p.da.float().numpy()
+    scale = p.row_scale.numpy()[:, None]
     with np.errstate(invalid="ignore"):
         positive = np.maximum(p.h.float().numpy(), 0)
         a, dh = positive**2 * scale, da * scale * 2 * positive

@@ -94,10 +94,8 @@ class Example:
     def described(self, desc, x=None, index=None):
         """What the driver launches of a call whose first argument becomes a descriptor."""
         options = {"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])}
-        constants, before = (
-            self.constants.setdefault("described", Constants(*options)),
-            len(self.cuda.launches),
-        )
+        constants = self.constants.setdefault("described", Constants(*options))
+        before = len(self.cuda.launches)
         launches.launch(
             self.kernel, (3, 2), constants, desc, F32 if x is None else x, index, 7, 7, 7, 0.5, 7
         )
@@ -141,7 +139,8 @@ def arguments(**changes):
     return list(values.values()), kwargs
 
 
-F32, F16 = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.float16)
+F32 = torch.zeros(8, 8)
+F16 = torch.zeros(8, 8, dtype=torch.float16)
 INTEGERS = [7, 8, 0, 1, 16, 2**31, 2**31 - 1, -(2**31), -(2**31) - 16, 2**62, 2**63, 2**63 + 5]
 CHOICES = {
     "desc": [F32, F16, unaligned(F32), None],
@@ -546,7 +545,8 @@ def test_every_launcher_of_a_call_makes_launches_that_are_understood(fake_cuda, 
 
 
 def test_tensor_maps_are_encoded_once_for_each_shape(example):
-    first, long = torch.zeros(8, 8), torch.zeros(16, 8)
+    first = torch.zeros(8, 8)
+    long = torch.zeros(16, 8)
     rest = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
     for tensor in (first, first, torch.zeros(8, 8), long, long[:12], long[8:], long[:12], first):
         (launched,) = example.described(tensor)
@@ -634,7 +634,8 @@ def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
     """Its JIT sees every call, and what it compiles is counted: peers wait longer for a rank that compiles."""
     kernel, jit = example.kernel, example.jit
     monkeypatch.setattr(triton_internals, "IS_KNOWN", False)
-    num_compiled, before = kernels.compiled_counter(torch.device("cuda")), launches.num_compiled()
+    num_compiled = kernels.compiled_counter(torch.device("cuda"))
+    before = launches.num_compiled()
     compiled = FakeCompiled()
     monkeypatch.setattr(
         example_kernel, "run", lambda *args, **kwargs: jit(*args, **kwargs) and compiled

@@ -151,7 +151,8 @@ def test_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields
 
 
 def test_a_checkpoint_counts_twice(heap):
-    layer, x = make(heap), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    layer = make(heap)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     plain = counted(lambda: train(layer, x))
     again = counted(lambda: train(lambda x: checkpoint(layer, x, use_reentrant=False), x))
     assert again["symmoe.moe_forward"] == 2 * plain["symmoe.moe_forward"]
@@ -160,7 +161,8 @@ def test_a_checkpoint_counts_twice(heap):
 
 def test_an_exported_layer_counts_the_same(heap):
     """There the router is an operator as well."""
-    layer, x = make(heap), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    layer = make(heap)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     exported = torch.export.export(layer, (x,)).module()
     counts = counted(lambda: train(exported, x))
     assert (counts["symmoe.route"], counts["symmoe.route_gradients"]) == (ROUTER, 2 * ROUTER)
@@ -183,11 +185,10 @@ SPLITS = torch.tensor([3, 0, 5, 2])  # of 13 rows: the tail is not multiplied
 
 @pytest.mark.parametrize("splits", [SPLITS, SPLITS.tolist()], ids=["tensor", "list"])
 def test_grouped_layers(splits):
-    rows, scale = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)
-    mlp, linear = (
-        symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN),
-        symmoe.GroupedLinear(EXPERTS, HIDDEN, FFN),
-    )
+    rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    scale = torch.rand(TOKENS)
+    mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN)
+    linear = symmoe.GroupedLinear(EXPERTS, HIDDEN, FFN)
     assert counted(lambda: train(mlp, rows, splits, scale)) == {"symmoe.product": 3 * 10 * EXPERT}
     assert counted(lambda: train(linear, rows, splits)) == {
         "symmoe.product": 3 * 10 * 2 * HIDDEN * FFN
@@ -207,7 +208,8 @@ def test_numbers_of_few_bits_count_like_others(recipe):
 
 def test_what_a_mode_sees_has_the_same_bits():
     """A product that a mode looks at runs unseen, and gives what it gives without a mode."""
-    mlp, scale = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN), torch.rand(TOKENS)
+    mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN)
+    scale = torch.rand(TOKENS)
     found = []
     for run in (lambda call: call(), counted):
         rows = torch.ones(TOKENS, HIDDEN).cumsum(0).requires_grad_()

@@ -43,11 +43,10 @@ def test_the_order_of_a_bias_gradient():
         half = len(rows) // 2
         return rows[0] if half == 0 else total(rows[:half]) + total(rows[half:])
 
-    splits, generator = (1, 0, 300, 128, 77), torch.Generator().manual_seed(0)
-    dout, scale = (
-        torch.randn(sum(splits), 5, generator=generator),
-        torch.rand(sum(splits), generator=generator),
-    )
+    splits = (1, 0, 300, 128, 77)
+    generator = torch.Generator().manual_seed(0)
+    dout = torch.randn(sum(splits), 5, generator=generator)
+    scale = torch.rand(sum(splits), generator=generator)
     dbias = torch.full((len(splits), 5), torch.nan)
     twin.grouped_bias_grad(dout, whole_groups(splits), dbias, scale=scale)
     addends = (dout.numpy() * scale.numpy()[:, None]).astype(np.float32)
@@ -62,7 +61,8 @@ def test_the_order_of_a_bias_gradient():
 
 def test_a_sum_with_a_bias_or_with_what_is_there_is_rounded_once():
     """256 + 1 is 256 in bf16, and so is a second 1 more; their sum of 2 is not lost."""
-    ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
+    ones = torch.ones(1, 8, dtype=torch.bfloat16)
+    row_range = whole_groups([1])
     weight = torch.zeros(1, 8, 8, dtype=torch.bfloat16)
     weight[:, :, 0], weight[:, :, 1] = 256, 1
     out = torch.empty(1, 8, dtype=torch.bfloat16)
@@ -111,9 +111,13 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
 
         both = torch.cat([torch.ones_like(p.weight), p.weight])
         both_bias = torch.cat([p.bias * 2, p.bias])
-        x, d = placed(p.rows), placed(p.dout)
-        out, dx = torch.empty(n, 2 * width, dtype=dtype), torch.empty(n, width, dtype=dtype)
-        dw, db, ds = torch.empty_like(both), torch.empty_like(both_bias), torch.empty(n)
+        x = placed(p.rows)
+        d = placed(p.dout)
+        out = torch.empty(n, 2 * width, dtype=dtype)
+        dx = torch.empty(n, width, dtype=dtype)
+        dw = torch.empty_like(both)
+        db = torch.empty_like(both_bias)
+        ds = torch.empty(n)
         twin.grouped_gemm(x, both, row_range, out, bias=(both_bias, placed(p.scale)))
         twin.grouped_gemm_dgrad(d, both, row_range, dx)
         twin.grouped_gemm_wgrad(d, x, row_range, dw)
@@ -214,10 +218,8 @@ def threads(request):
 def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
     """MKL by itself would break this: its sums for few rows have another order."""
     generator = torch.Generator().manual_seed(0)
-    rows, weight = (
-        torch.randn(130, widths[0], generator=generator),
-        torch.randn(1, *widths[::-1], generator=generator),
-    )
+    rows = torch.randn(130, widths[0], generator=generator)
+    weight = torch.randn(1, *widths[::-1], generator=generator)
     whole = torch.empty(130, widths[1])
     twin.grouped_gemm(rows, weight, whole_groups([130]), whole)
     for size, first in itertools.product((1, 2, 3, 4, 7, 12, 15, 16, 17, 33, 64), (0, 1, 5, 61)):

@@ -40,7 +40,8 @@ def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
     if config.balance == "none":
         add_lora(layer, rank=2, alpha=2.0, rank_dropout=0.1)
     MetricsLogger(layer, times_forward=True)
-    x, mask = torch.randn(2, 5, H, requires_grad=True), torch.ones(2, 5, dtype=torch.bool)
+    x = torch.randn(2, 5, H, requires_grad=True)
+    mask = torch.ones(2, 5, dtype=torch.bool)
     with NoReads() as mode:
         y, metrics = layer(x, mask, topk_idx=balanced_choice(10, TOP_K, EXPERTS) if given else None)
         (y.sum() + metrics.aux_loss).backward()

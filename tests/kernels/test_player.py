@@ -88,20 +88,21 @@ def in_order(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[objec
 
 
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
-    first, second, told, ends, memory, taken = (
-        launch(),
-        launch(),
-        note(1),
-        end_of(1),
-        new(0),
-        lease(1),
-    )
+    first = launch()
+    second = launch()
+    told = note(1)
+    ends = end_of(1)
+    memory = new(0)
+    taken = lease(1)
     found = in_order(memory, first, taken, Mark("clean"), told, second, ends)
     assert found == (memory, taken, told, [first, second], Mark("clean"), ends)
 
 
 def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
-    first, last, wait, mine = launch(), launch(), Event(5, 7, is_wait=True), new(0)
+    first = launch()
+    last = launch()
+    wait = Event(5, 7, is_wait=True)
+    mine = new(0)
     found = in_order(mine, first, operators := operator(0), other := new(1), wait, last)
     assert found == (mine, other, [first], operators, [wait, last])
     assert in_order(mine, first, operators) == (mine, [first], operators)
@@ -111,7 +112,8 @@ def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
     "given", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"]
 )
 def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
-    first, second = launch(), launch()
+    first = launch()
+    second = launch()
     entries = lease(0), first, end_of(0), lease(1), second, end_of(1)
     assert in_order(*entries) == (entries[0], [first], entries[2], entries[3], [second], entries[5])
     entries = first, given, lease(1), second
@@ -137,7 +139,8 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
 
 
 def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
-    large, uses = [new(slot, 40 << 20) for slot in range(2)], [launch(slot) for slot in range(2)]
+    large = [new(slot, 40 << 20) for slot in range(2)]
+    uses = [launch(slot) for slot in range(2)]
     entries = large[0], uses[0], large[1], uses[1]
     found = in_order(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
@@ -153,7 +156,9 @@ def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewh
 def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):
     """Before, it could launch what is owed: that is in one section with what is not."""
     marks = [Mark(what) for what in ("must abort", "must signal", "clean")]
-    first, second, between = launch(), launch(), operator(0)
+    first = launch()
+    second = launch()
+    between = operator(0)
     found = in_order(marks[0], first, marks[1], between, second, marks[2])
     assert found == ([first], marks[0], between, [second], marks[2])
 
@@ -174,7 +179,8 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     constants = Constants({"WIDTH": 64}, {0: describe([4, 8])})
 
     def function(rows: torch.Tensor, scale: torch.Tensor, number: int) -> tuple[torch.Tensor]:
-        made, small = torch.empty(8, 8), torch.empty(8)
+        made = torch.empty(8, 8)
+        small = torch.empty(8)
         if (current := builder()) is not None:
             current.launches_with(lambda: (-1, number), (), {}, ("count", "typed"), None)
         launches.launch(kernel, (3, 2), constants, rows[8:], made, small, -1, number, 0.5)
@@ -191,7 +197,8 @@ def test_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
     )
     for number in range(6):
         fake_cuda.happened.clear()
-        rows, scale = torch.zeros(24, 8), torch.zeros(8)
+        rows = torch.zeros(24, 8)
+        scale = torch.zeros(8)
         (made,) = programs.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
         assert (programs.num_built, programs.num_runs) == (min(1, number), number)
         first, second = fake_cuda.launches
@@ -301,7 +308,8 @@ def test_a_launch_that_fails_is_made_whole_by_the_next(
     programs = Programs(
         torch.device("cpu"), lambda error: None, (), lambda: twin, player.in_sections
     )
-    rows, scale = torch.zeros(24, 8), torch.zeros(8)
+    rows = torch.zeros(24, 8)
+    scale = torch.zeros(8)
 
     def run() -> None:
         programs.run(("some",), lambda: calls(rows, scale, 3), [rows, scale], {})

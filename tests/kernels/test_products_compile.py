@@ -107,7 +107,8 @@ NAMES = ("swiglu", "gpt-oss", "interleave", "srelu", "gelu", "geglu", "tanh gegl
 
 
 def fused(kernel, name, layout, sizes):
-    is_dact, act = kernel == "grouped_gemm_dact", ACTIVATIONS[name]
+    is_dact = kernel == "grouped_gemm_dact"
+    act = ACTIVATIONS[name]
     is_simple = layout in ("gather", "") and name in ("swiglu", "interleave")
     most_spilled = 0
     if is_dact and ("biased" in layout or act.limit < math.inf):

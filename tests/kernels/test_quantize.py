@@ -37,8 +37,10 @@ def fields(of):
 
 def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
     """What quantize_all is to give."""
-    block_format, values = cases.FORMATS[name], rows.float().numpy()
-    padded, num_groups = TILE * max_tiles(len(rows), len(splits)), len(splits)
+    block_format = cases.FORMATS[name]
+    values = rows.float().numpy()
+    padded = TILE * max_tiles(len(rows), len(splits))
+    num_groups = len(splits)
     size = block_format.scale_dtype.itemsize
     num_scales = padded // block_format.block
     result = {
@@ -47,13 +49,12 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
         "column_data": np.full((WIDTH, block_format.data_width(padded)), cases.FILL, np.uint8),
         "column_scale": np.full((WIDTH, num_scales * size), cases.FILL, np.uint8),
     }
-    amax, column_amax = np.zeros(num_groups, np.float32), np.zeros(num_groups, np.float32)
+    amax = np.zeros(num_groups, np.float32)
+    column_amax = np.zeros(num_groups, np.float32)
     token = 0
     for g, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(splits, initial=0))):
-        group, signs = (
-            values[start:end],
-            cases.SIGNS if hard and block_format.has_global_scale else None,
-        )
+        group = values[start:end]
+        signs = cases.SIGNS if hard and block_format.has_global_scale else None
         seed = g * 0x123456789 - 7 if hard and block_format.has_global_scale else None
         lines = reference.padded_columns(group, signs)
         amax[g], column_amax[g] = reference.group_amax(group), reference.group_amax(lines)
@@ -109,7 +110,8 @@ def test_stochastic_rounding_and_hadamard():
 @pytest.mark.parametrize("name", cases.FORMATS)
 def test_weights(name, shape):
     weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
-    found, block_format = cases.quantize_weights(twin, weight, name), cases.format_of_weights(name)
+    found = cases.quantize_weights(twin, weight, name)
+    block_format = cases.format_of_weights(name)
     expected = {}
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         amaxes = [reference.group_amax(matrix.float().numpy()) for matrix in weight]
@@ -132,7 +134,8 @@ def test_weights(name, shape):
 
 
 def test_columns_whose_scales_lie_otherwise_are_refused():
-    rows, row_range = cases.hard_rows(4, 32, torch.bfloat16), cases.row_range_of((4,))
+    rows = cases.hard_rows(4, 32, torch.bfloat16)
+    row_range = cases.row_range_of((4,))
     data = cases.filled((32, 256), torch.float8_e4m3fn)
     for name, scale in (
         ("float8_block", torch.zeros(32, 2)),
@@ -187,7 +190,8 @@ def _truncated(x):
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_reference_notices(monkeypatch, mutant):
     name, function, mutate = MUTANTS[mutant]
-    splits, hard = (30, 34), "word" in mutant
+    splits = (30, 34)
+    hard = "word" in mutant
     rows = tied_rows(64) if "ties" in mutant else cases.hard_rows(64, WIDTH, torch.bfloat16)
     expected = expected_rows(rows, splits, name, hard=hard)
     row_range = cases.row_range_of(splits)
@@ -260,10 +264,8 @@ def test_stochastic_rounding_is_unbiased():
     nearest = table[block_scaled.to_e2m1(x, None).int()]
     assert ((nearest.double() - x.double()).abs() > bound).float().mean() > 0.5
     # Only the two neighbours ever occur.
-    lower, upper = (
-        (torch.searchsorted(table[:8], x.abs(), right=True) - 1),
-        torch.searchsorted(table[:8], x.abs()),
-    )
+    lower = torch.searchsorted(table[:8], x.abs(), right=True) - 1
+    upper = torch.searchsorted(table[:8], x.abs())
     codes = block_scaled.to_e2m1(x.expand(4096, -1), words).int() & 7
     assert ((codes == lower) | (codes == upper)).all()
 
@@ -274,7 +276,8 @@ def test_random_numbers_depend_on_the_place_in_the_group_alone():
         twin, rows[30:].contiguous(), cases.row_range_of((40,)), "nvfp4", hard=True
     )
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
-    out, amax = cases.row_buffers(70, 64, cases.FORMATS["nvfp4"]), torch.empty(2)
+    out = cases.row_buffers(70, 64, cases.FORMATS["nvfp4"])
+    amax = torch.empty(2)
     row_range = cases.row_range_of((30, 40))
     twin.group_amax(rows, row_range, amax)
     twin.quantize_rows(
@@ -350,7 +353,8 @@ def test_swizzled_scales(num_blocks):
 def test_sums_of_slots_are_those_of_a_bias_gradient():
     """Of all rows at once and of parts; NaN stays in its column, the tail and its scale are not read."""
     splits, width = cases.SUMMED, 5
-    num_rows, row_range = sum(splits), cases.row_range_of(splits)
+    num_rows = sum(splits)
+    row_range = cases.row_range_of(splits)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(num_rows + cases.TAIL, width, generator=generator)
     scale = torch.randn(len(rows), generator=generator)
@@ -375,7 +379,8 @@ def test_sums_of_slots_are_those_of_a_bias_gradient():
 @pytest.mark.parametrize("name", ["float8_block", "float8_block_powers", "mxfp8"])
 def test_the_wire(name, dtype):
     """Data and scales of rows side by side, then zeros; taken apart; and quantised along tokens in one step and two."""
-    row_format, rows = cases.FORMATS[name], cases.hard_rows(50, 272, dtype)
+    row_format = cases.FORMATS[name]
+    rows = cases.hard_rows(50, 272, dtype)
     its = cases.row_buffers(50, 272, row_format)
     twin.quantize_rows(rows, cases.row_range_of((50,)), its, row_format)
     sent = torch.cat([part.view(torch.uint8) for part in its], dim=1)
@@ -383,7 +388,8 @@ def test_the_wire(name, dtype):
     wire = cases.filled((52, sent.shape[1]), torch.uint8)
     twin.encode_rows(rows, wire[:50], row_format)
     assert torch.equal(wire, torch.cat([sent, torch.full_like(sent[:2], cases.FILL)]))
-    index, row_range = torch.arange(49, -1, -1, dtype=torch.int32), cases.row_range_of((0, 41))
+    index = torch.arange(49, -1, -1, dtype=torch.int32)
+    row_range = cases.row_range_of((0, 41))
     taken = [part.view(torch.uint8) for part in cases.row_buffers(50, 272, row_format)]
     twin.unpack_rows(wire[:50], row_range, taken, row_index=index)
     for found, part in zip(taken, its, strict=True):

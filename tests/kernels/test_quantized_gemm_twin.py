@@ -80,17 +80,21 @@ def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, name):
 def test_biases_are_added_before_the_one_rounding(widths, name, scaled):
     """In the rows that a call owns; NaN stays in its group."""
     for splits, dtype in itertools.product(SPLITS, (BF16, FP16, FP32)):
-        p, generator = problem(name, splits, widths, exact=True), torch.Generator().manual_seed(0)
+        p = problem(name, splits, widths, exact=True)
+        generator = torch.Generator().manual_seed(0)
         n, groups = p.num_rows, torch.arange(len(splits)).repeat_interleave(torch.tensor(splits))
         eighths = torch.randint(-96, 97, (len(splits), widths[0]), generator=generator)
-        bias, scale = (eighths / 8).to(dtype), torch.full((p.capacity,), torch.nan)
+        bias = (eighths / 8).to(dtype)
+        scale = torch.full((p.capacity,), torch.nan)
         scale[:n] = torch.exp2(torch.randint(-2, 3, (n,), generator=generator).float())
         addend = bias.double()[groups] * (scale[:n, None].double() if scaled else 1.0)
-        exact, biases = p.expected()[:n], (bias, scale if scaled else None)
+        exact = p.expected()[:n]
+        biases = (bias, scale if scaled else None)
         once = (exact + addend).to(dtype)
         if dtype != FP32 and n and widths[1] > 128:  # sums have more bits than the dtype
             assert not torch.equal((exact.to(dtype).double() + addend).to(dtype), once)
-        out, union = product(p, dtype, zero_tail=True, bias=biases), p.blank(dtype)
+        out = product(p, dtype, zero_tail=True, bias=biases)
+        union = p.blank(dtype)
         assert torch.equal(out[:n], once)
         assert not out[n:].any()
         for ranges in random_ranges(splits, 2):
@@ -124,7 +128,8 @@ def test_the_oracle_notices_a_scale_of_another_line_or_block_or_group(what, dim,
 def test_ranges_have_the_bits_of_the_whole(name):
     for splits, step in itertools.product(SPLITS, (1, 16 if name == "fp8" else 128)):
         p = problem(name, splits, WIDTHS[name][1])
-        whole, union = product(p, BF16), p.blank(BF16)
+        whole = product(p, BF16)
+        union = p.blank(BF16)
         for ranges in random_ranges(splits, 3, step=step):
             assert torch.equal(
                 product(p, BF16, ranges),
@@ -214,7 +219,10 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
         recipe.quantize_columns(dout, row_range),
         recipe.quantize_columns(rows, row_range),
     )
-    rows, dout, weight, spans = rows.double(), dout.double(), weight.double(), spans_of(row_range)
+    rows = rows.double()
+    dout = dout.double()
+    weight = weight.double()
+    spans = spans_of(row_range)
 
     def check(out, expected, true):
         assert relative_error(out, expected) <= 1e-6
@@ -473,5 +481,6 @@ def test_scales_of_columns_lie_block_major(name):
     setattr(p, name, scale)
     assert relative_error(gradient(p, out), p.expected()) <= 2e-6
     q = wgrad_problem("fp8", (9,), (64, 48), 0, exact=True)  # scales of a single block may be both
-    q.dout_scale, q.rows_scale = q.dout_scale.contiguous(), q.rows_scale.contiguous()
+    q.dout_scale = q.dout_scale.contiguous()
+    q.rows_scale = q.rows_scale.contiguous()
     assert torch.equal(gradient(q, torch.empty(q.shape)).double(), q.expected())

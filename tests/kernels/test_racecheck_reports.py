@@ -99,7 +99,8 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 # In the order of addresses; B is the barrier of all warps. Loop of the other warps: B, role read (R), B and B if there
 # is none. Every role: B, work, B. First warps: roles written (W), B, B, work, B, "leave" written (W), B.
 PROTOCOL = "BRBB(BB)+WBBBWB"
-ROWS, NUMBERS = {"G": 3, "H": 256, "I": 128, "N": 999}, {"G": 3, "W": 256, "H": 128, "N": 999}
+ROWS = {"G": 3, "H": 256, "I": 128, "N": 999}
+NUMBERS = {"G": 3, "W": 256, "H": 128, "N": 999}
 TRIP = {"T": 512, "H": 256, "E": 8, "K": 4, "R": 2}
 LAUNCHES = {
     "hopper_gemm_kernel": Launch("launch_gemm", ROWS),
@@ -148,7 +149,8 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
     name: str, tmp_path: Path, launches
 ):
     sass = disassembled(name, tmp_path, launches)
-    code, lines = instructions(sass), dispatch_lines(name)
+    code = instructions(sass)
+    lines = dispatch_lines(name)
     order, written = "", set()
     read_at = None
     for place, operation, operands in code:

@@ -35,7 +35,8 @@ def gradients(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_is_the_product_of_an_fp32_copy(dtype):
     x, weight, d_logits = operands(dtype)
-    logits, wanted = router_logits(x, weight), nn.functional.linear(x.float(), weight)
+    logits = router_logits(x, weight)
+    wanted = nn.functional.linear(x.float(), weight)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
     dx, d_weight = gradients(logits, x, weight, by=d_logits)
@@ -85,7 +86,8 @@ def test_nothing_of_fp32_is_kept_of_the_tokens():
 
 def test_layouts_of_views():
     x, weight, d_logits = operands()
-    across, wide = x.detach().t().contiguous().t(), d_logits.repeat_interleave(2, 1)[:, ::2]
+    across = x.detach().t().contiguous().t()
+    wide = d_logits.repeat_interleave(2, 1)[:, ::2]
     assert not across.is_contiguous()
     assert not wide.is_contiguous()
     across.requires_grad_()
@@ -110,7 +112,8 @@ def test_autocast_rounds_nothing():
 def test_compiled_it_gives_the_same_bits():
     x, weight, d_logits = operands()
     compiled = torch.compile(router_logits, fullgraph=True, backend="aot_eager")
-    found, wanted = compiled(x, weight), router_logits(x, weight)
+    found = compiled(x, weight)
+    wanted = router_logits(x, weight)
     assert torch.equal(found, wanted)
     compared = gradients(found, x, weight, by=d_logits), gradients(wanted, x, weight, by=d_logits)
     assert all(map(torch.equal, *compared))

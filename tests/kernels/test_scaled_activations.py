@@ -71,17 +71,16 @@ def test_torch_knows_swiglu_and_gpt_oss():
         symmoe.grouped.ScaledSwiGLU()(h, scale),
         torch.nn.functional.silu(gate) * up * scale[:, None],
     )
-    gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
+    gate = gate.clamp(min=None, max=7.0)
+    up = up.clamp(min=-7.0, max=7.0)
     want = (up + 1) * (gate * torch.sigmoid(gate * 1.702)) * scale[:, None]
     torch.testing.assert_close(symmoe.grouped.ScaledClampedSwiGLU()(h, scale), want)
 
 
 def test_defaults_are_plain_swiglu_without_clamps():
     h, scale, _ = operands(symmoe.grouped.ScaledSwiGLU(), (20,), torch.float32)
-    plain, clamped = (
-        symmoe.grouped.ScaledSwiGLU(),
-        symmoe.grouped.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0),
-    )
+    plain = symmoe.grouped.ScaledSwiGLU()
+    clamped = symmoe.grouped.ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0)
     cases.assert_same_bits(clamped(h, scale), plain(h, scale))
     assert symmoe.grouped.ScaledClampedSwiGLU().activation == Activation(
         alpha=1.702, limit=7.0, offset=1.0
@@ -173,7 +172,8 @@ def test_strided_arguments():
 
 @pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)], ids=str)
 def test_no_rows(lead):
-    h, scale = torch.empty(*lead, 2 * I, requires_grad=True), torch.empty(lead, requires_grad=True)
+    h = torch.empty(*lead, 2 * I, requires_grad=True)
+    scale = torch.empty(lead, requires_grad=True)
     out = symmoe.grouped.ScaledSwiGLU()(h, scale)
     assert out.shape == (*lead, I)
     out.sum().backward()
@@ -300,13 +300,15 @@ def test_wrong_block(convert, block):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("make", [symmoe.grouped.ScaledSwiGLU, symmoe.grouped.ScaledClampedSwiGLU])
 def test_interleaved_is_the_same_function(block, dtype, make):
-    plain, interleaved = make(), make(interleave=block)
+    plain = make()
+    interleaved = make(interleave=block)
     h, scale, d_out = operands(plain, (11,), dtype)
     h.requires_grad_()
     scale.requires_grad_()
     mixed = symmoe.grouped.interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
     other_scale = scale.detach().clone().requires_grad_()
-    out, other = plain(h, scale), interleaved(mixed, other_scale)
+    out = plain(h, scale)
+    other = interleaved(mixed, other_scale)
     out.backward(d_out)
     other.backward(d_out)
     cases.assert_same_bits(other, out)

@@ -32,7 +32,8 @@ def test_hooks_stand_in_the_order_in_which_they_came():
         return hook
 
     kernel_getter = kernels.kernel_getter(CPU)
-    first, second = hook_of("first"), hook_of("second")
+    first = hook_of("first")
+    second = hook_of("second")
     with kernels.hooked(CPU, first), kernels.hooked(CPU, second):
         assert (splits_of(CPU).tolist(), kernel_getter().__all__) == (
             [[0, 3], [3, 7]],

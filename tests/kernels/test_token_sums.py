@@ -73,16 +73,12 @@ def test_sums_of_a_failed_call_are_nan(failed: str):
     received = {
         name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")
     }
-    rows, to_rank, to_row = (
-        torch.ones(2, 4),
-        torch.zeros(3, 1, dtype=torch.int32),
-        torch.zeros(3, 1, dtype=torch.int32),
-    )
-    packed, start, out = (
-        torch.full((3, 2), -1, dtype=torch.int32),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(3, 4),
-    )
+    rows = torch.ones(2, 4)
+    to_rank = torch.zeros(3, 1, dtype=torch.int32)
+    to_row = torch.zeros(3, 1, dtype=torch.int32)
+    packed = torch.full((3, 2), -1, dtype=torch.int32)
+    start = torch.zeros(2, dtype=torch.int32)
+    out = torch.zeros(3, 4)
     twin.sum_home(
         (rows, rows), (packed, start, to_rank, to_row), tuple(received.values()), out, rank=0
     )

@@ -69,7 +69,9 @@ def writes_of_layers(rank: int, num_ranks: int) -> tuple[set[str], set[str], set
 
 def writes_of_modules() -> tuple[set[str], set[str], set[str]]:
     spy = Writes(is_alone=True)
-    x, splits, scale = torch.randn(60, 256), torch.tensor([20, 0, 31]), torch.rand(60)
+    x = torch.randn(60, 256)
+    splits = torch.tensor([20, 0, 31])
+    scale = torch.rand(60)
     with kernels.hooked(CPU, spy):
         for recipe, bias in product((None, Float8Block(), MXFP8(), NVFP4()), (False, True)):
             options = {"bias": bias, "weights": "discrete" if bias else "packed"}
@@ -105,6 +107,7 @@ def test_kernels_write_what_they_say(cluster):
 
 def test_a_write_that_is_not_declared_is_found():
     """Negative control."""
-    spy, x = Writes(is_alone=True), torch.ones(3, 2)
+    spy = Writes(is_alone=True)
+    x = torch.ones(3, 2)
     spy("router_gemm", lambda x, weight, logits: x.fill_(2), x, torch.ones(4, 2), torch.zeros(3, 4))
     assert (spy.changed, spy.undeclared) == (set(), {"router_gemm.x"})

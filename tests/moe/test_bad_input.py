@@ -145,7 +145,8 @@ def test_misuse(rank: int, num_ranks: int, findings: Findings):
             found = Stage("make_plan", heap).call(topk_idx=last, capacity=capacity)
             findings.equal("overflow", found, ("CapacityError", wanted))
             goes_on(heap, findings, capacity)
-        layer, x = layer_of(heap), torch.randn(T, H)
+        layer = layer_of(heap)
+        x = torch.randn(T, H)
         want = layer(x)[0].detach()
         layer.experts.to(torch.float64 if rank == 0 else torch.float32)
         expect(findings, outcome(layer, x), "ArgumentError", "the weights are torch.float64")
@@ -277,7 +278,8 @@ def test_other_heaps(rank: int, num_ranks: int, findings: Findings):
         open_heap("cpu", num_bytes=NUM_BYTES) as other,
     ):
         for turn in range(3):
-            x, plan = torch.randn(T, H), plan_of(heap, turn)
+            x = torch.randn(T, H)
+            plan = plan_of(heap, turn)
             found = outcome(dispatch_tokens, x, plan, out=old[: plan.row_capacity])
             expect(findings, found, "StaleLease", "out is memory of lease", "whose heap was closed")
             rows, _ = dispatch_tokens(x, plan)
@@ -307,7 +309,8 @@ LEASING_CALLS = (
 
 def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[], object]:
     """What is to fail, when all that comes before it is done."""
-    x, probs = torch.randn(T, H, requires_grad=True), torch.rand((T, K), requires_grad=True)
+    x = torch.randn(T, H, requires_grad=True)
+    probs = torch.rand((T, K), requires_grad=True)
     if name == "layer":
         return lambda: layer(x)[0].sum().backward()
     if name == "backward of the layer":
@@ -377,7 +380,8 @@ def test_gradients(rank: int, num_ranks: int, findings: Findings, heap: Symmetri
         if any(part in bad.parts[0] for part in PASSED_ON)
     ]
     assert len(kinds) == len(PASSED_ON)
-    layer, x = layer_of(heap), torch.randn(T, H, requires_grad=True)
+    layer = layer_of(heap)
+    x = torch.randn(T, H, requires_grad=True)
 
     def outputs(name: str) -> list[torch.Tensor]:
         """What is differentiated; the first is the one of that name."""
@@ -414,7 +418,10 @@ def test_gradients(rank: int, num_ranks: int, findings: Findings, heap: Symmetri
 def test_transforms(rank: int, num_ranks: int, findings: Findings):
     """On one rank or on all, of what is passed or of weights alone: the same error on every rank; the next is right."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
-        layer, ids, plan, x = layer_of(heap), routing(heap, 5), plan_of(heap), torch.ones(T, H)
+        layer = layer_of(heap)
+        ids = routing(heap, 5)
+        plan = plan_of(heap)
+        x = torch.ones(T, H)
         dispatch_tokens(x, plan)
 
         def of_weights(weight: torch.Tensor) -> torch.Tensor:
@@ -545,7 +552,9 @@ def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str
 def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
     """Signals that cannot be sent: nothing but giving up ends the peers' waits for them."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
-        layer, started, text = layer_of(heap), time.monotonic(), "no space left"
+        layer = layer_of(heap)
+        started = time.monotonic()
+        text = "no space left"
 
         def fail(name: str, kernel, /, *args: object, **options: object) -> object:
             if rank == 0 and name == broken:

@@ -25,7 +25,8 @@ def make_scores() -> torch.Tensor:
 def test_normalised_scores_add_up_to_one():
     scores = make_scores().detach()
     scores[3] = 0.0
-    shares, wanted = balance.normalised(scores.half()), torch.ones(TOKENS)
+    shares = balance.normalised(scores.half())
+    wanted = torch.ones(TOKENS)
     wanted[3] = 0.0
     assert shares.dtype == torch.float32
     torch.testing.assert_close(shares.sum(1), wanted, rtol=1e-6, atol=0)
@@ -70,7 +71,8 @@ def test_no_tokens_give_zero_with_a_graph():
     total = balance.load_balance_loss(
         scores, torch.zeros(EXPERTS, dtype=torch.int32)
     ) + balance.z_loss(scores)
-    ids, mask = torch.empty(0, TOP_K, dtype=torch.int32), torch.empty(0, dtype=torch.bool)
+    ids = torch.empty(0, TOP_K, dtype=torch.int32)
+    mask = torch.empty(0, dtype=torch.bool)
     for length in (0, 5):
         total = total + balance.sequence_balance_loss(scores, ids, length, mask)
     assert total.item() == 0

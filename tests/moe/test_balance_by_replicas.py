@@ -89,7 +89,8 @@ def both(
     heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places: int = 2, **options: Any
 ) -> None:
     found = []
-    kind, lora_rank = options.pop("kind", {}), options.pop("lora_rank", 0)
+    kind = options.pop("kind", {})
+    lora_rank = options.pop("lora_rank", 0)
     for more in ({**REPLICAS, "replicas_per_rank": places}, {}):
         torch.manual_seed(1 + heap.rank)
         experts = GroupedMLP(4, H, I, **kind, dtype=dtype, device=heap.device)
@@ -213,10 +214,8 @@ def test_metrics_say_what_has_moved(
                 oracle.gather(plan.splits)
             ).numpy()  # [R, 4 + 2], rows as they are computed
             slots = np.concatenate([each.flatten() for each in oracle.gather(metrics.topk_idx)])
-            rows, used = (
-                np.stack([np.bincount(slots // 4, minlength=num_ranks), splits.sum(1)]),
-                splits[:, 4:] > 0,
-            )
+            rows = np.stack([np.bincount(slots // 4, minlength=num_ranks), splits.sum(1)])
+            used = splits[:, 4:] > 0
             findings.equal("rows of ranks", metrics.rows_per_rank.numpy(), rows)
             findings.equal("replicas", int(metrics.num_replicas), int(used.sum()))
             totals, num_replicas = totals + rows, num_replicas + int(used.sum())

@@ -173,7 +173,8 @@ def test_recomputation_does_not_change_gradients_of_the_global_loss(
 ):
     """The recomputed loss must see the load that the first one saw."""
     options = {"aux_loss_coef": 3.0, "aux_loss": "global"}
-    kept, recomputed = Model(heap, **options), Model(heap, **options)
+    kept = Model(heap, **options)
+    recomputed = Model(heap, **options)
     for number in range(3):
         kept(batch(0, number)).sum().backward()
         recomputed(batch(0, number), FORWARDS[forward]).sum().backward()
@@ -192,7 +193,8 @@ def test_recomputation_does_not_change_gradients_of_the_global_loss(
 def test_after_an_optimizer(heap: SymmetricHeap):
     model = Model(heap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle, want = balance_after(optimizer, model), expected_bias(loads_of(model, range(1)))
+    handle = balance_after(optimizer, model)
+    want = expected_bias(loads_of(model, range(1)))
     for _ in range(2):
         model(batch(0, 0)).sum().backward()
         optimizer.step()
@@ -263,7 +265,8 @@ def _with_own_routers(model: Model) -> Model:
 @pytest.mark.parametrize("move", MOVES)
 def test_counts_survive_what_knows_only_parameters_and_buffers(heap: SymmetricHeap, move: str):
     options = {"aux_loss_coef": 1.0, "aux_loss": "global"}
-    wanted, model = Model(heap, **options), MOVES[move](Model(heap, **options), heap)
+    wanted = Model(heap, **options)
+    model = MOVES[move](Model(heap, **options), heap)
     for number in range(2):
         want, got = (each(batch(0, number)) for each in (wanted, model))
         torch.testing.assert_close(got, want)

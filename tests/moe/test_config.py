@@ -99,7 +99,8 @@ def test_error_names_field_and_values(changes: dict[str, object], message: str):
         make(**changes)
 
 
-IDS, TILE = torch.zeros((2, 1), dtype=torch.int32), torch.zeros(128, 128)
+IDS = torch.zeros((2, 1), dtype=torch.int32)
+TILE = torch.zeros(128, 128)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ GPU_BATCHES = (
     Batch("skewed", 301, 128, 64, 4, 1.5, False),
     Batch("static", 160, 256, 192, 2, 0.7, True),
 )
-PER_TOKEN, PER_EXPERT = ("y", "dx", "dprobs"), ("dw1", "dw2")
+PER_TOKEN = ("y", "dx", "dprobs")
+PER_EXPERT = ("dw1", "dw2")
 
 
 def cuts_of(num_tokens: int, num_ranks: int) -> list[list[int]]:
@@ -101,7 +102,8 @@ def run_layer(
 ) -> list[dict[str, np.ndarray]]:
     """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
     results, ways = [], itertools.cycle(WAYS)
-    generator, whole = random.Random(rank), batch.make(dtype)
+    generator = random.Random(rank)
+    whole = batch.make(dtype)
     with open_heap(device, num_bytes=16 << 20) as heap:
         for cut in cuts:
             tokens = slice(sum(cut[:rank]), sum(cut[: rank + 1]))
@@ -113,10 +115,8 @@ def run_layer(
             experts_here = experts_of(mine["w1"], mine["w2"])
             for name in ("x", "probs"):
                 mine[name].requires_grad_()
-            routed, way = (
-                (mine["topk_idx"], mine["x"], mine["probs"], experts_here),
-                {"order": order, **next(ways)},
-            )
+            routed = (mine["topk_idx"], mine["x"], mine["probs"], experts_here)
+            way = {"order": order, **next(ways)}
             time.sleep(lag_s * generator.random())
             if batch.static:
                 limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)}

@@ -212,7 +212,8 @@ def test_what_kernels_would_leave_out_is_refused_on_every_rank(
 
 @pytest.mark.parametrize("where", ["fc1", "fc2", "activation"])
 def test_a_grouped_mlp_alone_refuses_the_same(where: str):
-    mlp, arguments = symmoe.GroupedMLP(2, H, I), (torch.ones(3, H), [1, 2], torch.ones(3))
+    mlp = symmoe.GroupedMLP(2, H, I)
+    arguments = (torch.ones(3, H), [1, 2], torch.ones(3))
     wanted = mlp(*arguments)
     for kind, put in AROUND.items():
         undo = put(mlp.get_submodule(where))
@@ -230,7 +231,8 @@ def test_a_grouped_mlp_alone_refuses_the_same(where: str):
 )
 def test_any_module_may_be_the_shared_expert(made_of: Callable[[torch.nn.Module], torch.nn.Module]):
     torch.manual_seed(0)
-    plain, x = torch.nn.Linear(H, H), torch.randn(3, H)
+    plain = torch.nn.Linear(H, H)
+    x = torch.randn(3, H)
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2)
     with open_heap("cpu") as heap:
         layer = MoELayer(config, heap)
@@ -270,7 +272,8 @@ def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
     config = MoEConfig(
         hidden=H, ffn=I, num_experts=4, top_k=2, router=RouterConfig(aux_loss_coef=0.1)
     )
-    first, second = MoELayer(config, heap), MoELayer(config, heap)
+    first = MoELayer(config, heap)
+    second = MoELayer(config, heap)
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, metrics = second(x)
@@ -319,7 +322,8 @@ def test_second_order_gradients_are_refused_on_every_rank(
     first, second = (
         make_layer(heap, config_for(num_ranks, "cpu", z_loss_coef=0.1))[0] for _ in range(2)
     )
-    x, splits = tokens_of(rank, 6, H).requires_grad_(), [1, 5]
+    x = tokens_of(rank, 6, H).requires_grad_()
+    splits = [1, 5]
     topk_idx = torch.tensor([[0, 1]] * 6)
 
     def by_parts(x: torch.Tensor) -> torch.Tensor:

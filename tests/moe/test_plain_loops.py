@@ -293,7 +293,8 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
         for its_heap, source in ((alone, rank), (heap, rank % 2)):
             model = model_of(rank, its_heap)
             symmoe.training.broadcast_parameters(model)
-            first, own = model_of(0, alone).state_dict(), model_of(source, alone).state_dict()
+            first = model_of(0, alone).state_dict()
+            own = model_of(source, alone).state_dict()
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, (own if ".experts." in name else first)[name]), name
         model.meta = nn.Parameter(torch.empty(2, device="meta"))

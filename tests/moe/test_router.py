@@ -101,7 +101,8 @@ def test_no_tokens():
 
 
 def test_is_fp32_under_autocast_and_for_half_precision_tokens():
-    router, x = make_router(), make_tokens().bfloat16()
+    router = make_router()
+    x = make_tokens().bfloat16()
     expected = router(x.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = router(x)

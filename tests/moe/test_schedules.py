@@ -223,10 +223,8 @@ def test_experts_of_your_own_run_by_parts(
     """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
     generator = torch.Generator().manual_seed(3)
     local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
-    x, topk_idx = (
-        tokens_of(rank, 6, H).requires_grad_(),
-        (torch.arange(12) * 3 % len(every)).view(6, 2),
-    )
+    x = tokens_of(rank, 6, H).requires_grad_()
+    topk_idx = (torch.arange(12) * 3 % len(every)).view(6, 2)
     probs = torch.rand(6, 2, generator=generator).requires_grad_()
 
     def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:

@@ -232,7 +232,9 @@ def test_rails_are_under_way_while_own_rows_are_computed(
             y.sum().backward()
             found.append(events)
     forward, backward = found
-    begin, end, part = ("begin", True), ("end", True), ("part", True)
+    begin = ("begin", True)
+    end = ("end", True)
+    part = ("part", True)
     num_nodes = num_ranks // ranks_per_node
     ends = [part] * (
         1 + (0 < rank // ranks_per_node < num_nodes - 1)

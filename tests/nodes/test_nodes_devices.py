@@ -33,7 +33,8 @@ class DeviceRail(GlooRail):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.progress = torch.zeros(2, dtype=torch.int64)
-        self._ended, self._last = threading.Event(), threading.Event()
+        self._ended = threading.Event()
+        self._last = threading.Event()
         self._last.set()
         self._has_begun = False
 

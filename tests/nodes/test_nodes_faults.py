@@ -44,7 +44,8 @@ def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     }
     config = MoEConfig(**sizes, schedule="always-overlapped")
     with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
-        ready, layer = nodes.Ready(heap, rank), MoELayer(config, heap)
+        ready = nodes.Ready(heap, rank)
+        layer = MoELayer(config, heap)
         for call in ("dispatch", "combine", "backward", "layer", "backward of the layer"):
             plan = ready.plan()
             rows, _ = dispatch_tokens(ready.x.clone().requires_grad_(), plan)
@@ -217,6 +218,7 @@ def close_early(rank: int, num_ranks: int) -> tuple[str, str]:
 
 def test_a_node_that_closes_while_others_go_on(cluster):
     """The others learn of it in their call, and that the node has left when they close, whenever they come to that."""
-    left, stayed = ("ConfigMismatch", ""), ("ConfigMismatch", "PeerAborted")
+    left = ("ConfigMismatch", "")
+    stayed = ("ConfigMismatch", "PeerAborted")
     for _ in range(10):
         assert cluster(4).run(close_early) == [left, left, stayed, stayed]

@@ -197,7 +197,8 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
     dist.barrier()
     store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
     rail = GlooRail(store, node=rank, num_nodes=2, timeout_s=10.0)
-    sent, received = torch.full((4,), rank + 1), torch.zeros(4, dtype=torch.int64)
+    sent = torch.full((4,), rank + 1)
+    received = torch.zeros(4, dtype=torch.int64)
     time.sleep(3.0 * rank)  # gloo's own bound is 2 s
     rail.wait(rail.begin([(1 - rank, sent)], [(1 - rank, received)]), HANG_S)
     rail.close()
@@ -224,10 +225,8 @@ def test_strangers_are_not_taken_for_ranks():
 
 def test_what_a_rank_says_before_it_closes_is_heard():
     (to_channel, from_other), (to_other, from_channel) = socket.socketpair(), socket.socketpair()
-    channel, other = (
-        ControlChannel({1: Link(to_other, from_other)}),
-        ControlChannel({0: Link(to_channel, from_channel)}),
-    )
+    channel = ControlChannel({1: Link(to_other, from_other)})
+    other = ControlChannel({0: Link(to_channel, from_channel)})
     for each in (channel, other):
         each.announce(Header(GOES_ON, call=7))
     assert [header.call for header in channel.receive(PROMPT_S)] == [7, 7]

@@ -306,7 +306,8 @@ def test_layers_in_full_precision_are_left_alone():
 
 def test_copies_hold_nothing(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     with symmoe.grouped.cache_quantized_weights(mlp):
-        want, buffer = experts(x, mlp), io.BytesIO()
+        want = experts(x, mlp)
+        buffer = io.BytesIO()
         torch.save(mlp, buffer)
         buffer.seek(0)
         copies = (

@@ -74,17 +74,16 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
     inputs = linear_inputs(case)
     layer = cases.make_linear(case, inputs.w1, inputs.b1, precision=recipe)
     y = cases.used(layer(inputs.x, inputs.splits, bias_scale=inputs.scale), recipes.SIZES).detach()
-    x, scale, bias = (
-        inputs.x.float().numpy(),
-        inputs.scale.double().numpy(),
-        inputs.b1.double().numpy(),
-    )
+    x = inputs.x.float().numpy()
+    scale = inputs.scale.double().numpy()
+    bias = inputs.b1.double().numpy()
     exact = oracle.Linear(recipes.NUMBERS[recipe], inputs.w1, recipes.SIZES.splits)
 
     def rounded(numbers):
         return torch.from_numpy(numbers).to(case.dtype)
 
-    added, product = exact.forward(x, bias, scale), exact.forward(x)
+    added = exact.forward(x, bias, scale)
+    product = exact.forward(x)
     twice = rounded(added - product + rounded(product).double().numpy())
     for right, least, most in ((rounded(added), 0, 1e-3), (twice, 0.02, 1)):
         assert least <= (y != right).double().mean() <= most
@@ -179,7 +178,8 @@ def test_layers_of_two_precisions_are_not_fused():
     case = cases.Case(dtype=torch.bfloat16, bias=False)
     inputs = cases.make_inputs(case, sizes=recipes.SMALL)
     fc1 = cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8())
-    fc2, activation = cases.make_linear(case, inputs.w2, inputs.b2), ScaledSwiGLU()
+    fc2 = cases.make_linear(case, inputs.w2, inputs.b2)
+    activation = ScaledSwiGLU()
     found = Sequential(fc1, activation, fc2)(inputs.x, inputs.splits, inputs.scale, inputs.splits)
     a = activation(fc1(inputs.x, inputs.splits), inputs.scale)
     cases.assert_same_bits(

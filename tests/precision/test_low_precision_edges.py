@@ -129,8 +129,10 @@ def test_delayed_weight_gradients_keep_no_weights(
 
 def test_what_torch_computes_of_operands_is_not_read():
     """Of seeds and global scales. Kernels read nothing on GPUs (tests/gpu)."""
-    rows, row_range = torch.randn(40, 64).bfloat16(), whole_groups((9, 0, 21))
-    index, numbers = torch.arange(39, -1, -1, dtype=torch.int32), NVFP4().quantize(rows, row_range)
+    rows = torch.randn(40, 64).bfloat16()
+    row_range = whole_groups((9, 0, 21))
+    index = torch.arange(39, -1, -1, dtype=torch.int32)
+    numbers = NVFP4().quantize(rows, row_range)
     with NoReads() as mode:
         seeds = gradient_seeds(NVFP4(), rows, row_range, index)
         global_scale = numbers.global_scale
@@ -156,7 +158,8 @@ TOO_OLD = r"precision \(.*\) needs a GPU of compute capability 8.9 or more; cpu 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, recipe):
-    rows, weight = torch.zeros(4, 64), torch.zeros(2, 64, 64)
+    rows = torch.zeros(4, 64)
+    weight = torch.zeros(2, 64, 64)
     config = MoEConfig(hidden=64, ffn=32, num_experts=2, top_k=1, precision=recipe)
     made = GroupedLinear(2, 64, 64, precision=recipe)
     calls = [

@@ -82,7 +82,8 @@ def test_all_ways_give_the_same_bits(
     ids = torch.rand((num_tokens, num_experts), generator=generator).topk(K).indices
     probs = torch.rand((num_tokens, K), generator=generator) + 0.25
     x, dy = (tokens_of(rank, num_tokens, H, salt=salt).to(dtype) for salt in (1, 2))
-    all_ids, weights = oracle.gather(ids), global_weights(num_experts, H, I, dtype)
+    all_ids = oracle.gather(ids)
+    weights = global_weights(num_experts, H, I, dtype)
     layout = oracle.lay_out([t.numpy() for t in all_ids], num_experts)
     gathered = [oracle.gather(tensor) for tensor in (x, probs, dy)]
     exact = oracle.dense_moe(layout, all_ids, *gathered[:2], weights, gathered[2])
@@ -227,7 +228,8 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, reci
 
         model = Stack(heap, config)
         findings.equal("precision", model.layers[0].experts.precision, recipe)
-        want, x = step(model, batch()), batch()
+        want = step(model, batch())
+        x = batch()
         with Watching():
             y = model(x)
             y.square().sum().backward()
@@ -299,7 +301,8 @@ def test_rows_on_their_way_are_waited_for():
     call = materialized(GroupedMLP(2, 64, 32, precision=NVFP4()), torch.float32)
     weights = expert_weights(call.form, call.biases, call.tensors, trains=(True, True))
     rows = torch.randn(8, 64)
-    row_range, scale = whole_groups((5, 3)), torch.ones(8)
+    row_range = whole_groups((5, 3))
+    scale = torch.ones(8)
     want, _ = weights.first_layer(ExpertRows(rows, row_range, scale), num_rows=8)
     arriving = torch.full_like(rows, torch.nan)
 
@@ -319,7 +322,8 @@ def test_rows_on_their_way_are_waited_for():
 @pytest.mark.parametrize("hidden", [64, 160, 512])
 def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
     """Bytes are what the recipe makes of the row; they come out as they went in, in any order."""
-    wire, x = WireFormat(recipe, hidden), torch.randn(20, hidden).bfloat16()
+    wire = WireFormat(recipe, hidden)
+    x = torch.randn(20, hidden).bfloat16()
     x[3], x[4, 5] = 0, torch.nan
     counts = count_calls(monkeypatch, "quantize_rows", "encode_rows")
     sent = wire.encode(x)
@@ -394,10 +398,8 @@ def test_a_weight_is_quantised_once(monkeypatch, recipe):
     counts = count_calls(
         monkeypatch, "quantize_weights", "quantize_weight_pairs", "group_amax", "weight_amax"
     )
-    linear, mlp = (
-        GroupedLinear(2, 64, 32, precision=recipe),
-        GroupedMLP(2, 64, 32, precision=recipe),
-    )
+    linear = GroupedLinear(2, 64, 32, precision=recipe)
+    mlp = GroupedMLP(2, 64, 32, precision=recipe)
     splits = torch.tensor([3, 5], dtype=torch.int32)
 
     def forward(module, trains_rows: bool) -> torch.Tensor:

@@ -49,7 +49,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @every_recipe
 def test_round_trips(recipe):
     """Every layout gives back what was quantised, as well as the format can; tails become 0."""
-    rows, row_start, weight = normal(ROWS, C), bounds(), normal(3, O, C, seed=1)
+    rows = normal(ROWS, C)
+    row_start = bounds()
+    weight = normal(3, O, C, seed=1)
     end = int(row_start[-1])
     # Errors of numbers from a normal distribution: E4M3 has 3 bits after the leading one, E2M1 has 1.
     most = 0.028 if recipe.row_format.element == "e4m3" else 0.115
@@ -58,7 +60,8 @@ def test_round_trips(recipe):
         assert back.shape == rows.shape
         assert 0.5 * most < relative_error(back[:end], rows[:end]) < most
         assert not back[end:].any()
-    forward, dgrad = recipe.quantize_weight(weight), recipe.quantize_weight_transposed(weight)
+    forward = recipe.quantize_weight(weight)
+    dgrad = recipe.quantize_weight_transposed(weight)
     for quantized in (forward, dgrad):
         back = quantized.dequantize()
         assert back.shape == weight.shape
@@ -81,7 +84,8 @@ def test_round_trips(recipe):
 
 @every_recipe
 def test_sizes(recipe):
-    rows, row_start = normal(ROWS, C), bounds()
+    rows = normal(ROWS, C)
+    row_start = bounds()
     quantized = recipe.quantize(rows, row_start)
     assert (
         recipe.row_bytes(C) * ROWS
@@ -111,12 +115,14 @@ def test_groups_as_bounds_as_ranges_without_and_of_an_index(recipe):
     """Callers may bring either, kernels get ranges; without bounds all rows are one group; groups may have no rows."""
     rows = normal(ROWS, C)
     for method in (recipe.quantize, recipe.quantize_columns):
-        left, right = method(rows, bounds()), method(rows, row_range_of())
+        left = method(rows, bounds())
+        right = method(rows, row_range_of())
         assert torch.equal(left.dequantize(), right.dequantize())
         for quantized in (left, right):
             assert torch.equal(quantized.row_start, bounds())
             assert torch.equal(quantized.row_range, row_range_of())
-        left, right = method(rows), method(rows, bounds((ROWS,)))
+        left = method(rows)
+        right = method(rows, bounds((ROWS,)))
         assert torch.equal(as_bytes(left.scale), as_bytes(right.scale))
         assert torch.equal(left.dequantize(), right.dequantize())
         for splits in ((0,), (0, 0, 0)):
@@ -136,7 +142,8 @@ def test_groups_as_bounds_as_ranges_without_and_of_an_index(recipe):
 @every_recipe
 def test_groups_do_not_see_each_other(recipe):
     """A group's bytes do not change with where it lies, nor with what the other groups and the tail hold."""
-    rows, others = normal(ROWS, C), normal(400, C, seed=2) * 100
+    rows = normal(ROWS, C)
+    others = normal(400, C, seed=2) * 100
     alone = recipe.quantize(rows[:77].contiguous(), bounds((77,)))
     beside = recipe.quantize(torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33)))
     assert torch.equal(as_bytes(beside.data[50:127]), as_bytes(alone.data))
@@ -152,7 +159,8 @@ def test_groups_do_not_see_each_other(recipe):
 
 @every_recipe
 def test_buffers_of_the_caller(recipe):
-    rows, row_start = normal(ROWS, C), bounds()
+    rows = normal(ROWS, C)
+    row_start = bounds()
     weight = normal(2, O, C)
     for method, args in (
         (recipe.quantize, (rows, row_start)),
@@ -227,7 +235,8 @@ def test_ranks_can_compare_recipes():
     )  # of another process
 
 
-EIGHT, STARTS = normal(8, 96), bounds((3, 5))
+EIGHT = normal(8, 96)
+STARTS = bounds((3, 5))
 WRONG_ROWS = [
     (EIGHT.double(), r"rows is torch.float64"),
     (EIGHT[0], r"rows is torch.bfloat16 \[96\]"),
@@ -305,7 +314,8 @@ def test_recipes_are_values():
 @every_recipe
 def test_autograd(recipe):
     """Results have no gradient; what autograd has saved of a buffer is refused once it has been filled again."""
-    rows, weight = normal(64, C).requires_grad_(), torch.nn.Parameter(normal(2, O, C))
+    rows = normal(64, C).requires_grad_()
+    weight = torch.nn.Parameter(normal(2, O, C))
     results = [
         recipe.quantize(rows),
         recipe.quantize_columns(rows),
@@ -324,7 +334,8 @@ def test_autograd(recipe):
 
 
 def test_seeds_make_the_difference():
-    rows, row_start = normal(64, C), bounds((30, 34))
+    rows = normal(64, C)
+    row_start = bounds((30, 34))
 
     def data(*seeds):
         return NVFP4().quantize(rows, row_start, seeds=torch.tensor(seeds)).data
@@ -355,7 +366,8 @@ def test_outliers_are_spread():
 @pytest.mark.parametrize("recipe", [MXFP8(), NVFP4()], ids=str)
 def test_swizzled_scales(recipe):
     """Of all layouts, one scale after the other; lines of square blocks have the block's scale."""
-    rows, weight = normal(ROWS, C), normal(2, O, C)
+    rows = normal(ROWS, C)
+    weight = normal(2, O, C)
     lines = recipe.weight_format.block_lines
     for quantized, starts in (
         (recipe.quantize(rows, bounds()), bounds().tolist()),
@@ -363,15 +375,14 @@ def test_swizzled_scales(recipe):
         (recipe.quantize_weight(weight), [0, O, 2 * O]),
         (recipe.quantize_weight_transposed(weight), [0, C, 2 * C]),
     ):
-        swizzled, scale = quantized.swizzled_scale(), quantized.scale.view(torch.uint8)
+        swizzled = quantized.swizzled_scale()
+        scale = quantized.scale.view(torch.uint8)
         is_weight = scale.dim() == 3
         first = 0
         for g, (start, end) in enumerate(itertools.pairwise(starts)):
             tiles = -(-(end - start) // 128)
-            flat, found = (
-                swizzled[first : first + tiles].flatten(),
-                torch.empty(end - start, scale.shape[-1]),
-            )
+            flat = swizzled[first : first + tiles].flatten()
+            found = torch.empty(end - start, scale.shape[-1])
             for i, j in itertools.product(range(end - start), range(scale.shape[-1])):
                 found[i, j] = flat[swizzled_offset(i, j, scale.shape[-1])]
             wanted = scale[g, torch.arange(end - start) // lines] if is_weight else scale[start:end]
@@ -399,13 +410,12 @@ def test_quantised_weights_are_multiplied_by_pointer(recipe):
     lines = (
         1 if quantized.scale.dtype == torch.float32 else recipe.weight_format.block_lines
     )  # of one scale
-    data, scales = (
-        [*map(torch.clone, quantized.data)],
-        [s.repeat_interleave(lines, 0) for s in quantized.scale],
-    )
+    data = [*map(torch.clone, quantized.data)]
+    scales = [s.repeat_interleave(lines, 0) for s in quantized.scale]
     swizzle = {"e8m0": "mxfp8_rowwise", "e4m3": "nvfp4"}.get(recipe.weight_format.scale)
     if swizzle is None:
-        found, shape = pack_weight_ptrs(data, fc1_scales=scales), tuple(quantized.scale.shape)
+        found = pack_weight_ptrs(data, fc1_scales=scales)
+        shape = tuple(quantized.scale.shape)
     else:
         found = pack_weight_ptrs(
             data, fc1_scales=[s.view(torch.uint8) for s in scales], swizzle=swizzle

@@ -105,10 +105,8 @@ def test_more_of_anything_never_changes_it_back(preset: str):
     for wire, num_ranks, num_micro_batches in itertools.product(
         QUANTIZED_WIRES, (1, 2, 4), (1, 4, 1000)
     ):
-        config, more = (
-            config_of(preset, quantized_wire=wire),
-            {"num_micro_batches": num_micro_batches},
-        )
+        config = config_of(preset, quantized_wire=wire)
+        more = {"num_micro_batches": num_micro_batches}
         taken = [pays(config, num_ranks=num_ranks, num_tokens=2**i, **more) for i in range(22)]
         assert taken == sorted(taken)
         for i in [i for i, is_taken in enumerate(taken) if is_taken]:
@@ -134,10 +132,8 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> None:
 
 
 def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
-    big, small = (
-        config_of(stash="rows", capacity=70_000),
-        config_of("qwen3-30b", stash="rows", capacity=70_000),
-    )
+    big = config_of(stash="rows", capacity=70_000)
+    small = config_of("qwen3-30b", stash="rows", capacity=70_000)
     for config in (big, small):  # CPUs
         assert choices.choose_precision(config, **NUMBERS, device="cpu") == choices.in_full(config)
     on_h200(monkeypatch)

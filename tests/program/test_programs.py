@@ -90,7 +90,8 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: s
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     flying = []
     with open_heap("cpu", programs="on", fills=fills, num_bytes=16 << 20) as heap:
-        layer, plain = cases.make_layer(heap), cases.make_layer(heap)
+        layer = cases.make_layer(heap)
+        plain = cases.make_layer(heap)
         for x, dy in cases.make_calls(rank, 22, torch.float32):
             x = x.requires_grad_()
             y, _ = layer(x)
@@ -109,7 +110,8 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, fills: s
 def test_delayed_gradients_of_two_micro_batches(rank: int, num_ranks: int) -> None:
     """Both backward passes come before the first backward_dw."""
     with open_heap("cpu", programs="on", num_bytes=16 << 20) as heap:
-        layer, plain = cases.make_layer(heap, delays=(True, True)), cases.make_layer(heap)
+        layer = cases.make_layer(heap, delays=(True, True))
+        plain = cases.make_layer(heap)
         for _ in range(4):
             calls = [*cases.make_calls(rank, 2, torch.float32)]
             for each in (plain, layer):
@@ -383,7 +385,8 @@ def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
 def test_absent_inputs_are_a_part_of_the_key():
     """The same tensors in other places: only which inputs are None tells the calls apart."""
     programs = make_programs()
-    a, b = torch.ones(3), torch.full((3,), 2.0)
+    a = torch.ones(3)
+    b = torch.full((3,), 2.0)
 
     def combined(x: torch.Tensor, y: torch.Tensor | None, z: torch.Tensor | None) -> tuple:
         return (x + (10 * y if y is not None else 0) + (100 * z if z is not None else 0),)
@@ -475,7 +478,8 @@ def test_a_number_that_the_call_brings_may_change():
     ids=["outside", "read back", "several results"],
 )
 def test_what_no_program_can_do_is_a_defect(function, problem):
-    x, programs = torch.full((3,), 2.0), make_programs()
+    x = torch.full((3,), 2.0)
+    programs = make_programs()
     programs.run(("some",), lambda: function(x), [x], {})
     with pytest.raises(BuildError, match=problem):
         programs.run(("some",), lambda: function(x), [x], {})
@@ -484,7 +488,8 @@ def test_what_no_program_can_do_is_a_defect(function, problem):
 @pytest.mark.parametrize("size", [0, 3])
 def test_empty_tensors(size: int):
     """As inputs, as memory that is made, and as results."""
-    programs, seen = make_programs(), list[torch.Tensor]()
+    programs = make_programs()
+    seen = list[torch.Tensor]()
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.empty(size, 2)
@@ -504,7 +509,8 @@ def test_empty_tensors(size: int):
 @pytest.mark.parametrize("size", [0, 3])
 def test_programs_of_inference_mode_serve_training(size: int):
     """Memory that a build has made in inference mode is of no harm to builds and calls outside of it."""
-    programs, rows = make_programs(), torch.rand(size)
+    programs = make_programs()
+    rows = torch.rand(size)
     ones = torch.ones(size, requires_grad=True)
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,8 @@ class Way:
 
 def way_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
     """Of a bf16 layer with the defaults, by the names of BUDGETS; on rank 0, whose peers run freely."""
-    forward, backward = Way(), Way()
+    forward = Way()
+    backward = Way()
     with open_heap("cpu", num_bytes=64 << 20, programs=programs, fills="0") as heap:
         config = symmoe.MoEConfig(hidden=64, ffn=512, num_experts=4 * num_ranks, top_k=2)
         layer = make_layer(heap, config)[0].to(torch.bfloat16)

@@ -109,7 +109,8 @@ def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
 
 
 def test_targets_modules_and_extras_exist():
-    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     for page, words, rest in COMMANDS:
         if words[0] == "make":
             assert re.search(rf"^([\w-]+ )*{words[1]}( [\w-]+)*:", makefile, re.MULTILINE), (

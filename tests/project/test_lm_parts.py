@@ -33,7 +33,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_corpus_is_split_by_file(folder: Path):
     corpus = data.load_corpus(folder)
-    train, heldout = set(corpus.train.tolist()), set(corpus.heldout.tolist())
+    train = set(corpus.train.tolist())
+    heldout = set(corpus.heldout.tolist())
     assert not train & heldout
     assert train | heldout == set(range(40))
     assert len(heldout) < len(train)

@@ -103,7 +103,9 @@ def test_private_names_stand_behind_one_module():
     trees = {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths
     }
-    own, used, found = own_names([*trees.values()]), set(), []
+    own = own_names([*trees.values()])
+    used = set()
+    found = []
     for name, tree in trees.items():
         private = set(private_names(tree, own)) if name not in BEHIND | BEHIND_TRITON else set()
         used |= private & set(ALLOWED)

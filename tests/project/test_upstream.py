@@ -75,7 +75,8 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
     assert run.main(["made-up", str(checkout), "--record", str(path)]) == 1
     record = json.loads(path.read_text())
     assert (record["version"], record["left_out"]) == ("1.2", {"slept": "it is late"})
-    plain, ours = record["forms"]["plain"], record["forms"]["ours"]
+    plain = record["forms"]["plain"]
+    ours = record["forms"]["ours"]
     assert (plain["passed"], plain["skipped"], plain["failed"], plain["calls_of_symmoe"]) == (
         6,
         1,

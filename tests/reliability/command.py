@@ -54,7 +54,8 @@ def suite_of(name: str) -> Suite:
 def case_numbers(text: str) -> tuple[int, ...]:
     """Those of "17", or of "17-20", both ends included."""
     first_text, _, last_text = text.partition("-")
-    first, last = int(first_text), int(last_text or first_text)
+    first = int(first_text)
+    last = int(last_text or first_text)
     if last < first:
         raise argparse.ArgumentTypeError(
             f"the first case ({first}) must not be after the last one ({last})"

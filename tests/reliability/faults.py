@@ -213,7 +213,8 @@ def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) 
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     for first in range(0, len(run.numbers), run.num_jobs):
         numbers = run.numbers[first : first + run.num_jobs]
-        shm_before, used_before = shared_memory(), gpu_mib(run)
+        shm_before = shared_memory()
+        used_before = gpu_mib(run)
         with tempfile.NamedTemporaryFile() as turns:
             outcomes = list(
                 side_by_side(
@@ -227,7 +228,8 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
 
 
 def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[Outcome]:
-    fault, start = fault_of(number, run), time.perf_counter()
+    fault = fault_of(number, run)
+    start = time.perf_counter()
     try:
         with launcher.start(run.num_ranks, run.device) as job:
             problems, facts = watch(

@@ -31,11 +31,9 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
     mistakes = mistakes_for(num_ranks, device)
     with open_heap(device, num_bytes=1 << 20) as heap:
         for number in numbers:
-            start, generator, findings = (
-                time.perf_counter(),
-                random.Random(f"{seed * SEED_STRIDE + number}"),
-                Findings(),
-            )
+            start = time.perf_counter()
+            generator = random.Random(f"{seed * SEED_STRIDE + number}")
+            findings = Findings()
             call, bad = generator.choice(mistakes)
             culprits = sorted(generator.sample(range(num_ranks), generator.randint(1, num_ranks)))
             findings.where = f"{call}, {bad.parts} on ranks {culprits}"

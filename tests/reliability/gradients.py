@@ -39,7 +39,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
     """Yields per case; the ranks share one heap for all of them."""
     with open_heap(device) as heap:
         for number in numbers:
-            start, case = time.perf_counter(), routings.case_on(case_number(number, seed), device)
+            start = time.perf_counter()
+            case = routings.case_on(case_number(number, seed), device)
             dtype = _DTYPES[number % len(_DTYPES)]
             if device == "cuda" and dtype == torch.float16:
                 dtype = torch.bfloat16

@@ -103,7 +103,8 @@ def found_in_twins(run: Run, launcher: Launcher, mutant: str | None, part: str) 
 
 
 def _first_failure(job: Job, run: Run, mutant: str | None, part: str) -> str:
-    numbers, deadline_s = CHECKS[part][1], _CASE_S if mutant else run.seconds(_SOUND_CASE_S)
+    numbers = CHECKS[part][1]
+    deadline_s = _CASE_S if mutant else run.seconds(_SOUND_CASE_S)
     stream = job.stream(check, numbers, run.seed, run.device, mutant, part, deadline_s=deadline_s)
     in_place = next(stream)
     if any(in_place):

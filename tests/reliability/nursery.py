@@ -76,7 +76,8 @@ def _be_a_rank(connection: Connection, job: dict) -> int:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    rank, num_ranks = job["rank"], job["num_ranks"]
+    rank = job["rank"]
+    num_ranks = job["num_ranks"]
     if job["device"] == "cuda":
         torch.cuda.set_device(rank)
     store = f"file://{job['store']}"

@@ -19,7 +19,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
     """Yields per case; the ranks share one heap for all of them."""
     with open_heap(device) as heap:
         for number in numbers:
-            case, start = routings.case_on(seed * SEED_STRIDE + number, device), time.perf_counter()
+            case = routings.case_on(seed * SEED_STRIDE + number, device)
+            start = time.perf_counter()
             findings = Findings(str(case))
             slow = number % 2 == 1 and number // 2 % num_ranks == rank
             delay = dawdling(heap.device, case.number, longest_s=1e-3) if slow else nullcontext()

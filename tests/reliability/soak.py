@@ -62,7 +62,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         for turn, number in enumerate(numbers):
             start, problems, facts = time.perf_counter(), [], {}
             generator = random.Random(f"{seed * SEED_STRIDE + number}, {rank}")
-            layer, num_tokens = layers[number % 2], generator.randint(0, MAX_TOKENS)
+            layer = layers[number % 2]
+            num_tokens = generator.randint(0, MAX_TOKENS)
             x = step.tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
             if number % TOO_LITTLE_ROOM_EVERY == 1:  # number is odd where capacity is exact
                 give_budget(heap, (layer.config.num_experts, step.TOP_K), num_tokens, 1)
@@ -104,11 +105,9 @@ def wrong_values(
     """Compares y with the experts' formula in float64."""
     with torch.no_grad():
         routed = layer.router(x)
-        ids, probs, tokens = (
-            routed.topk_idx.cpu(),
-            routed.probs.cpu().double(),
-            x.detach().cpu().double(),
-        )
+        ids = routed.topk_idx.cpu()
+        probs = routed.probs.cpu().double()
+        tokens = x.detach().cpu().double()
         want = oracle.experts(tokens, ids, probs, *weights)
     worst = float((y.cpu().double() - want).abs().max()) if y.numel() else 0.0
     return [] if worst < 1e-4 else [f"y is off by {worst:.3g}"]

@@ -170,8 +170,10 @@ def _unused_packed_rows_not_marked(
     (rows, *_), (packed, _, start, limit) = slots, region
     kernel(slots, region, peers, received, row_column=row_column, prob_column=prob_column)
     for rank in range(peers.num_ranks):
-        offset, used = int(received[rank, row_column]), int((packed[:, rank] >= 0).sum())
-        begin, size = int(start[rank]), int(limit[rank])
+        offset = int(received[rank, row_column])
+        used = int((packed[:, rank] >= 0).sum())
+        begin = int(start[rank])
+        size = int(limit[rank])
         if offset >= 0 and used < size:
             peers.region(rank, offset, (begin + size, rows.shape[1]), torch.int32)[
                 begin + used :

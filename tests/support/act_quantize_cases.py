@@ -45,11 +45,10 @@ class Problem:
             tensor[self.num_rows :] = torch.nan
         if self.num_rows > 60:
             h[41, 3], da[50, 5], row_scale[55] = torch.inf, torch.nan, 0.0
-        self.h, self.da = h.to(self.dtype).to(self.device), da.to(self.dtype).to(self.device)
-        self.row_scale, self.row_range = (
-            row_scale.to(self.device),
-            row_range_of(self.splits).to(self.device),
-        )
+        self.h = h.to(self.dtype).to(self.device)
+        self.da = da.to(self.dtype).to(self.device)
+        self.row_scale = row_scale.to(self.device)
+        self.row_range = row_range_of(self.splits).to(self.device)
 
     @staticmethod
     def numbers(rows, width, generator):
@@ -172,7 +171,9 @@ def backward(kernels, p, name, *, with_dbias=True):
 
 def backward_apart(kernels, p, name, *, with_dbias=True):
     """By the functions that it fuses."""
-    n, dh, out = p.num_rows, torch.zeros_like(p.h), dact_operands(p, name, with_dbias=with_dbias)
+    n = p.num_rows
+    dh = torch.zeros_like(p.h)
+    out = dact_operands(p, name, with_dbias=with_dbias)
     kernels.scaled_activation_grad(
         p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], out.dscale[:n], p.activation
     )
@@ -207,10 +208,12 @@ def check_ranges(kernels, p, name, parts):
         there = torch.where(rows_of(row_range, len(p.h))[:, None], p.h, torch.nan)
         kernels.act_quantize(there, p.row_scale, row_range, out, p.activation, FORMATS[name])
 
-    whole, union = p.operand(p.ffn, name), p.operand(p.ffn, name)
+    whole = p.operand(p.ffn, name)
+    union = p.operand(p.ffn, name)
     call(p.row_range, whole)
     for ranges in parts:
-        part, ranges = p.operand(p.ffn, name), ranges.to(p.device)
+        part = p.operand(p.ffn, name)
+        ranges = ranges.to(p.device)
         call(ranges, part)
         call(ranges, union)
         inside = rows_of(ranges, len(p.h))[:, None].cpu()

@@ -194,10 +194,12 @@ def check_exact(
     findings = Findings()
     with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = Model(heap, balance=balance), Model(heap, balance=balance)
+        model = Model(heap, balance=balance)
+        plain = Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
         loggers = symmoe.metrics.MetricsLogger(model), symmoe.metrics.MetricsLogger(plain)
-        captured, eager = capture(model, row_budget_factor=1.0, num_eager=2), make_step(plain)
+        captured = capture(model, row_budget_factor=1.0, num_eager=2)
+        eager = make_step(plain)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]
             torch.manual_seed(number)
@@ -234,7 +236,8 @@ class Chosen(nn.Module):
             router=symmoe.RouterConfig(aux_loss="global", aux_loss_coef=0.1),
             order="slot",
         )
-        self.dense, self.moe = nn.Linear(H, H), symmoe.MoELayer(config, heap)
+        self.dense = nn.Linear(H, H)
+        self.moe = symmoe.MoELayer(config, heap)
         self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64))
         set_weights(self, heap)
         self.to(heap.device)
@@ -280,8 +283,10 @@ def check_wrapped(
     options = {"num_bytes": 64 << 20, "ranks_per_node": ranks_per_node}
     with open_heap(device, **groups, **options) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = put_around(wrap, heap, mesh), put_around(wrap, heap, mesh)
-        captured, eager = capture(model, row_budget_factor=1.0, num_eager=2), make_step(plain)
+        model = put_around(wrap, heap, mesh)
+        plain = put_around(wrap, heap, mesh)
+        captured = capture(model, row_budget_factor=1.0, num_eager=2)
+        eager = make_step(plain)
         optimizers = [
             torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)
         ]
@@ -389,11 +394,13 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
     """After each change the step is captured once more, and has the bits of an eager one."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.use_deterministic_algorithms(False)
-        model, plain = Model(heap), Model(heap)
+        model = Model(heap)
+        plain = Model(heap)
         plain.load_state_dict(model.state_dict())
         for either in (model, plain):
             either.layers[0].experts.requires_grad_(False)
-        captured, eager = capture(model, num_eager=1), make_step(plain)
+        captured = capture(model, num_eager=1)
+        eager = make_step(plain)
         x = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device)
         num_captures = 0
         for name in (*CHANGES, *AROUND):

@@ -112,7 +112,8 @@ def checks():
     Numbers.elsewhere = gluon_emulator.ELSEWHERE
     columns, wire, weights = KERNELS
     for number, num_sms in enumerate(SMS):
-        sizes, name = {"H": (272, 256)[number % 2]}, NAMES[number % 2]
+        sizes = {"H": (272, 256)[number % 2]}
+        name = NAMES[number % 2]
         for dtype in (BF16, FP16):
             for kernel, ways in ((columns, ""), (columns, "indexed"), (wire, "indexed")):
                 yield compared(kernel, sizes, dtype, name, ways, SPLITS, num_sms)

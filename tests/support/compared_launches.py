@@ -40,7 +40,9 @@ class Numbers(Arguments):
         given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
         sizes = {"N": sum(splits) + TAIL, **given, "G": len(splits)}
         super().__init__(replace(launch, sizes=sizes), device)
-        self.groups, self.hard, self.scattered = whole_groups(splits), hard, list[Scattered]()
+        self.groups = whole_groups(splits)
+        self.hard = hard
+        self.scattered = list[Scattered]()
         self.part = self.groups if part is None else part
 
     def begin(self, name: str) -> None:

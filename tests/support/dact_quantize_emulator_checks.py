@@ -49,7 +49,8 @@ def install_arithmetic():
 def expected_of(p, name):
     n = p.num_rows
     gate, up = (half.float() for half in p.h[:n].chunk(2, dim=1))
-    da, factor = p.da[:n].float(), p.row_scale[:n, None]
+    da = p.da[:n].float()
+    factor = p.row_scale[:n, None]
     ds = da * factor
     dh = torch.cat([ds * up, ds * gate], dim=1).to(p.dtype).float().numpy()
     a = ((gate * up) * factor).to(p.dtype).float().numpy()
@@ -79,7 +80,8 @@ def tile_sums(p, dh):
 
 def found_for(p, name, num_sms, *, with_dbias=True):
     """The operands, and the sums of dscale and of dbias by tiles."""
-    out, num_sums = dact_operands(p, name, with_dbias=with_dbias), num_scale_sums(p.ffn) * len(p.h)
+    out = dact_operands(p, name, with_dbias=with_dbias)
+    num_sums = num_scale_sums(p.ffn) * len(p.h)
     workspace = torch.full(
         (dact_quantize_workspace_numel(len(p.h), p.ffn, p.blank_dbias()),), torch.nan
     )
@@ -88,10 +90,8 @@ def found_for(p, name, num_sms, *, with_dbias=True):
     hopper_dact_quantize.launch_dact_quantize(
         arguments, p.activation, FORMATS[name], num_sms=num_sms
     )
-    sums, slots = (
-        workspace[:num_sums].view(-1, len(p.h)),
-        workspace[num_sums:].view(-1, p.h.shape[1]),
-    )
+    sums = workspace[:num_sums].view(-1, len(p.h))
+    slots = workspace[num_sums:].view(-1, p.h.shape[1])
     assert sums[:, p.num_rows :].isnan().all()
     return results_of(out)[0], sums[:, : p.num_rows].t(), slots
 

@@ -13,7 +13,8 @@ from symmoe.kernels import hopper_launchers as launchers
 from symmoe.kernels.low_precision import hopper_fp8
 
 SPLITS = (140, 0, 1, 128, 0)
-ODD, EXACT = {"W": 528, "H": 400}, {"W": 256, "H": 128}  # parts of tiles and blocks; whole ones
+ODD = {"W": 528, "H": 400}
+EXACT = {"W": 256, "H": 128}  # parts of tiles and blocks; whole ones
 CASES = [(SPLITS, ODD), (SPLITS, EXACT), ((0, 0, 0), EXACT), ((0, 300, 9), ODD)]
 PRODUCTS = [  # dtype, ways, options
     (BF16, "", {"num_sms": 3}),
@@ -102,10 +103,12 @@ def checks():
             launch = gemm(sizes, dtype, ways=ways)
             yield f"{launch}, {splits}", product(launch, splits=splits, tuning=options)
         for number, (dtype, ways, options) in enumerate(GRADIENTS):
-            launch, tuning = wgrad(sizes, dtype, ways=ways), {"num_sms": 1 + number, **options}
+            launch = wgrad(sizes, dtype, ways=ways)
+            tuning = {"num_sms": 1 + number, **options}
             yield f"{launch}, {splits}", gradient(launch, splits=splits, tuning=tuning)
     for part, num_sms in zip(random_ranges(SPLITS, 2), (3, 2), strict=True):
         for ways in ("", "biased"):
-            launch, tuning = gemm(ODD, FP16, ways=ways), {"num_sms": num_sms}
+            launch = gemm(ODD, FP16, ways=ways)
+            tuning = {"num_sms": num_sms}
             yield f"a part, {ways}", product(launch, splits=SPLITS, part=part, tuning=tuning)
     check_that_mistakes_are_noticed()

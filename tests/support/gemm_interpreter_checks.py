@@ -124,7 +124,8 @@ def check_ragged_descriptor():
     """The descriptor that is made by hand is Triton's."""
     for shape, block in (((7, 24), [16, 8]), ((300, 2048), [64, 128])):
         rows = torch.empty(shape)
-        ours, theirs = tiles.ragged_descriptor(rows, block), create_ragged_descriptor(rows, block)
+        ours = tiles.ragged_descriptor(rows, block)
+        theirs = create_ragged_descriptor(rows, block)
         for name in ("shape", "strides", "block_shape", "padding"):
             assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
 

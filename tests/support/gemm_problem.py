@@ -88,7 +88,8 @@ class Problem:
         self.generator = torch.Generator(device).manual_seed(seed)
         self.splits, self.dtype, self.device, self.is_exact = tuple(splits), dtype, device, is_exact
         self.hidden, self.width = widths
-        self.num_groups, self.num_rows = len(splits), sum(splits)
+        self.num_groups = len(splits)
+        self.num_rows = sum(splits)
         self.capacity = self.num_rows + TAIL if capacity is None else capacity
         self.num_packed = self.num_rows // 2 + 1
         self.row_range = whole_groups(splits, device=device)
@@ -101,14 +102,10 @@ class Problem:
             generator=self.generator,
         )
         self.row_index[self.num_rows :] = 2**31 - 1
-        self.packed, self.rows = (
-            self.normal(self.num_packed, self.hidden),
-            self.with_tail(self.hidden),
-        )
-        self.packed_dout, self.dout = (
-            self.normal(self.num_packed, self.width),
-            self.with_tail(self.width),
-        )
+        self.packed = self.normal(self.num_packed, self.hidden)
+        self.rows = self.with_tail(self.hidden)
+        self.packed_dout = self.normal(self.num_packed, self.width)
+        self.dout = self.with_tail(self.width)
         self.weight = self.normal(self.num_groups, self.width, self.hidden, scale=self.hidden**-0.5)
         self.bias = self.normal(self.num_groups, self.width)
         self.scale = self.with_tail().float()
@@ -186,7 +183,8 @@ class Scattered:
     """Matrices of a packed tensor copied to where no two are neighbours, the last first, NaN between them."""
 
     def __init__(self, packed):
-        num_groups, self.size = packed.shape[0], packed[0].numel()
+        num_groups = packed.shape[0]
+        self.size = packed[0].numel()
         gap = 16 // packed.dtype.itemsize
         self.shape = packed.shape
         self.memory = torch.full(
@@ -230,7 +228,8 @@ def check_dgrad(kernels, p, gather, table, zero_tail, accumulate=False, **option
 
 def _check_product(p, function, source, expected, width, table, options):
     """Against float64; with a table in addition that it gives the bits of packed weights."""
-    before, weights = p.before(width, options["accumulate"]), [p.weight]
+    before = p.before(width, options["accumulate"])
+    weights = [p.weight]
     if table:
         scattered = Scattered(p.weight)
         weights.append(scattered.table)
@@ -252,7 +251,8 @@ def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dty
     else:
         before.fill_(torch.nan)
     options |= {"accumulate": accumulate}
-    out, scattered = before.clone(), Scattered(before)
+    out = before.clone()
+    scattered = Scattered(before)
     kernels.grouped_gemm_wgrad(dout, source, p.row_range, out, **options)
     if table:
         kernels.grouped_gemm_wgrad(dout, source, p.row_range, scattered.table, **options)
@@ -339,10 +339,12 @@ def all_rows(p):
 def check_ranges(p, blanks, call, parts, **options):
     """A range's rows are written, no others, and none are read that have not come; all ranges are the whole. Of outputs
     that are matrices. Returns all of the whole, and of all ranges."""
-    whole, union = blanks(), blanks()
+    whole = blanks()
+    union = blanks()
     call(p.row_range, whole, all_rows(p))
     for ranges in parts:
-        ranges, outs = ranges.to(p.device), blanks()
+        ranges = ranges.to(p.device)
+        outs = blanks()
         come = rows_of(ranges, p.capacity)
         call(ranges, outs, come, **options)
         for out, expected in zip(outs, whole, strict=True):
@@ -411,7 +413,9 @@ def check_act(
 ):
     """Both passes against float64; with a table in addition that it gives the bits of packed weights. cases: (gather,
     with a bias)."""
-    n, act_options, dact_options = p.num_rows, act_options or {}, dact_options or {}
+    n = p.num_rows
+    act_options = act_options or {}
+    dact_options = dact_options or {}
     tables = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
     for gather, with_bias in cases:
         source, rows = p.source(gather)
@@ -451,8 +455,12 @@ def check_act(
 def check_activation(kernels, p, *, dscale_dtype=torch.float32):
     """The activation by itself and its gradient against float64, of all rows but the tail."""
     n = p.num_rows
-    h, scale, dout = p.h[:n], p.scale[:n], p.normal(n, p.ffn)
-    out, dh, dscale = torch.empty_like(dout), torch.empty_like(h), torch.empty_like(scale)
+    h = p.h[:n]
+    scale = p.scale[:n]
+    dout = p.normal(n, p.ffn)
+    out = torch.empty_like(dout)
+    dh = torch.empty_like(h)
+    dscale = torch.empty_like(scale)
     kernels.scaled_activation(h, scale, out, p.activation)
     kernels.scaled_activation_grad(dout, h, scale, dh, dscale, p.activation)
     wanted = scaled(h, scale, dout, p.activation)
@@ -464,12 +472,10 @@ def check_activation(kernels, p, *, dscale_dtype=torch.float32):
 def check_nan_goes_through(kernels, activation, device="cpu"):
     h = torch.randn(2, activation.hidden_width(64), device=device)
     h[1] = torch.nan
-    ones, out, dh, dscale = (
-        torch.ones(2, device=device),
-        h.new_empty(2, 64),
-        torch.empty_like(h),
-        h.new_empty(2),
-    )
+    ones = torch.ones(2, device=device)
+    out = h.new_empty(2, 64)
+    dh = torch.empty_like(h)
+    dscale = h.new_empty(2)
     kernels.scaled_activation(h, ones, out, activation)
     kernels.scaled_activation_grad(torch.ones_like(out), h, ones, dh, dscale, activation)
     for tensor in (out, dh, dscale):
@@ -482,7 +488,10 @@ def check_fused(kernels, p):
     n = p.num_rows
     h, a = forward(kernels, p, p.rows, bias=p.bias)
     dh, a_again, dscale, dbias = backward(kernels, p, p.rows, h)
-    h3, a3, da3, dh3 = p.blank(p.width), p.blank(p.ffn), p.blank(p.ffn), p.blank(p.width)
+    h3 = p.blank(p.width)
+    a3 = p.blank(p.ffn)
+    da3 = p.blank(p.ffn)
+    dh3 = p.blank(p.width)
     dscale3 = p.blank(dtype=torch.float32)
     kernels.grouped_gemm(p.rows, p.weight1, p.row_range, h3, bias=p.bias)
     kernels.scaled_activation(h3, p.scale, a3, p.activation)
@@ -526,12 +535,10 @@ def check_a_forgotten_range(kernels, p, group, num_forgotten):
     """Rows of a group that no part of dact had are NaN in dscale, and no others."""
     ranges = p.row_range.clone()
     ranges[1, group] -= num_forgotten
-    workspace, dh, a, dscale = (
-        p.workspace(kernels),
-        p.blank(p.width),
-        p.blank(p.ffn),
-        p.blank(dtype=torch.float32),
-    )
+    workspace = p.workspace(kernels)
+    dh = p.blank(p.width)
+    a = p.blank(p.ffn)
+    dscale = p.blank(dtype=torch.float32)
     arguments = ranges, (p.h, p.scale), (dh, a, None, None), workspace, p.activation
     num_partials = kernels.grouped_gemm_dact(p.rows, p.weight2, *arguments)
     kernels.sum_dact_partials(workspace, p.row_range, dscale, num_partials)

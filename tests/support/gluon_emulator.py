@@ -295,7 +295,8 @@ class TensorDescriptor:
             "strides of no whole 16 bytes"
         )
         address = sum(int(at) * stride for at, stride in zip(first, self.strides, strict=True))
-        offset, inside = torch.tensor(0), torch.tensor(True)
+        offset = torch.tensor(0)
+        inside = torch.tensor(True)
         for at, stride, length, block in zip(
             first, self.strides, self.shape, self.block_shape, strict=True
         ):

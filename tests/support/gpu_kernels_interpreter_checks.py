@@ -164,7 +164,8 @@ def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=0, timeout_ns
     """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
     peers = make_arenas(3, 1, epoch, aborted, faulted)
     peers.signals(1)[2, 0] = epoch + seen
-    arrived, status = torch.full((1,), -7), torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
+    arrived = torch.full((1,), -7)
+    status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
     for rank in (0, 1):
         module.send_signal(peers, rank)

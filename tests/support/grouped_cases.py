@@ -210,8 +210,10 @@ def run(
     """Forward by `call(x, scale)` in the context `around`, backward from d_y, `finish()` for delayed weight gradients;
     everything collected. x has a producer, as in a network: so the gradient that `call` returns is seen before autograd
     copies it."""
-    leaf, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
-    ran, x = Ran(), leaf.clone()
+    leaf = inputs.x.clone().requires_grad_()
+    scale = inputs.scale.clone().requires_grad_()
+    ran = Ran()
+    x = leaf.clone()
     seen: list[int] = []
     x.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
     with around or nullcontext():
@@ -336,7 +338,8 @@ def run_way(
 ) -> Ran:
     """One call of make_way's layers."""
     call, layers = make_way(way, case, inputs, **options)
-    given, splits = vars(buffers or Buffers()), inputs.splits if splits is None else splits
+    given = vars(buffers or Buffers())
+    splits = inputs.splits if splits is None else splits
 
     def finish():
         for layer in reversed(layers.values()):
@@ -437,10 +440,8 @@ def check_autocast(
     way: str, case: Case, weights: str, sizes: Sizes = TINY, device: str = "cpu"
 ) -> None:
     """fp32 inputs and parameters, bf16 results in bf16 buffers, fp32 gradients."""
-    inputs, half = (
-        inputs_of(way, case, sizes=sizes, device=device),
-        replace(case, dtype=torch.bfloat16),
-    )
+    inputs = inputs_of(way, case, sizes=sizes, device=device)
+    half = replace(case, dtype=torch.bfloat16)
     as_half = replace(inputs, x=inputs.x.bfloat16(), d_y=inputs.d_y.bfloat16())
     buffers = Buffers.of(case, as_half, out_features=inputs.d_y.shape[-1])
     ran = run_way(
@@ -462,7 +463,8 @@ def check_activation(
     path: str, name: str, dtype: torch.dtype, sizes: Sizes = TINY, device: str = "cpu"
 ) -> None:
     """One of ACTIVATIONS against the oracle, and against three modules."""
-    activation, case = ACTIVATIONS[name], Case(dtype=dtype)
+    activation = ACTIVATIONS[name]
+    case = Case(dtype=dtype)
     inputs = make_inputs(
         case, sizes=sizes, width=activation.activation.hidden_width(sizes.ffn), device=device
     )
@@ -593,7 +595,8 @@ def _oracle(
     inputs: Inputs, case: Case, of_row: Callable[..., torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """y and all gradients of y_r = of_row(x_r, scale_r, w1_g, b1_g, w2_g, b2_g); biases are zero in a case without."""
-    x, scale = leaf(inputs.x.flatten(0, -2)), leaf(inputs.scale.flatten())
+    x = leaf(inputs.x.flatten(0, -2))
+    scale = leaf(inputs.scale.flatten())
     names = ("d_fc1.weight", "d_fc1.bias", "d_fc2.weight", "d_fc2.bias")
     parameters = {
         name: leaf(p)

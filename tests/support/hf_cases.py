@@ -59,7 +59,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest difference over the largest wanted entry; infinite for a wrong shape or a zero that is none."""
     if got.shape != want.shape:
         return math.inf
-    worst, scale = (got - want).abs().max().item(), want.abs().max().item()
+    worst = (got - want).abs().max().item()
+    scale = want.abs().max().item()
     return worst / scale if scale else (0.0 if worst == 0 else math.inf)
 
 

@@ -16,11 +16,9 @@ from symmoe.kernels.triton import gemm as public
 from symmoe.kernels.triton import tiles
 from symmoe.kernels.twin.activation import value_and_slopes
 
-SPLITS, ODD, EXACT = (
-    (140, 0, 1, 128, 0),
-    (392, 152),
-    (64, 256),
-)  # H, I: parts of tiles and steps; whole ones
+SPLITS = (140, 0, 1, 128, 0)
+ODD = (392, 152)
+EXACT = (64, 256)  # H, I: parts of tiles and steps; whole ones
 LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
 VARIANTS = {  # of act and dact; without one, act is the twin
     "separate": (act.SEPARATE, act.SEPARATE),
@@ -100,7 +98,8 @@ def check_products(splits, widths, dtype):
 
 
 def check_activations(name, splits, widths, dtype, activation):
-    p, kernels = problems.ActProblem(splits, widths, dtype, activation), kernels_of(*VARIANTS[name])
+    p = problems.ActProblem(splits, widths, dtype, activation)
+    kernels = kernels_of(*VARIANTS[name])
     gather = name == "gathered"
     problems.check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=[(gather, False)])
     problems.check_act_ranges(kernels, p, random_ranges(splits, 2), gather=gather, num_sms=2)

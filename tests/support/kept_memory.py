@@ -65,10 +65,8 @@ def bytes_at_peak(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> int:
         profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
     ):
         if event.name().startswith("leased "):
-            leased, kernel_end = (
-                int(event.name().split()[1]),
-                event.start_ns() + event.duration_ns(),
-            )
+            leased = int(event.name().split()[1])
+            kernel_end = event.start_ns() + event.duration_ns()
         elif event.name() == "[memory]" and event.start_ns() > kernel_end:
             ordinary += event.nbytes()
         peak = max(peak, ordinary + leased)

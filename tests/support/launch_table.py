@@ -89,7 +89,8 @@ class Launch:
 
     def arguments(self, make: "Arguments | None" = None) -> dict[str, Any]:
         """By name; without memory, if `make` does not make others."""
-        make, row = make or Arguments(self), dict(TABLE[self.kernel])
+        make = make or Arguments(self)
+        row = dict(TABLE[self.kernel])
         for way in self.ways.split():
             row |= WAYS[self.kernel][way]
         for name, what in (row | (self.changes or {})).items():
@@ -120,7 +121,8 @@ class Arguments:
     def __init__(self, launch: Launch, device: str = "meta") -> None:
         self.launch, self.device, self.block_format = launch, device, FORMATS[launch.format]
         given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
-        self.sizes, self.made = with_others(given, launch.activation), dict[str, Any]()
+        self.sizes = with_others(given, launch.activation)
+        self.made = dict[str, Any]()
 
     def begin(self, name: str) -> None:
         """Called before each argument; `made` has those before it."""
@@ -182,12 +184,14 @@ def with_others(given: Mapping[str, int], activation: Activation) -> dict[str, i
     if "I" in sizes:
         sizes.setdefault("W", activation.hidden_width(sizes["I"]))
     if "N" in sizes:
-        num_rows, num_groups = sizes["N"], sizes["G"]
+        num_rows = sizes["N"]
+        num_groups = sizes["G"]
         sizes.setdefault("P", num_rows // 2)
         sizes["M"] = TILE * max_tiles(num_rows, num_groups)
         sizes["slots"] = bias_slots(num_rows, num_groups, SLOT_ROWS)
     if "T" in sizes:
-        num_tokens, num_experts = sizes["T"], sizes["E"]
+        num_tokens = sizes["T"]
+        num_experts = sizes["E"]
         sizes["loss_blocks"] = -(-num_tokens // control.TOKENS_PER_LOSS_BLOCK)
         sizes["blocks"] = -(-num_tokens // control.TOKENS_PER_BLOCK)
         sizes |= {"2T": 2 * num_tokens, "E+1": num_experts + 1, "E+2": num_experts + 2}
@@ -366,7 +370,8 @@ def weight_operand(make: Arguments) -> Operand:
 
 def scattered_weight(make: Arguments) -> ScatteredWeight:
     data, scale, global_scale = weight_operand(make)
-    shape, is_byte = tuple(scale.shape), scale.dtype == U8
+    shape = tuple(scale.shape)
+    is_byte = scale.dtype == U8
     if is_byte:  # tiles of each matrix
         shape = len(data), -(-data.shape[1] // TILE), shape[1] * shape[2]
     of_scales = make.table(scale.dtype, shape, is_byte)
@@ -375,7 +380,8 @@ def scattered_weight(make: Arguments) -> ScatteredWeight:
 
 @later
 def columns_operand(make: Arguments, width: str) -> Operand:
-    num_lines, num_tokens = make.size(width), make.sizes["M"]
+    num_lines = make.size(width)
+    num_tokens = make.sizes["M"]
     found = operand(make, (num_lines, num_tokens), tiles(-(-num_lines // TILE), num_tokens))
     if found.scale.dtype != FP32:
         return found

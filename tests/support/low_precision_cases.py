@@ -90,11 +90,13 @@ def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cp
         fc2(x, inputs.splits, bias_scale=scale).backward(d_y)
         assert_same_bits(fc2.bias.grad, sums(d_y, scale))
     mlp = GroupedMLP(sizes.num_groups, sizes.hidden, sizes.ffn, device=device)
-    mlp.fc1, mlp.fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
+    mlp.fc1 = layer(inputs.w1, inputs.b1)
+    mlp.fc2 = layer(inputs.w2, inputs.b2)
     mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
     assert_same_bits(mlp.fc2.bias.grad, sums(inputs.d_y, inputs.scale))
     # FC1's: out of three modules, the first of which gets the gradient of h.
-    fc1, fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
+    fc1 = layer(inputs.w1, inputs.b1)
+    fc2 = layer(inputs.w2, inputs.b2)
     h = fc1(x, inputs.splits)
     h.retain_grad()
     fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(

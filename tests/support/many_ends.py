@@ -60,7 +60,9 @@ def main(rank: int, store: str, way: str) -> None:
 
 def start(num_pairs: int, way: str, folder: str) -> tuple[int, str] | list[int]:
     """On a rank: its number and its store; in the parent, at last, how every rank has ended."""
-    busy, codes, begun = be_busy(), [], time.monotonic()
+    busy = be_busy()
+    codes = []
+    begun = time.monotonic()
     for pair in range(num_pairs):
         if any(codes) or time.monotonic() - begun > ENOUGH_S:
             break

@@ -86,7 +86,8 @@ def check_mlp(
         layout, all_ids, oracle.gather(x), oracle.gather(probs), weights, oracle.gather(dy)
     )
 
-    x, probs = x.to(heap.device).requires_grad_(), probs.to(heap.device).requires_grad_()
+    x = x.to(heap.device).requires_grad_()
+    probs = probs.to(heap.device).requires_grad_()
     experts = experts_of(*local_part(weights, heap))
     leaves = x, probs, experts.fc1.weight, experts.fc2.weight
     where = findings.where

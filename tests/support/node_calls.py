@@ -58,7 +58,8 @@ class Ready:
 
     def step(self) -> torch.Tensor:
         """Forward and backward; raises if a result is wrong."""
-        x, plan = self.x.clone().requires_grad_(), self.plan()
+        x = self.x.clone().requires_grad_()
+        plan = self.plan()
         rows, _ = dispatch_tokens(x, plan)
         y = combine_tokens(rows, plan)
         y.sum().backward()
@@ -96,7 +97,8 @@ def wrong_calls(
 ) -> list[tuple[str, tuple[str, str]]]:
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
-    is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
+    is_culprit = rank == culprit
+    on_its_node = rank // ranks_per_node == culprit // ranks_per_node
     # A rank of the next node on another rail: its peers and rail peers do not wait for those of the culprit.
     across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (
         culprit + 1

@@ -127,7 +127,8 @@ def check_lines(
 
 def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     """What the kernels of count tables leave of rank 0's node."""
-    num_ranks, own = maps.by_node.numel(), maps.by_node[maps.here]
+    num_ranks = maps.by_node.numel()
+    own = maps.by_node[maps.here]
     layout = control.ControlLayout(len(own), num_ranks)
     generator = torch.Generator().manual_seed(7)
     views = tuple(

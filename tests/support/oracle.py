@@ -65,7 +65,8 @@ class Layout:
 
 def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | None = None) -> Layout:
     """The layout of a routing: `topk_idx[s]` is [T_s, K]. Rows are ordered expert, source, token, k."""
-    num_ranks, top_k = len(topk_idx), topk_idx[0].shape[1]
+    num_ranks = len(topk_idx)
+    top_k = topk_idx[0].shape[1]
     local = num_experts // num_ranks
     wanted: list[list[Slot]] = [[] for _ in range(num_experts)]
     for source, ids in enumerate(topk_idx):

@@ -148,9 +148,11 @@ def check_bits(
     """Calls that were played; calls that did not fit; findings."""
     findings = Findings()
     options = dict(options)
-    dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
+    dtype = options.get("dtype", torch.float32)
+    hidden = options.get("hidden", H)
     with open_heap(device, programs="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
-        layer, plain = make_layer(heap, **options), make_layer(heap, **options)
+        layer = make_layer(heap, **options)
+        plain = make_layer(heap, **options)
         plain.load_state_dict(layer.state_dict())
         findings.same_bits(main_grads(layer), main_grads(plain), "main_grad begins with others")
         repeats = 0

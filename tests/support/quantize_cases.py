@@ -64,10 +64,8 @@ def quantize_all(
     index = None
     source = rows
     if hard:
-        index, source = (
-            torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device),
-            rows.flip(0),
-        )
+        index = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device)
+        source = rows.flip(0)
     options, column_options = {}, {}
     if block_format.has_global_scale:
         signs = SIGNS if hard else None
@@ -109,7 +107,8 @@ def quantize_weights(
 ) -> dict[str, torch.Tensor]:
     """What kernels make of weights and of their transpose; in_pairs: in one call. table: of the weights, where they are
     to be read."""
-    block_format, source = format_of_weights(name), weight if table is None else table
+    block_format = format_of_weights(name)
+    source = weight if table is None else table
     result, amax = {}, None
     if block_format.has_global_scale:
         result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)

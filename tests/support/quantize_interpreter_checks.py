@@ -69,7 +69,8 @@ def check_casts():
     halves = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     x = torch.cat([every, (halves[1:] + halves[:-1]) / 2])
     x = torch.nn.functional.pad(x[torch.isfinite(x)], (0, 1 << 16))[: 1 << 16].contiguous()
-    codes, values = torch.empty(1 << 16, dtype=torch.uint8), torch.empty(1 << 16)
+    codes = torch.empty(1 << 16, dtype=torch.uint8)
+    values = torch.empty(1 << 16)
     casts_kernel[(16,)](x, codes, values, SIZE=1 << 12)
     expected = to_e4m3(x)
     assert torch.equal(codes, expected.view(torch.uint8))
@@ -101,7 +102,8 @@ def check_powers_of_two():
 
 
 SPLITS = (0, 37, 128, 1, 5)
-SMALL, WIDE = {"H": 96, "W": 160}, {"H": 1088}
+SMALL = {"H": 96, "W": 160}
+WIDE = {"H": 1088}
 LARGE_GROUP = (0, 37, 1, 230)  # sums of several tiles
 
 

@@ -16,7 +16,8 @@ def philox(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
     key = [seed % word, (seed >> 32) % word]
     c = list(counter)
     for _ in range(10):
-        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        first = 0xD2511F53 * c[0]
+        second = 0xCD9E8D57 * c[2]
         c = [
             (second // word) ^ c[1] ^ key[0],
             second % word,

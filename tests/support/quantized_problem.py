@@ -51,15 +51,14 @@ def dequantised(name: str, data: torch.Tensor, scale: torch.Tensor) -> torch.Ten
 
 def tiles(name: str, matrices: list[torch.Tensor], num_tiles: int) -> torch.Tensor:
     """Scales [lines, blocks] of matrices in 128x4 tiles, one matrix after the other; NaN where there are no lines."""
-    num_blocks, device = matrices[0].shape[1], matrices[0].device
+    num_blocks = matrices[0].shape[1]
+    device = matrices[0].device
     across = cdiv(num_blocks, 4)
     result = torch.full((num_tiles, across, 512), NAN[name], dtype=torch.uint8, device=device)
     first = 0
     for matrix in matrices:
-        line, block = (
-            torch.arange(matrix.shape[0], device=device)[:, None],
-            torch.arange(across * 4, device=device),
-        )
+        line = torch.arange(matrix.shape[0], device=device)[:, None]
+        block = torch.arange(across * 4, device=device)
         padded = torch.nn.functional.pad(matrix, (0, across * 4 - num_blocks))
         result[
             first + line // 128, block // 4, line % 32 * 16 + line % 128 // 32 * 4 + block % 4
@@ -166,7 +165,8 @@ class Problem(Quantised):
     def __post_init__(self):
         self.begin()
         (out_width, in_width), groups = self.widths, len(self.splits)
-        self.num_rows, self.spans = sum(self.splits), spans_of(self.row_range)
+        self.num_rows = sum(self.splits)
+        self.spans = spans_of(self.row_range)
         self.capacity = self.num_rows + self.tail
         num_blocks = cdiv(in_width, BLOCK[self.name])
         self.rows = self.numbers.data(self.capacity, in_width)
@@ -228,7 +228,8 @@ class WgradProblem(Quantised):
         self.spans = [
             slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)
         ]
-        self.end, self.num_tokens = firsts[-1], firsts[-1] + self.tail_tiles * TILE
+        self.end = firsts[-1]
+        self.num_tokens = firsts[-1] + self.tail_tiles * TILE
         keep = torch.zeros(self.num_tokens, dtype=torch.bool, device=self.device)
         for span in self.spans:
             keep[span] = True
@@ -242,7 +243,8 @@ class WgradProblem(Quantised):
             scale[torch.tensor(self.splits) == 0] = torch.nan
 
     def _side(self, width: int, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        per_byte, num_blocks = PER_BYTE[self.name], self.num_tokens // BLOCK[self.name]
+        per_byte = PER_BYTE[self.name]
+        num_blocks = self.num_tokens // BLOCK[self.name]
         data = self.numbers.data(width, self.num_tokens)
         # fp32 scales are block-major.
         scale = (

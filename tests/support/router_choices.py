@@ -93,7 +93,8 @@ def far_off(module, device: str = "cpu") -> dict[str, list[float]]:
     wanted.sum().backward()
     rule = RoutingRule(score="sqrtsoftplus")
     scores, slopes, ones = (torch.ones_like(logits) for _ in range(3))
-    topk_idx, probs = scores[:, :1].int(), scores[:, :1].clone()
+    topk_idx = scores[:, :1].int()
+    probs = scores[:, :1].clone()
     module.choose_experts(logits, None, None, topk_idx, probs, scores, rule=rule)
     module.choose_experts_grad(None, ones, topk_idx, scores, slopes, rule=rule)
     pairs = {"scores": (scores, wanted.detach()), "slopes": (slopes, exact.grad)}

@@ -64,10 +64,8 @@ def check_products(num_tokens, num_experts, width, *, exact):
         numbers(num_experts, width, exact=exact),
         numbers(num_tokens, num_experts, exact=exact),
     )
-    sums, magnitudes = (
-        products(*(each.double() for each in given)),
-        products(*(each.double().abs() for each in given)),
-    )
+    sums = products(*(each.double() for each in given))
+    magnitudes = products(*(each.double().abs() for each in given))
     for module in (gpu, twin):
         found = results(module, *given)
         for name, result, wanted, magnitude in zip(

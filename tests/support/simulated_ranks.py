@@ -241,10 +241,8 @@ def choose_experts(case: Case, rank: int) -> torch.Tensor:
 
 def peers_of_arenas(arenas: Sequence[torch.Tensor]) -> list[Peers]:
     """Peers of each rank; arenas: of all ranks, in one process."""
-    num_ranks, bases = (
-        len(arenas),
-        torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device),
-    )
+    num_ranks = len(arenas)
+    bases = torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device)
     given = {
         "num_ranks": num_ranks,
         "bases": bases,
@@ -443,10 +441,8 @@ class _Call:
                 (case.num_replica_slots, max(widths)), generator=generator
             ).to(case.dtype)
             self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
-            pair, at = (
-                (weights[0], table_of(weights[1])),
-                {"column": 2, "starts": (64, 64 + 8 * 24 * 4)},
-            )
+            pair = (weights[0], table_of(weights[1]))
+            at = {"column": 2, "starts": (64, 64 + 8 * 24 * 4)}
             self.ops.push_replicas(pair, self.maps[rank]["replica_to_expert"], peers, ready, **at)
             self.keep(f"gradients of rank {rank}", *gradients)
         self.keep_arenas("replicas")
@@ -505,10 +501,8 @@ class _Call:
         arrived = self.received((), case.trip_fails)[:1, 0]
         for rank, maps in enumerate(self.maps):
             start = maps["source_to_packed_start"]
-            packed_to_row, row_to_packed_row = (
-                self.int32(self.num_packed, case.top_k),
-                self.int32(self.num_rows),
-            )
+            packed_to_row = self.int32(self.num_packed, case.top_k)
+            row_to_packed_row = self.int32(self.num_rows)
             row_probs = wire_probs = None
             if case.with_probs:
                 row_probs = torch.full((self.num_rows,), -7.0, device=self.device)

@@ -143,7 +143,8 @@ def equal_shares(num_ranks: int) -> tuple[int, ...]:
 def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Output and every gradient of one step, and the auxiliary loss where the module returns one; clears gradients."""
     y, *others = found if isinstance(found := module(x), tuple) else (found,)
-    loss, results = y.square().sum(), {"y": y.detach()}
+    loss = y.square().sum()
+    results = {"y": y.detach()}
     if (
         others and isinstance(others[0], torch.Tensor) and others[0].dim() == 0
     ):  # in the mean over y, so that it counts
@@ -256,7 +257,8 @@ def check_metrics(
         loss_of()
     assert records.keys() == routing.keys() == expected.keys()
     for path, (chosen, sent, read) in expected.items():
-        record, load = records[path], chosen[chosen >= 0].bincount(minlength=8)
+        record = records[path]
+        load = chosen[chosen >= 0].bincount(minlength=8)
         dist.all_reduce(load)
         assert record.num_calls == 2
         assert record.tokens_per_expert == tuple(2 * slots for slots in load.tolist())
@@ -289,7 +291,8 @@ def weigh(
     renormalize: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., K] of these experts, by the formula, and ids; for -1 a weight of 0 and any experts."""
-    is_none, ids = ids < 0, torch.where(ids < 0, torch.arange(ids.shape[-1]), ids.long())
+    is_none = ids < 0
+    ids = torch.where(ids < 0, torch.arange(ids.shape[-1]), ids.long())
     picked = SCORES[score](logits).gather(-1, ids)
     weights = scale * (picked / picked.sum(-1, keepdim=True) if renormalize else picked)
     return weights.masked_fill(is_none, 0.0), ids

@@ -118,7 +118,8 @@ class Job:
 
 def with_torch(model: nn.Module, job: Job) -> Run:
     """The reference; and, with a DDP and symmoe's own functions in three places, the loop of one's own."""
-    run, optimizer = Run(), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    run = Run()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     plain = model
     if job.num_ranks > 1 and not job.reduces:
         model = DistributedDataParallel(model)

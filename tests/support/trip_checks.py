@@ -62,7 +62,8 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
     layout = oracle.lay_out(all_ids, routing.num_experts, capacity=routing.capacity)
 
     topk_idx = on_device(ids.int() if case.number % 2 else ids, heap)
-    x, probs = on_device(x, heap), on_device(probs, heap)
+    x = on_device(x, heap)
+    probs = on_device(probs, heap)
     if case.number % 3 == 0:  # strided inputs
         topk_idx, x, probs = (torch.stack([t, t], -1)[..., 0] for t in (topk_idx, x, probs))
     if routing.overflow == "raise" and layout.num_dropped:
@@ -71,7 +72,8 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
 
     plan = make_plan(topk_idx, **routing.arguments, heap=heap, hidden=hidden, dtype=x.dtype)
     _check_maps(plan, routing, layout, rank, findings)
-    num_rows, num_packed = len(layout.rows[rank]), len(layout.packed[rank])
+    num_rows = len(layout.rows[rank])
+    num_packed = len(layout.packed[rank])
     want_rows = oracle.expert_major(layout, rank, x_bits)
     want_probs = oracle.row_probs(layout, rank, all_probs).view(np.uint32)
 

@@ -26,7 +26,9 @@ class Writes:
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        self.seen, self.changed, self.undeclared = set[str](), set[str](), set[str]()
+        self.seen = set[str]()
+        self.changed = set[str]()
+        self.undeclared = set[str]()
         self._is_alone, self._arenas = is_alone, list[Span]()
 
     def __call__(self, kernel_name: str, kernel: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,8 @@ def test_a_step_under_another_default_device(options: dict):
     config = layer_config(
         **{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options}
     )
-    x, ids = torch.randn(7, config.hidden), torch.zeros(8, 1, dtype=torch.int64)
+    x = torch.randn(7, config.hidden)
+    ids = torch.zeros(8, 1, dtype=torch.int64)
     with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
         layer = symmoe.MoELayer(config, heap)
         want = step(layer, heap, x)

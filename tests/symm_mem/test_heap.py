@@ -107,7 +107,8 @@ def test_what_ends_a_lease(heap: SymmetricHeap):
     gc.collect()
     assert heap.leased_bytes == 0
     tensor = heap.lease((8,), torch.float32).tensor
-    offset, view = heap._offset_of(tensor), tensor.view(2, 4)[1:]
+    offset = heap._offset_of(tensor)
+    view = tensor.view(2, 4)[1:]
     del tensor
     gc.collect()
     assert heap._offset_of(view) == offset + 16

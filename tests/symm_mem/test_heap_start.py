@@ -288,7 +288,8 @@ def test_what_a_rank_lacks_fails_on_every_rank(
 @run_on(2)
 def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: Findings) -> None:
     """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
-    group, over = dist.new_group([0]), dist.new_group([rank])
+    group = dist.new_group([0])
+    over = dist.new_group([rank])
     dist.destroy_process_group(over)
     start = time.monotonic()
     if rank == 0:
@@ -313,7 +314,8 @@ def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: F
 def test_expert_groups_that_do_not_fit(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two EP groups. Both ranks of a group get the error of the second one's expert_group, and the next heap works."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    group, replicas = pairs[rank // 2], pairs[2 + rank % 2]
+    group = pairs[rank // 2]
+    replicas = pairs[2 + rank % 2]
     ranks = dist.get_process_group_ranks(group)
     make = partial(SymmetricHeap, group, num_bytes=NUM_BYTES, backend="host")
     for other, kind, part in (

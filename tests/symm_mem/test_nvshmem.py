@@ -155,10 +155,8 @@ def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
     ):
         machine = "another machine" if machines == 2 and rank else find()
         backend = object.__new__(nvshmem_backend.NvshmemBackend)
-        backend.device, backend._topology = (
-            torch.device("cuda", int(gpus[rank])),
-            Topology(rank, ((0, 1),)),
-        )
+        backend.device = torch.device("cuda", int(gpus[rank]))
+        backend._topology = Topology(rank, ((0, 1),))
         gpu = types.SimpleNamespace(uuid=f"GPU-{gpus[rank]}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)

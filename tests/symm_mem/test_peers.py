@@ -257,7 +257,8 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
     for way in ("dispatch_tokens", "gradient", "during GEMMs"):
         findings.where = f"{way}, rank {rank} of {num_ranks}"
         heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
-        x, probs = torch.ones(5, 8, dtype=torch.bfloat16), torch.rand(5, 2)
+        x = torch.ones(5, 8, dtype=torch.bfloat16)
+        probs = torch.rand(5, 2)
         ids = (torch.arange(5)[:, None] + torch.tensor([0, 1])) % num_ranks
         plan = make_plan(ids, num_experts=num_ranks, heap=heap)
         buffers = [heap.lease((plan.row_capacity, 8), torch.bfloat16) for _ in range(3)]

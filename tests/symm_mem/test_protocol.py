@@ -278,10 +278,8 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks:
 @run_on(3)
 def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int, findings: Findings) -> None:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
-    plan, reason = (
-        new_plan(heap),
-        "this rank gave up: first" if rank == 0 else "rank 0 gave up: first",
-    )
+    plan = new_plan(heap)
+    reason = "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
     dist.barrier()
     if rank == 0:
         heap.abort("first")

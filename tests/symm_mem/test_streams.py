@@ -12,7 +12,8 @@ from symmoe.symm_mem import streams
 from symmoe.symm_mem.memory import Arena
 from symmoe.symm_mem.streams import Access, OneCall, StreamOrder
 
-SPAN, OTHER = (512, 1024), (4096, 512)
+SPAN = (512, 1024)
+OTHER = (4096, 512)
 
 
 class Fake:
@@ -97,7 +98,8 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
     """Calls follow each other, also one that raises; and whoever takes memory has waited for what has used it: for the
     work of the stream that released it, and of all streams if nobody did. One stream alone keeps no marks, and marks do
     not pile up. Against a table of every 512 bytes, with random streams."""
-    arena, draw = Arena(0, 1 << 20), random.Random(seed)
+    arena = Arena(0, 1 << 20)
+    draw = random.Random(seed)
     fake.work[3], fake.seen[3] = 0, {}
     needed: dict[int, dict[int, int]] = {}  # by unit of 512 bytes: how much of each stream
     ended: list[tuple[int, int]] = []  # of each call: its stream, and how much was on it

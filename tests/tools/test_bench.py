@@ -162,10 +162,8 @@ def test_the_model_of_balance():
     )
     committed = json.loads((results / "balance-model.json").read_text())
     for name, recorded in balance_model.RECORDED.items():
-        rates, replica = (
-            balance_model.fit(name),
-            balance_model.replica_gb(balance_model.SHAPES[name]),
-        )
+        rates = balance_model.fit(name)
+        replica = balance_model.replica_gb(balance_model.SHAPES[name])
         for row in json.loads(balance_model.RECORD.read_text()):
             num_moved = {1.0: 0, 1.2: 1, 1.5: 2, 2.0: 4}[
                 round(row["load"], 1)
@@ -371,7 +369,8 @@ def test_a_small_number_of_one_row_is_no_mistake():
     """Numbers of which a row has one are compared over all rows, and rows and weights by group."""
     spans = [slice(0, 7), slice(7, 8), slice(8, 8)]
     numbers = torch.tensor([3.0, -2.0, 4.0, 1.0, -5.0, 2.0, 3.0, 0.01])
-    rows, weights = torch.arange(1.0, 17.0).view(8, 2), torch.ones(3, 2, 2)
+    rows = torch.arange(1.0, 17.0).view(8, 2)
+    weights = torch.ones(3, 2, 2)
     off_by_noise, wrong_group = numbers + 0.1, weights.clone()
     wrong_group[1] *= 1.5
 
@@ -389,7 +388,8 @@ def test_a_small_number_of_one_row_is_no_mistake():
 
 
 def test_copies_are_counted_forward_and_backward():
-    weight, other = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8)
+    weight = torch.ones(4, 8, requires_grad=True)
+    other = torch.ones(4, 8)
 
     class TwoCopies(torch.autograd.Function):
         @staticmethod

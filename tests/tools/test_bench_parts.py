@@ -140,7 +140,8 @@ def test_variants_take_turns_after_a_warm_up():
 
 
 def test_marks_that_are_used_again_are_read_in_time():
-    marks, lengths = [At(0), At(0)], iter(range(100))
+    marks = [At(0), At(0)]
+    lengths = iter(range(100))
 
     def call(clock):
         marks[1] = At(next(lengths))
@@ -190,7 +191,8 @@ def test_what_is_wrong_on_one_rank_is_wrong_on_all(rank: int, num_ranks: int) ->
 
 
 def test_relative_errors():
-    ones, rows = torch.ones(3), torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    ones = torch.ones(3)
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     assert relative_error(ones, ones) == 0
     assert relative_error(ones * 1.5, ones) == pytest.approx(0.5)
     assert row_error(rows, rows) == 0
@@ -244,7 +246,8 @@ def test_check_compares_ratios_and_not_times():
 
 
 def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture):
-    path, doctored = str(tmp_path / "now.json"), str(tmp_path / "baseline.json")
+    path = str(tmp_path / "now.json")
+    doctored = str(tmp_path / "baseline.json")
     now = [
         layer(30.0, 40.0, tokens=tokens, direction=d)
         for tokens in (8, 16)

@@ -204,7 +204,8 @@ def test_every_family_passes(cluster, tmp_path: Path, family: str):
 def test_a_router_that_chooses_otherwise(dtype: str):
     """In bf16 it may be rounding. What follows is not compared; in another order choices are the same. Ranks have every
     other row, as they have of [S, B, H]."""
-    choices, y = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]]), torch.randn(4, 3)
+    choices = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
+    y = torch.randn(4, 3)
     one = {START: {"w": y}, ACTIVATION: {"router": choices, "y": y}}
     for chosen, is_same in (([[1, 0], [5, 4]], True), ([[0, 1], [4, 6]], False)):
         routers = torch.tensor(chosen), choices[1::2]
@@ -278,7 +279,8 @@ def test_a_package_that_is_missing_names_its_extra(module: str, extra: str):
 
 def test_masked_scores():
     """Infinities that are equal hide no other difference, of theirs or of other tensors, and are none."""
-    mask, y = torch.tensor([[-torch.inf, 1.0], [2.0, 3.0]]), torch.ones(2, 2)
+    mask = torch.tensor([[-torch.inf, 1.0], [2.0, 3.0]])
+    y = torch.ones(2, 2)
     for scores, other, texts in (
         (mask, y, ["", ""]),
         (mask, 2 * y, ["", "2 times the one-rank value on all ranks"]),

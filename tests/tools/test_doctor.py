@@ -112,7 +112,8 @@ def test_what_records_say(name: str):
 
 def test_files_that_are_no_records(tmp_path: Path, capsys):
     good = record(0, 2, timeout(1), CALLS)
-    error, status = good["error"], good["status"]
+    error = good["error"]
+    status = good["status"]
     without = {
         name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")
     }

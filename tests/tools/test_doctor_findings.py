@@ -577,7 +577,8 @@ def test_what_nvidia_smi_prints(parse: Callable[[str], dict], text: str, wanted:
 
 
 def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    program, report = fake_smi(tmp_path, monkeypatch), ask()
+    program = fake_smi(tmp_path, monkeypatch)
+    report = ask()
     assert [*report.devices] == [0, 1] == sorted(report.links)
     assert report.topology[0, 1] == "NV18"
     program.write_text("#!/bin/sh\nexec sleep 60\n")

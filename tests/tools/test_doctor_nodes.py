@@ -178,7 +178,8 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake_smi(tmp_path, monkeypatch)
     torch_says(monkeypatch)
     monkeypatch.setattr(doctor_nodes, "find_domain", lambda uuid: asked.append(uuid) or "a domain")
-    variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
+    variables = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    endpoint = Endpoint("lo", "127.0.0.1", 1)
     facts = [read_facts(local, variables, endpoint, "") for local in (0, 2)]
     assert (facts[0].gpu, facts[0].launch_order) == ("NVIDIA H200", "1")
     assert facts[1].gpu == ""  # more ranks than GPUs
@@ -209,7 +210,8 @@ def look(
     trouble: Callable[[], contextlib.AbstractContextManager[None]] = (
         globals()[how] if rank == culprit else nullcontext
     )
-    board, start = Board(store, rank, num_ranks, rank, PROMPT_S), time.monotonic()
+    board = Board(store, rank, num_ranks, rank, PROMPT_S)
+    start = time.monotonic()
     with trouble():
         found = examine_nodes(board, {}, ranks_per_node)
     return found, time.monotonic() - start
@@ -330,7 +332,8 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Rail:
         for name, fake in (("Nccl", lambda: "library"), ("NcclRail", FakeNccl)):
             stack.enter_context(patch.object(doctor_nodes, name, fake))
         stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
-        board, topology = Board(store, rank, num_ranks, rank % 2), Topology(rank, ((0, 1), (2, 3)))
+        board = Board(store, rank, num_ranks, rank % 2)
+        topology = Topology(rank, ((0, 1), (2, 3)))
         found = try_rail(board, topology, stack, has_gpu=True)
         board.gather("rails", None)  # as the command does: a mate may still connect
     assert ended or not connects

@@ -169,7 +169,8 @@ def test_heat_maps_and_lines_are_the_log(tmp_path: Path, figures: dict[str, Figu
     plot_load.draw(tmp_path / "log", tmp_path / "x.png")
     output_of("plot_load.py", str(tmp_path / "log"), str(tmp_path / "y.png"), num_ranks=None)
     assert (tmp_path / "x.png").read_bytes() == (tmp_path / "y.png").read_bytes()
-    axes, over_mean = figures["x.png"].axes, loads / loads.mean(2, keepdims=True).clip(1e-30)
+    axes = figures["x.png"].axes
+    over_mean = loads / loads.mean(2, keepdims=True).clip(1e-30)
     for place in range(3):
         assert np.asarray(axes[place].collections[0].get_array()) == pytest.approx(
             over_mean[place].T

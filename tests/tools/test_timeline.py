@@ -41,11 +41,9 @@ def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
     choose = random.Random(seed)
 
     def any_event() -> Event:
-        begin, phase, direction = (
-            choose.randrange(end_us),
-            choose.choice(PHASES),
-            choose.choice(DIRECTIONS),
-        )
+        begin = choose.randrange(end_us)
+        phase = choose.choice(PHASES)
+        direction = choose.choice(DIRECTIONS)
         end = min(end_us, begin + choose.randrange(60))
         return event(phase, begin, end, direction, f"stream {choose.randrange(2)}")
 
@@ -93,7 +91,9 @@ def met_barriers(
     offsets_us: list[float], seed: int, rounds: int = 16
 ) -> list[list[tuple[float, float]]]:
     """What ranks see of barriers, each on a clock that is ahead by its offset; some come late, some leave late."""
-    choose, now, seen = random.Random(seed), 0.0, [[] for _ in offsets_us]
+    choose = random.Random(seed)
+    now = 0.0
+    seen = [[] for _ in offsets_us]
     for _ in range(rounds):
         entered = [now + choose.expovariate(1 / 30) for _ in offsets_us]
         left = [max(entered) + 2 + choose.expovariate(1 / 5) for _ in offsets_us]
@@ -279,10 +279,8 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
 
 def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]]:
     """(what a profiler sees of replays, on streams as they come, what is right: phase, direction, lane, begin)."""
-    seen, right = (
-        [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")],
-        [("wait", "", "communication", -9.0)],
-    )
+    seen = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")]
+    right = [("wait", "", "communication", -9.0)]
     for turn in range(turns):
         for place, ((begin, end, phase, name), known) in enumerate(REPLAY):
             seen.append(

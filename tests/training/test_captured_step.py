@@ -283,7 +283,8 @@ def test_arguments_and_results_of_all_kinds(kind: str):
     captured, linear = captured_linear(step)
     found, wanted = [], []
     for number in range(1, 5):
-        x, y = torch.full((3, 2), float(number)), torch.full((3, 2), number / 2)
+        x = torch.full((3, 2), float(number))
+        y = torch.full((3, 2), number / 2)
         found.append(tensors_of(captured(make(x, y))))
         x, y = tensors_of(make(x, y))
         wanted.append((linear(x).sum(0).detach(), (x * y).sum(0)))

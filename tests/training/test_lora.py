@@ -78,7 +78,8 @@ def test_at_first_it_is_the_layer_without_adapters(
 def test_merged_and_unmerged():
     mlp = make_mlp()
     rows, probs, _ = inputs()
-    before, weight = mlp(rows, SPLITS, probs), mlp.fc1.weight.clone()
+    before = mlp(rows, SPLITS, probs)
+    weight = mlp.fc1.weight.clone()
     merge_lora(mlp)
     merge_lora(mlp)  # once is enough
     merged = mlp(rows, SPLITS, probs)
@@ -109,7 +110,8 @@ def test_merged_and_unmerged():
 def test_a_step_of_the_optimizer_does_not_change_merged_adapters():
     mlp = make_mlp()
     rows, probs, dy = inputs()
-    weight, optimizer = mlp.fc1.weight.clone(), torch.optim.AdamW(mlp.parameters(), lr=0.1)
+    weight = mlp.fc1.weight.clone()
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=0.1)
     mlp(rows, SPLITS, probs).backward(dy)
     merge_lora(mlp)
     optimizer.step()
@@ -218,7 +220,8 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
             return layer(x, topk_idx=ids, probs=probs)[0]
 
         torch.manual_seed(number)
-        before, leaf = [count.num_calls for count in counts], x.clone().requires_grad_()
+        before = [count.num_calls for count in counts]
+        leaf = x.clone().requires_grad_()
         with mock.patch.object(RowHistory, "budget", lambda *_, budget=budget: budget):
             if around == "nothing":
                 y = forward(leaf)

@@ -104,7 +104,8 @@ def test_whatever_the_caller_has_switched_off():
         hidden=7168, ffn=2048, num_experts=256, top_k=8, precision=PRECISIONS["float8-block"]
     )
     sizes = {"num_ranks": 8, "num_tokens": 8192, "num_layers": 48, "num_in_flight": 4}
-    want, state = plan_memory(config, **sizes), torch.get_rng_state()
+    want = plan_memory(config, **sizes)
+    state = torch.get_rng_state()
     for switched in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
         with switched:
             assert plan_memory(config, **sizes) == want

@@ -123,11 +123,9 @@ def test_recomputation_takes_the_routing_of_its_micro_batch(
     heap: SymmetricHeap, use_reentrant: bool, order: tuple[int, ...] | None
 ):
     """Of a rollout, by another policy. Two micro-batches in flight, whose backward comes in this order, or is one."""
-    rollout, policy, batches = (
-        make_model(heap),
-        make_model(heap),
-        (tokens(True), tokens(True).flip(1)),
-    )
+    rollout = make_model(heap)
+    policy = make_model(heap)
+    batches = (tokens(True), tokens(True).flip(1))
     for parameter in policy.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     routings, seen, wanted, again = [], [], [], partial(checkpoint, use_reentrant=use_reentrant)
@@ -202,7 +200,8 @@ def test_backward_may_begin_at_a_middle_layer(heap: SymmetricHeap, again: str):
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16", "uint32", "uint64"])
 def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
-    model, x = make_model(heap), tokens()
+    model = make_model(heap)
+    x = tokens()
     with torch.no_grad(), record_routing(model) as routing:
         y = model(x)
     array = routing_to_array(routing)
@@ -216,7 +215,8 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     )
     engines = np.zeros((TOKENS, 5, TOP_K), dtype)  # layers 0, 2 and 3 are dense
     engines[:, [1, 4]] = array.numpy()
-    padded, is_token = torch.zeros(3, 5, H), torch.arange(15).view(3, 5) % 4 > 0
+    padded = torch.zeros(3, 5, H)
+    is_token = torch.arange(15).view(3, 5) % 4 > 0
     padded[is_token] = x
     mine = torch.tensor([7, -1, 0, 10])
     for rows, its_tokens, is_real, wanted in (
@@ -237,7 +237,8 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
 def test_arrays_that_do_not_fit_raise_on_every_rank(
     rank: int, num_ranks: int, heap: SymmetricHeap
 ) -> None:
-    model, array = make_model(heap), torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
+    model = make_model(heap)
+    array = torch.zeros(TOKENS, 2, TOP_K, dtype=torch.int16)
     wrong = {
         r"layers are \[1\] of the 2 of array; the model has 2": {"layers": [1]},
         r"layers are \[0, 2\] of the 2 of array; the model has 2": {"layers": [0, 2]},

@@ -80,12 +80,14 @@ def check_steps(
 ) -> None:
     """Trains both ways; `wrong` leaves out the heap's replicas, and must be found. Of Muon every expert has its own
     matrices."""
-    weights, for_experts = "discrete" if kind == "Muon" else "packed", getattr(torch.optim, kind)
+    weights = "discrete" if kind == "Muon" else "packed"
+    for_experts = getattr(torch.optim, kind)
     alone = dist.new_group([rank], use_local_synchronization=True)
     layout = num_ranks // ep_size, ep_size
     with small.on_layout(*layout) as (_, heap), small.open_heap(None) as single:
         replicas = heap.expert_group
-        whole, model = Model(single, weights), Model(heap, weights)
+        whole = Model(single, weights)
+        model = Model(heap, weights)
         optimizers = optimizers_of(whole, for_experts) + optimizers_of(model, for_experts)
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):

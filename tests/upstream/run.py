@@ -119,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     project = PROJECTS[options.project]
-    tests, num_ranks = options.tests or project.tests, options.ranks or project.num_ranks
+    tests = options.tests or project.tests
+    num_ranks = options.ranks or project.num_ranks
     names = " and ".join(f"not {part}" for part in (*project.left_out, *options.leave_out))
     selection = [*tests, *(("-k", names) if names else ())]
     found = {

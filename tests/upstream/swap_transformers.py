@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    heap, recorder = SymmetricHeap(num_bytes=HEAP_BYTES), recorder_of(config)
+    heap = SymmetricHeap(num_bytes=HEAP_BYTES)
+    recorder = recorder_of(config)
     theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
     def experts_forward(
