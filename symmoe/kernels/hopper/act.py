@@ -10,7 +10,6 @@ import torch
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.hopper.gemm import (
-    NUM_WARPS,
     describe,
     describe_ragged,
     describe_rows,
@@ -75,29 +74,16 @@ ROWS_PER_WARP = gl.constexpr(8)  # rows of a piece of a chunk
 
 
 @gluon.jit
-def first_number(words, DTYPE: gl.constexpr):
-    """fp32 of the first numbers of words, in the lower half."""
-    return (
-        (words << 16).to(gl.float32, bitcast=True)
-        if DTYPE == gl.bfloat16
-        else words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    )
-
-
-@gluon.jit
-def second_number(words, DTYPE: gl.constexpr):
-    """fp32 of the second numbers of words."""
-    return (
-        (words & -65536).to(gl.float32, bitcast=True)
-        if DTYPE == gl.bfloat16
-        else (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    )
-
-
-@gluon.jit
 def unpack(pair, DTYPE: gl.constexpr):
-    """Both features of each pair, in fp32."""
-    return first_number(pair, DTYPE), second_number(pair, DTYPE)
+    """Both numbers of each pair in fp32; the first is in the lower half of a word."""
+    return (
+        ((pair << 16).to(gl.float32, bitcast=True), (pair & -65536).to(gl.float32, bitcast=True))
+        if DTYPE == gl.bfloat16
+        else (
+            pair.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32),
+            (pair >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32),
+        )
+    )
 
 
 @gluon.jit
@@ -322,9 +308,16 @@ def hopper_act_kernel(
     PIPE: gl.constexpr,
 ):
     gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would overwrite ups
-    args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_tile if PIPE.finish_warps > 0 else act_epilogue
-    run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
+    run(
+        rows_desc,
+        weight_desc,
+        row_range,
+        EPILOGUE,
+        (h_desc, row_scale, a),
+        a.dtype.element_ty,
+        PIPE,
+    )
 
 
 @fast_jit(
@@ -366,7 +359,10 @@ def launch_dact(
     pipe, constants = _dact_plan(
         num_groups, ffn, dout_width, dout.dtype, activation, gathered, tuple(variant.items())
     )
-    arguments = (
+    launch(
+        hopper_dact_kernel,
+        grid(pipe, num_rows, num_sms, dout.device),
+        constants,
         None if gathered else dout,
         dout,
         row_index,
@@ -376,19 +372,22 @@ def launch_dact(
         *results,
         num_rows,
     )
-    launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, dout.device), constants, *arguments)
 
 
 @functools.cache
 def _dact_plan(
     num_groups, ffn, dout_width, dtype, activation, gathered, variant
 ) -> tuple[Pipeline, Constants]:
-    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": dout_width}
     pipe = Pipeline(
-        **sizes, activation=activation, weight_k_first=True, gathered=gathered, **dict(variant)
+        num_groups=num_groups,
+        columns=ffn,
+        in_width=dout_width,
+        activation=activation,
+        weight_k_first=True,
+        gathered=gathered,
+        **dict(variant),
     )
-    descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants({0: describe_rows(dtype), 3: describe_weight(pipe, dtype)})
 
 
 def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
@@ -410,8 +409,16 @@ def launch_act(
     pipe, constants = _act_plan(
         num_groups, ffn, in_width, rows.dtype, activation, tuple(variant.items())
     )
-    arguments = rows, weight, row_range, row_scale, *results
-    launch(hopper_act_kernel, grid(pipe, num_rows, num_sms, rows.device), constants, *arguments)
+    launch(
+        hopper_act_kernel,
+        grid(pipe, num_rows, num_sms, rows.device),
+        constants,
+        rows,
+        weight,
+        row_range,
+        row_scale,
+        *results,
+    )
 
 
 @functools.cache
@@ -426,5 +433,6 @@ def _act_plan(num_groups, ffn, in_width, dtype, activation, variant) -> tuple[Pi
     def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
         return describe_halves(weight.view(num_groups, 2, ffn, in_width))
 
-    descriptors = {0: describe_rows(dtype), 1: describe_gates_and_ups, 4: describe_ragged(dtype)}
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants(
+        {0: describe_rows(dtype), 1: describe_gates_and_ups, 4: describe_ragged(dtype)}
+    )

@@ -17,7 +17,6 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.hopper.act import pack, unpack
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import (
     TensorDescriptor,
     fence_async_shared,
@@ -30,6 +29,7 @@ from symmoe.kernels.hopper.gluon_names import (
     tma_store,
 )
 from symmoe.kernels.hopper.pipeline import make_barriers
+from symmoe.kernels.hopper.table import GLUON_DTYPES
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)

@@ -8,10 +8,16 @@ of the matrix's distance from the anchor. The device computes them from a table 
 
 import torch
 
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import TensorDescriptor, gl, gluon
 from symmoe.kernels.launch.launch import Describe
 
+GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.uint8: gl.uint8,
+}
 STEP_BITS = gl.constexpr(4)  # strides of descriptors are multiples of 16 bytes,
 FAR_STEP_BITS = gl.constexpr(34)  # of less than 2^40
 DIGITS = gl.constexpr(2**30 - 1)  # 64 bits leave 30 for either digit

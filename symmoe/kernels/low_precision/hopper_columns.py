@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.hopper.act import first_number, second_number
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.act import unpack
 from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.pipeline import Groups, add
+from symmoe.kernels.hopper.table import GLUON_DTYPES
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.operands import Buffers
@@ -109,18 +109,26 @@ def copied_layout(word_bytes: int) -> Any:
 @gluon.jit
 def larger_bf16(a, b):
     """The larger of two |x|, NaN if one of them is NaN, for both bf16 numbers of words; signs are arbitrary."""
-    instruction: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(
-        instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.jit
 def larger_fp16(a, b):
     """As larger_bf16, for fp16 numbers."""
-    instruction: gl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(
-        instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -267,13 +275,13 @@ def store_feature(codes, stored, tile, feature, data, scale, num_tiles, PLAN: gl
 def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
     """Quantises words [TILE, PAIRS] along the tokens. Words are unpacked late: two fp32 need twice the registers."""
     largest_words = largest(words, PLAN.dtype)
-    first_stored, first_multiplier = scales_of(first_number(largest_words, PLAN.dtype), PLAN)
-    second_stored, second_multiplier = scales_of(second_number(largest_words, PLAN.dtype), PLAN)
+    first_stored, first_multiplier = scales_of(unpack(largest_words, PLAN.dtype)[0], PLAN)
+    second_stored, second_multiplier = scales_of(unpack(largest_words, PLAN.dtype)[1], PLAN)
     tile, feature_tile = tile_at(at, PLAN)
     feature = feature_tile * TILE + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
-    codes = e4m3_code(first_number(words, PLAN.dtype) * first_multiplier[None, :])
+    codes = e4m3_code(unpack(words, PLAN.dtype)[0] * first_multiplier[None, :])
     store_feature(codes, first_stored, tile, feature, data, scale, num_tiles, PLAN)
-    codes = e4m3_code(second_number(words, PLAN.dtype) * second_multiplier[None, :])
+    codes = e4m3_code(unpack(words, PLAN.dtype)[1] * second_multiplier[None, :])
     store_feature(codes, second_stored, tile, feature + 1, data, scale, num_tiles, PLAN)
 
 

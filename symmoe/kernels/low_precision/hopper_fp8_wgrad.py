@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
+from symmoe.kernels.hopper.gemm import describe
 from symmoe.kernels.hopper.gluon_names import (
     TensorDescriptor,
     fence_async_shared,
@@ -342,16 +342,17 @@ def _plan(
     )
     block = [CHUNK.value, PART.value]
     is_distant = is_table or (accumulate and dtype == torch.float32)
-    descriptors = {
-        0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
-        1: describe_scales(BLOCK_M.value),
-        2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
-        3: describe_scales(BLOCK_N.value),
-        4: describe_table(block, dtype, out_rows, columns)
-        if is_distant
-        else describe([1, *block], dtype),
-    }
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants(
+        {
+            0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
+            1: describe_scales(BLOCK_M.value),
+            2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
+            3: describe_scales(BLOCK_N.value),
+            4: describe_table(block, dtype, out_rows, columns)
+            if is_distant
+            else describe([1, *block], dtype),
+        }
+    )
 
 
 def describe_scales(features: int) -> Describe:
