@@ -343,7 +343,7 @@ def quantize_rows(
 ):
     (data, scale), num_groups = out, row_range.shape[1]
     num_rows, width = data.shape[0], rows.shape[1]
-    tile = _ROWS if sums is None else _SUMMED_ROWS
+    tile = ROWS if sums is None else _SUMMED_ROWS
     constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
     num_columns = ceil_div(width, tile["columns"])
     grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
@@ -458,7 +458,7 @@ def _tile(lines: int, columns: int, num_warps: int) -> dict[str, Any]:
     return {"lines": lines, "columns": columns, "num_warps": num_warps}
 
 
-_ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
+ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
 _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 

@@ -18,11 +18,11 @@ from symmoe.kernels.launch.launch import (
     launch,
     next_power_of_2,
 )
-from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
+from symmoe.kernels.low_precision.codes import FORMATS, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
     ROW_TILE,
-    ROW_WARPS,
+    ROWS,
     quantize_tile,
     store_column_scales,
     store_part,
@@ -40,7 +40,6 @@ from symmoe.kernels.triton.tiles import (
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
-_OF_ROWS = {"lines": ROW_TILE[0], "columns": ROW_TILE[1], "num_warps": ROW_WARPS}
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def decoded(wire, scales, source, feature, mask, SIZES: tl.constexpr):
     number, scale = e4m3_value(code), stored
     if SIZES.format.scale == "e8m0":
         scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
-        scale = tl.where(stored == E8M0_NAN, float("nan"), scale)
+        scale = tl.where(stored == FORMATS.E8M0_NAN, float("nan"), scale)
     return number * scale
 
 
@@ -169,7 +168,7 @@ def encode_rows(rows, wire, block_format):
     launch(
         encode_rows_kernel,
         _grid(rows),
-        _constants(block_format, wire.shape[1], width, **_OF_ROWS),
+        _constants(block_format, wire.shape[1], width, **ROWS),
         rows,
         wire,
         _scales_of(wire, block_format),
@@ -200,7 +199,7 @@ def decode_rows(wire, out, block_format):
     launch(
         decode_rows_kernel,
         _grid(out),
-        _constants(block_format, wire.shape[1], width, **_OF_ROWS),
+        _constants(block_format, wire.shape[1], width, **ROWS),
         wire,
         _scales_of(wire, block_format),
         out,

@@ -5,7 +5,8 @@ Letters: twin/gemm.py. The rows of group g begin at row_range[g] and end at row_
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.launch.launch import Constants, Describe, ceil_div
+from symmoe.kernels.launch.launch import Constants, Describe, Named, ceil_div
 
 ZERO_BLOCK = tl.constexpr(
     2048
@@ -57,6 +58,16 @@ class TileConfig:
 def most_columns(device: torch.device) -> int:
     """The most columns of an accumulator, for 128 rows in 16 bits: half if the operands are also in registers."""
     return MOST_COLUMNS if architectures.multiplies_shared(device) else MOST_COLUMNS // 2
+
+
+def constants_of(module: ModuleType) -> Named:
+    """The numbers and texts of a module as constants that kernels may read."""
+    named = {
+        name: tl.constexpr(each)
+        for name, each in vars(module).items()
+        if name.isupper() and type(each) in (int, float, str)
+    }
+    return Named(make_dataclass("Constants", named, frozen=True)(**named))
 
 
 @functools.lru_cache
