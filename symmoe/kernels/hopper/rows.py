@@ -254,13 +254,15 @@ def hopper_push_kernel(
 
 def launch_push(x, token_to_row, peers, received, *, column, rank, num_ctas):
     """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; `takes_rows` holds for x."""
-    constants = _of_movers(
-        x.shape[1] * x.element_size(), UNIT_BYTES.value, num_ranks=peers.num_ranks, column=column
-    )
     launch(
         hopper_push_kernel,
         (num_ctas,),
-        constants,
+        _of_movers(
+            x.shape[1] * x.element_size(),
+            UNIT_BYTES.value,
+            num_ranks=peers.num_ranks,
+            column=column,
+        ),
         x,
         peers.views[rank],
         token_to_row,
@@ -399,11 +401,10 @@ def hopper_fan_out_kernel(
 
 def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_ctas):
     """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
-    constants = _of_movers(rows.shape[1] * rows.element_size(), top_k=packed_to_row.shape[1])
     launch(
         hopper_fan_out_kernel,
         (num_ctas,),
-        constants,
+        _of_movers(rows.shape[1] * rows.element_size(), top_k=packed_to_row.shape[1]),
         rows,
         packed_to_row,
         source_to_packed_start,
@@ -569,11 +570,10 @@ def launch_push_sums(
     rows, packed_to_row, source_to_packed_start, peers, received, *, column, home, num_ctas
 ):
     """push_sums of rows [N_cap, H] to one rank, on `num_ctas` SMs."""
-    constants = _of_sums(rows.shape[1], rows.dtype, 1, top_k=packed_to_row.shape[1], column=column)
     launch(
         hopper_push_sums_kernel,
         (num_ctas,),
-        constants,
+        _of_sums(rows.shape[1], rows.dtype, 1, top_k=packed_to_row.shape[1], column=column),
         rows,
         peers.views[home].view(torch.int32),
         packed_to_row,

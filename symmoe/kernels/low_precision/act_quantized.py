@@ -209,22 +209,21 @@ def dact_quantize_kernel(
 def act_quantize(h, row_scale, row_range, out, activation, block_format):
     (num_rows, ffn), num_groups = out[0].shape, row_range.shape[1]
     tiles_of_features = ceil_div(ffn, FEATURES)
-    constants = kept_sizes(
-        activation=addressable(activation, ffn),
-        columns=ffn,
-        format=block_format,
-        num_groups=num_groups,
-        rows=ROWS,
-        features=FEATURES,
-        num_warps=ROW_WARPS,
-    )
     launch(
         act_quantize_rows_kernel,
         (
             tiles_of_features,
             row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features),
         ),
-        constants,
+        kept_sizes(
+            activation=addressable(activation, ffn),
+            columns=ffn,
+            format=block_format,
+            num_groups=num_groups,
+            rows=ROWS,
+            features=FEATURES,
+            num_warps=ROW_WARPS,
+        ),
         h,
         row_scale,
         row_range,
@@ -246,19 +245,22 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
         *(arguments, activation, block_format),
     ):
         features = dact_features(activation)
-        constants = kept_sizes(
-            activation=addressable(activation, ffn),
-            columns=ffn,
-            format=block_format,
-            num_groups=num_groups,
-            rows=ROWS,
-            features=features,
-            strip=max(STRIP, activation.interleave or 0),
-            num_warps=NUM_WARPS,
-            maxnreg=REGISTERS,
+        launch(
+            dact_quantize_kernel,
+            (formats.max_tiles(num_rows, num_groups), ceil_div(ffn, features)),
+            kept_sizes(
+                activation=addressable(activation, ffn),
+                columns=ffn,
+                format=block_format,
+                num_groups=num_groups,
+                rows=ROWS,
+                features=features,
+                strip=max(STRIP, activation.interleave or 0),
+                num_warps=NUM_WARPS,
+                maxnreg=REGISTERS,
+            ),
+            *arguments,
         )
-        grid = formats.max_tiles(num_rows, num_groups), ceil_div(ffn, features)
-        launch(dact_quantize_kernel, grid, constants, *arguments)
     sum_dact_partials(workspace, row_range, out.dscale, num_scale_sums(ffn))
     if out.dbias is not None:
         sum_row_tiles(

@@ -127,11 +127,12 @@ def plan_gemm(
     """The launch of grouped_gemm_fp8_kernel. tile: fields of TileConfig."""
     config = _config(tile)
     gemm = Gemm(config=config, num_groups=num_groups, columns=out_width, in_width=in_width)
-    descriptors = {
-        0: describe([config.block_m, BLOCK.value]),
-        2: describe([1, config.block_n, BLOCK.value]),
-    }
-    return gemm, gemm.constants(descriptors)
+    return gemm, gemm.constants(
+        {
+            0: describe([config.block_m, BLOCK.value]),
+            2: describe([1, config.block_n, BLOCK.value]),
+        }
+    )
 
 
 @functools.cache

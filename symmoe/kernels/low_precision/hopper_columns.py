@@ -336,8 +336,12 @@ def takes_columns(block_format: formats.BlockFormat, rows: torch.Tensor, width: 
 
 def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None):
     """quantize_columns of at least one tile, if takes_columns."""
-    made = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None)
-    _launch(made, (rows.view(torch.int32), None, row_index, row_range), out, num_sms)
+    _launch(
+        _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None),
+        (rows.view(torch.int32), None, row_index, row_range),
+        out,
+        num_sms,
+    )
 
 
 def launch_requantize_columns(

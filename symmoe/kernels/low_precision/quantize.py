@@ -346,10 +346,9 @@ def quantize_rows(
     tile = ROWS if sums is None else _SUMMED_ROWS
     constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
     num_columns = ceil_div(width, tile["columns"])
-    grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
     launch(
         quantize_rows_kernel,
-        grid,
+        (row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns),
         constants,
         rows,
         row_index,

@@ -180,18 +180,25 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     (data, scale), (num_rows, width) = out, out[0].shape
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
-    grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
-    constants = kept_sizes(
-        num_groups=num_groups,
-        row_bytes=wire.shape[1],
-        width=width,
-        scale_bytes=scale.shape[1],
-        scale_lanes=next_power_of_2(scale.shape[1]),
-        lines=LINES,
-        columns=COLUMNS,
-        num_warps=NUM_WARPS,
+    launch(
+        unpack_rows_kernel,
+        (row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns),
+        kept_sizes(
+            num_groups=num_groups,
+            row_bytes=wire.shape[1],
+            width=width,
+            scale_bytes=scale.shape[1],
+            scale_lanes=next_power_of_2(scale.shape[1]),
+            lines=LINES,
+            columns=COLUMNS,
+            num_warps=NUM_WARPS,
+        ),
+        wire,
+        row_index,
+        row_range,
+        data,
+        scale,
     )
-    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
 def decode_rows(wire, out, block_format):
@@ -219,19 +226,18 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
         row_index=row_index,
     ):
         return
-    constants = _constants(
-        block_format,
-        wire.shape[1],
-        width,
-        dtype=TRITON_DTYPES[dtype],
-        num_groups=row_range.shape[1],
-        lines=COLUMN_TILE[0],
-        num_warps=COLUMN_WARPS,
-    )
     launch(
         requantize_columns_kernel,
         (num_tiles, ceil_div(width, COLUMN_TILE[0])),
-        constants,
+        _constants(
+            block_format,
+            wire.shape[1],
+            width,
+            dtype=TRITON_DTYPES[dtype],
+            num_groups=row_range.shape[1],
+            lines=COLUMN_TILE[0],
+            num_warps=COLUMN_WARPS,
+        ),
         wire,
         _scales_of(wire, block_format),
         row_index,

@@ -315,11 +315,10 @@ def scaled_activation_grad_kernel(
 
 def scaled_activation(h, scale, out, activation):
     num_rows, ffn = out.shape
-    constants = _constants(activation, ffn)
     launch(
         scaled_activation_kernel,
         (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
-        constants,
+        _constants(activation, ffn),
         h,
         scale,
         out,
@@ -329,11 +328,10 @@ def scaled_activation(h, scale, out, activation):
 
 def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     num_rows, ffn = dout.shape
-    constants = _constants(activation, ffn)
     launch(
         scaled_activation_grad_kernel,
         (ceil_div(num_rows, ROWS),),
-        constants,
+        _constants(activation, ffn),
         dout,
         h,
         scale,

@@ -190,11 +190,10 @@ def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     dout, dout_index = as_pair(dout)
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    constants = kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS)
     launch(
         grouped_bias_grad_kernel,
         (ceil_div(width, block), num_groups),
-        constants,
+        kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS),
         dout,
         dout_index,
         scale,
@@ -219,27 +218,39 @@ def sum_row_tiles(
     Sums of `neighbours` adjacent tiles are added in a tree, then the trees' results in order.
     """
     num_groups, width = dbias.shape
-    grid = ceil_div(width, SUM_COLUMNS), num_groups
-    constants = kept_sizes(
-        num_groups=num_groups,
-        width=width,
-        tile_rows=tile_rows,
-        steps=neighbours.bit_length() - 1,
-        columns=SUM_COLUMNS,
-        num_warps=4,
+    launch(
+        sum_dbias_kernel,
+        (ceil_div(width, SUM_COLUMNS), num_groups),
+        kept_sizes(
+            num_groups=num_groups,
+            width=width,
+            tile_rows=tile_rows,
+            steps=neighbours.bit_length() - 1,
+            columns=SUM_COLUMNS,
+            num_warps=4,
+        ),
+        bias_sums,
+        row_range,
+        dbias,
     )
-    launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 
 
 def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
     (dout, dout_index), num_rows, (num_groups, width) = as_pair(dout), dscale.shape[0], bias.shape
-    grid = (max_row_tiles(num_rows, num_groups, DOT_ROWS),)
-    constants = kept_sizes(
-        accumulate=accumulate,
-        num_groups=num_groups,
-        width=width,
-        block=min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width)),
-        block_rows=DOT_ROWS,
-        num_warps=NUM_WARPS,
+    launch(
+        grouped_bias_dot_kernel,
+        (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
+        kept_sizes(
+            accumulate=accumulate,
+            num_groups=num_groups,
+            width=width,
+            block=min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width)),
+            block_rows=DOT_ROWS,
+            num_warps=NUM_WARPS,
+        ),
+        dout,
+        dout_index,
+        bias,
+        row_range,
+        dscale,
     )
-    launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)

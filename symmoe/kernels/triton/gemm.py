@@ -525,8 +525,11 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
         return
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
-    grid = ceil_div(size, ZERO_BLOCK.value), num_groups
-    constants = kept_constants(
-        DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
+    launch(
+        zero_matrices_kernel,
+        (ceil_div(size, ZERO_BLOCK.value), num_groups),
+        kept_constants(
+            DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
+        ),
+        out.pointers,
     )
-    launch(zero_matrices_kernel, grid, constants, out.pointers)

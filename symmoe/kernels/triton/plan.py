@@ -88,10 +88,14 @@ def splits_to_row_range_kernel(splits, row_range, num_rows: tl.int32, SIZES: tl.
 
 def splits_to_row_range(splits, row_range, num_rows):
     num_groups = splits.shape[0]
-    constants = kept_sizes(
-        num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4
+    launch(
+        splits_to_row_range_kernel,
+        (1,),
+        kept_sizes(num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4),
+        splits,
+        row_range,
+        num_rows,
     )
-    launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 
 
 @triton.jit
@@ -243,20 +247,19 @@ def send_counts_kernel(
 
 def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     other_words = tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header))
-    constants = plan_constants(
-        4,
-        rank=peers.rank,
-        num_ranks=peers.num_ranks,
-        layout=peers.layout,
-        num_experts=num_experts,
-        header=other_words,
-        block_columns=SEND_COLUMNS,
-        block_rows=SEND_BLOCKS,
-    )
     launch(
         send_counts_kernel,
         (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,),
-        constants,
+        plan_constants(
+            4,
+            rank=peers.rank,
+            num_ranks=peers.num_ranks,
+            layout=peers.layout,
+            num_experts=num_experts,
+            header=other_words,
+            block_columns=SEND_COLUMNS,
+            block_rows=SEND_BLOCKS,
+        ),
         block_counts,
         topk_idx,
         peers.bases,
@@ -587,8 +590,14 @@ def post_report_kernel(report, posted: tl.int64, plan: tl.int64, BITS: tl.conste
 
 
 def post_report(report, posted, *, plan):
-    constants = kept_constants(BITS=control.GENERATION_BITS, num_warps=1)
-    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
+    launch(
+        post_report_kernel,
+        (1,),
+        kept_constants(BITS=control.GENERATION_BITS, num_warps=1),
+        report,
+        posted.data_ptr(),
+        plan,
+    )
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
@@ -735,19 +744,18 @@ def assign_packed_rows_kernel(
 def assign_rows(topk_idx, block_starts, plan, *, drop):
     (num_tokens, top_k), (num_blocks, num_ranks) = topk_idx.shape, plan.block_tokens.shape
     slots = block_slots(top_k)
-    constants = plan_constants(
-        8,
-        num_ranks=num_ranks,
-        num_experts=plan.slot_start.numel(),
-        top_k=top_k,
-        drop=drop,
-        block_slots=slots,
-        other_slots=min(OTHER_SLOTS, slots),
-    )
     launch(
         assign_rows_kernel,
         (num_blocks,),
-        constants,
+        plan_constants(
+            8,
+            num_ranks=num_ranks,
+            num_experts=plan.slot_start.numel(),
+            top_k=top_k,
+            drop=drop,
+            block_slots=slots,
+            other_slots=min(OTHER_SLOTS, slots),
+        ),
         topk_idx,
         block_starts,
         plan.slot_start,
@@ -761,13 +769,14 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
         num_tokens,
     )
     if drop:  # only block_tokens counts the kept tokens of earlier blocks
-        constants = plan_constants(
-            4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
-        )
         launch(
             assign_packed_rows_kernel,
             (num_blocks,),
-            constants,
+            plan_constants(
+                4,
+                num_ranks=num_ranks,
+                block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks)),
+            ),
             plan.block_tokens,
             plan.packed_start,
             plan.token_to_primary_row,

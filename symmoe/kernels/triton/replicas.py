@@ -123,19 +123,18 @@ def place_replicas_kernel(
 
 
 def place_replicas(peers, plan, *, slack, num_near):
-    constants = plan_constants(
-        4,
-        rank=peers.rank,
-        num_ranks=peers.num_ranks,
-        layout=peers.layout,
-        num_near=num_near,
-        num_experts=plan.expert_load.numel(),
-        num_replica_slots=plan.replica_to_expert.shape[1],
-    )
     launch(
         place_replicas_kernel,
         (peers.num_ranks // num_near,),
-        constants,
+        plan_constants(
+            4,
+            rank=peers.rank,
+            num_ranks=peers.num_ranks,
+            layout=peers.layout,
+            num_near=num_near,
+            num_experts=plan.expert_load.numel(),
+            num_replica_slots=plan.replica_to_expert.shape[1],
+        ),
         peers.bases,
         plan.replica_to_expert,
         plan.replica_rows,
@@ -196,20 +195,22 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
         plan.copy_slots.shape[1],
     )
     slots = block_slots(top_k)
-    choice = plan_constants(
-        8,
-        num_ranks=num_ranks,
-        num_experts=plan.expert_load.numel(),
-        top_k=top_k,
-        num_replica_slots=plan.replica_to_expert.shape[1],
-        block_slots=slots,
-        other_slots=min(OTHER_SLOTS, slots),
-    )
-    copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
     launch(
         route_to_replicas_kernel,
         (num_blocks,),
-        kept_constants(SIZES=choice.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8),
+        kept_constants(
+            SIZES=plan_constants(
+                8,
+                num_ranks=num_ranks,
+                num_experts=plan.expert_load.numel(),
+                top_k=top_k,
+                num_replica_slots=plan.replica_to_expert.shape[1],
+                block_slots=slots,
+                other_slots=min(OTHER_SLOTS, slots),
+            ).named["SIZES"],
+            COPIES=count_constants(top_k, plan.slot_start.numel(), num_ranks).named["SIZES"],
+            num_warps=8,
+        ),
         topk_idx,
         block_starts,
         plan.expert_to_place,
