@@ -122,10 +122,9 @@ def piece_pointers(matrix, row, pair, first_row, first_pair, WIDTH: gl.constexpr
 @gluon.jit
 def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
     """Pairs of gates and of ups (not gated: of features, twice) of a piece, and the rows' scales."""
-    WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
     mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
-    pointers = piece_pointers(h, row, pair, first_row, first_pair, WIDTH)
+    pointers = piece_pointers(h, row, pair, first_row, first_pair, PIPE.hidden_width)
     gate = gl.load(pointers, mask=mask, other=0)
     up = (
         gl.load(pointers + PIPE.columns // 2, mask=mask, other=0)
@@ -142,7 +141,6 @@ def dact_piece(
     """dh, a and the sums of dscale of a piece, from its da in shared memory."""
     dh, a, scale_sums, num_rows = results
     gl.static_assert(SUM_COLUMNS == CHUNK)
-    WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
     mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
     ACTIVATION: gl.constexpr = PIPE.activation
@@ -157,7 +155,7 @@ def dact_piece(
     )
     pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
     gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
-    pointers = piece_pointers(dh, row, pair, first_row, first_pair, WIDTH)
+    pointers = piece_pointers(dh, row, pair, first_row, first_pair, PIPE.hidden_width)
     gl.store(pointers, pack(dgate_low, dgate_high, DTYPE), mask=mask)
     if PIPE.activation.is_gated:
         gl.store(pointers + PIPE.columns // 2, pack(dup_low, dup_high, DTYPE), mask=mask)

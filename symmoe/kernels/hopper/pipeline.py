@@ -105,6 +105,13 @@ class Pipeline(Groups):
         return -(-self.columns // self.tile_columns)
 
     @property
+    def hidden_width(self) -> int:
+        """Features of a row of h, with an activation."""
+        return (
+            self.columns if self.activation is None else self.activation.hidden_width(self.columns)
+        )
+
+    @property
     def num_k(self) -> int:
         """Stages of the ring that a tile takes."""
         return -(-self.in_width // self.block_k)
@@ -126,8 +133,11 @@ def add(a, b):
 @gluon.jit
 def row_tile_prefix(row_range, PIPE: gl.constexpr):
     """Inclusive prefix sum of the groups' row tiles, replicated in every warp, and the total."""
-    layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
-    group = gl.arange(0, PIPE.group_lanes, layout=layout)
+    group = gl.arange(
+        0,
+        PIPE.group_lanes,
+        gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0]),
+    )
     start = gl.load(row_range + group, mask=group < PIPE.num_groups, other=0)
     end = gl.load(row_range + PIPE.num_groups + group, mask=group < PIPE.num_groups, other=0)
     end = gl.maximum(start, end)  # ranges may end before they begin
@@ -149,8 +159,9 @@ def locate_tile(tile, prefix, row_range, PIPE: gl.constexpr):
 @gluon.jit
 def make_ring(dtype: gl.constexpr, b_desc, PIPE: gl.constexpr):
     """Stages of both operands, and their barriers."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    a = gl.allocate_shared_memory(dtype, [PIPE.stages, BLOCK_M, BLOCK_K], layout)
+    a = gl.allocate_shared_memory(
+        dtype, [PIPE.stages, BLOCK_M, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
+    )
     b = gl.allocate_shared_memory(dtype, [PIPE.stages] + b_desc.block_shape, b_desc.layout)
     full = make_barriers(PIPE.stages, 2 if PIPE.gathered else 1)
     empty = make_barriers(PIPE.stages, 1 if PIPE.alternate else 2)
@@ -288,10 +299,9 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
     One WGMMA stays in flight; the stage before it is then free.
     """
     a_ring, b_ring, full, empty = ring
-    ROWS: gl.constexpr = BLOCK_M if PIPE.alternate else CHUNK
     COLUMNS: gl.constexpr = PIPE.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16])
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    acc = gl.zeros([BLOCK_M if PIPE.alternate else CHUNK, COLUMNS], gl.float32, layout)
     for k in range(PIPE.num_k):
         mbarrier.wait(full.index(stage), phase)
         a = (

@@ -211,8 +211,9 @@ def wait_until_written(stage):
 @gluon.jit
 def make_rings(desc, CUT: gl.constexpr):
     """The rings' stages, one after the other, and the barriers that signal full stages."""
-    NUM_SLOTS: gl.constexpr = CUT.rings * CUT.stages * CUT.batch
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)
+    slots = gl.allocate_shared_memory(
+        gl.int32, [CUT.rings * CUT.stages * CUT.batch] + desc.block_shape, desc.layout
+    )
     return slots, make_barriers(CUT.rings * CUT.stages, 1)
 
 
@@ -459,7 +460,6 @@ def constant_piece(bits, CUT: gl.constexpr):
 @gluon.jit
 def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
     """Rounds a piece and stores it in a row."""
-    END: gl.constexpr = CUT.num_segments * CUT.segment
     segment = first_segment + gl.arange(
         0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, PIECE_LAYOUT))
     )
@@ -468,7 +468,7 @@ def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
         gl.expand_dims(word, 0), 1
     )
     target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
-    gl.store(target, pack(low, high, CUT.dtype), mask=places < END)
+    gl.store(target, pack(low, high, CUT.dtype), mask=places < CUT.num_segments * CUT.segment)
 
 
 @gluon.jit

@@ -114,8 +114,11 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
     One WGMMA stays in flight; the stage before it is then free. See the NOTE in pipeline.product.
     """
     a_ring, b_ring, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros([CHUNK, BLOCK_N], gl.float32, layout)
+    acc = gl.zeros(
+        [CHUNK, BLOCK_N],
+        gl.float32,
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
+    )
     for k in range(num_k):
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(2 * stage + WARPGROUP).reshape([BLOCK_K, CHUNK]).permute([1, 0])

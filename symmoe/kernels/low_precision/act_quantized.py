@@ -67,14 +67,13 @@ def store_rows(
     if data is not None:
         codes, scales = quantize_lines(x.to(tl.float32), SIZES)
         store_part(data, codes, row, row < end, first, END, WIDTH)
-        end_block: tl.constexpr = SIZES.format.num_blocks(END)
         store_part(
             scale,
             scales,
             row,
             row < end,
             first // SIZES.format.block,
-            end_block,
+            SIZES.format.num_blocks(END),
             SIZES.format.num_blocks(WIDTH),
         )
 

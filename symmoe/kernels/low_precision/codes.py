@@ -143,8 +143,7 @@ def pack(codes, ELEMENT: tl.constexpr):
     """Codes in their stored form: of the same shape, or of half the width."""
     packed = codes
     if ELEMENT == "e2m1":
-        half: tl.constexpr = codes.shape[1] // 2
-        first, second = tl.split(codes.reshape(codes.shape[0], half, 2))
+        first, second = tl.split(codes.reshape(codes.shape[0], codes.shape[1] // 2, 2))
         packed = first | (second << 4)
     return packed
 
@@ -152,12 +151,12 @@ def pack(codes, ELEMENT: tl.constexpr):
 @triton.jit
 def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets the value of its block."""
-    across: tl.constexpr = LINES // blocks.shape[0]
-    along: tl.constexpr = WIDTH // blocks.shape[1]
-    full = tl.broadcast_to(
-        blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along)
-    )
-    return full.reshape(LINES, WIDTH)
+    num_lines: tl.constexpr = blocks.shape[0]
+    num_blocks: tl.constexpr = blocks.shape[1]
+    return tl.broadcast_to(
+        blocks[:, None, :, None],
+        (num_lines, LINES // num_lines, num_blocks, WIDTH // num_blocks),
+    ).reshape(LINES, WIDTH)
 
 
 @triton.jit

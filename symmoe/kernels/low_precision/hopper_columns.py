@@ -158,9 +158,13 @@ def decoded(codes, scale, DTYPE: gl.constexpr):
         mul.f32 x, x, $2;
         mul.f32 y, y, $2;
         """
-    instructions: gl.constexpr = PRODUCTS + ROUND + " $0, y, x; }"
     return gl.inline_asm_elementwise(
-        instructions, "=r,h,f", [codes, scale], dtype=gl.int32, is_pure=True, pack=1
+        PRODUCTS + ROUND + " $0, y, x; }",
+        "=r,h,f",
+        [codes, scale],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 

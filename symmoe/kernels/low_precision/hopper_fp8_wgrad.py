@@ -69,8 +69,11 @@ class Fp8WgradPipeline(WgradPipeline):
 @gluon.jit
 def first_block(row_range, group, PIPE: gl.constexpr):
     """Number of blocks of BLOCK_K tokens before a group."""
-    layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, PIPE.group_lanes, layout=layout)
+    lane = gl.arange(
+        0,
+        PIPE.group_lanes,
+        gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0]),
+    )
     start = gl.load(row_range + lane, mask=lane < group, other=0)
     end = gl.load(row_range + PIPE.num_groups + lane, mask=lane < group, other=0)
     return gl.sum((end - start + (BLOCK_K - 1)) // BLOCK_K, axis=0)

@@ -34,6 +34,7 @@ from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     locate_rows,
     matrix_of,
+    matrix_places,
     max_row_tiles,
     row_programs,
     row_tile_prefix,
@@ -81,8 +82,11 @@ def quantize_tile(x, global_scale, words, FORMAT: tl.constexpr):
 def store_part(out, part, line, in_lines, first, end, width):
     """Stores columns first.. before `end` in lines of a matrix of `width` columns."""
     column = first + tl.arange(0, part.shape[1])
-    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(pointers, part, mask=in_lines[:, None] & (column < end)[None, :])
+    tl.store(
+        matrix_places(out, line, column, width),
+        part,
+        mask=in_lines[:, None] & (column < end)[None, :],
+    )
 
 
 @triton.jit
@@ -161,9 +165,10 @@ def quantize_rows_kernel(
             tl.arange(0, SIZES.lines) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
         )
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        pointers = rows + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         x = tl.load(
-            pointers, mask=(row < end)[:, None] & (column < SIZES.width)[None, :], other=0.0
+            matrix_places(rows, source, column, SIZES.width),
+            mask=(row < end)[:, None] & (column < SIZES.width)[None, :],
+            other=0.0,
         ).to(tl.float32)
         words = random_words(
             seeds,
@@ -229,7 +234,7 @@ def load_weight(weight, table, group, tile_line, tile_column, SIZES: tl.constexp
     column = tile_column * SIZES.columns + tl.arange(0, SIZES.columns)
     matrix = matrix_of(weight, table, group, SIZES.num_lines * SIZES.width, SIZES.dtype)
     if SIZES.strides is None:
-        pointers = matrix + line.to(tl.int64)[:, None] * SIZES.width + column[None, :]
+        pointers = matrix_places(matrix, line, column, SIZES.width)
     else:
         pointers = matrix + line.to(tl.int64)[:, None] * SIZES.strides[0]
         pointers += column.to(tl.int64)[None, :] * SIZES.strides[1]

@@ -33,6 +33,7 @@ from symmoe.kernels.operands import check_column_scale
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     locate_rows,
+    matrix_places,
     max_row_tiles,
     row_programs,
     row_tile_prefix,
@@ -67,11 +68,12 @@ def encode_rows_kernel(
     row, tile_column = tl.program_id(0) * SIZES.lines + tl.arange(0, SIZES.lines), tl.program_id(1)
     first_column = tile_column * SIZES.columns
     column = first_column + tl.arange(0, SIZES.columns)
-    pointers = rows + row.to(tl.int64)[:, None] * SIZES.width + column[None, :]
     is_row = row < num_rows
-    x = tl.load(pointers, mask=is_row[:, None] & (column < SIZES.width)[None, :], other=0.0).to(
-        tl.float32
-    )
+    x = tl.load(
+        matrix_places(rows, row, column, SIZES.width),
+        mask=is_row[:, None] & (column < SIZES.width)[None, :],
+        other=0.0,
+    ).to(tl.float32)
     codes, stored = quantize_tile(x, 1.0, None, SIZES.format)
     store_part(wire, codes, row, is_row, first_column, SIZES.width, SIZES.row_bytes)
     first_block = SIZES.first_scale + tile_column * (SIZES.columns // SIZES.format.block)
@@ -101,18 +103,12 @@ def unpack_rows_kernel(
         lines = wire + source.to(tl.int64)[:, None] * SIZES.row_bytes
         mask = (row < end)[:, None] & (column < SIZES.width)[None, :]
         values = tl.load(lines + column[None, :], mask=mask)
-        tl.store(
-            data + row.to(tl.int64)[:, None] * SIZES.width + column[None, :], values, mask=mask
-        )
+        tl.store(matrix_places(data, row, column, SIZES.width), values, mask=mask)
         if tl.program_id(1) == 0:  # scales with the first columns
             lane = tl.arange(0, SIZES.scale_lanes)
             is_scale = (row < end)[:, None] & (lane < SIZES.scale_bytes)[None, :]
             scales = tl.load(lines + SIZES.width + lane[None, :], mask=is_scale)
-            tl.store(
-                scale + row.to(tl.int64)[:, None] * SIZES.scale_bytes + lane[None, :],
-                scales,
-                mask=is_scale,
-            )
+            tl.store(matrix_places(scale, row, lane, SIZES.scale_bytes), scales, mask=is_scale)
 
 
 @fast_jit()

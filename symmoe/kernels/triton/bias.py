@@ -19,6 +19,7 @@ from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import (
     load_k_rows,
     locate_rows,
+    matrix_places,
     max_row_tiles,
     row_tile_prefix,
     source_rows,
@@ -98,9 +99,10 @@ def grouped_bias_grad_kernel(
             if dout_index is None
             else tl.load(dout_index + next_row, mask=next_row < end, other=0)
         )
-        pointers = dout + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         tile = tl.load(
-            pointers, mask=tile_mask(row, end, column, SIZES.width, SIZES.block), other=0.0
+            matrix_places(dout, source, column, SIZES.width),
+            mask=tile_mask(row, end, column, SIZES.width, SIZES.block),
+            other=0.0,
         ).to(tl.float32)
         if scale is not None:
             tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])

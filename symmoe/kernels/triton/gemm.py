@@ -48,6 +48,7 @@ from symmoe.kernels.triton.tiles import (
     load_k_rows,
     load_tile,
     locate_tile,
+    matrix_places,
     matrix_pointer,
     max_row_tiles,
     most_columns,
@@ -194,7 +195,6 @@ def product(operands, place, GEMM: tl.constexpr):
     product instead of two narrow ones reads rows only once."""
     rows_desc, rows, row_index, weight_desc, weight_table = operands
     group, first_row, end, first_column = place
-    COLUMNS: tl.constexpr = GEMM.sides * GEMM.config.block_n
     pointers = None
     if row_index is not None:
         # Entries past the group's end are arbitrary; row 0 exists wherever a group has rows.
@@ -209,7 +209,7 @@ def product(operands, place, GEMM: tl.constexpr):
     weight = (
         None if weight_table is None else matrix_pointer(weight_table, group, rows.dtype.element_ty)
     )
-    acc = tl.full((GEMM.config.block_m, COLUMNS), 0.0, dtype=tl.float32)
+    acc = tl.full((GEMM.config.block_m, GEMM.sides * GEMM.config.block_n), 0.0, dtype=tl.float32)
     for k in tl.range(0, GEMM.in_width, GEMM.config.block_k):
         if row_index is None:
             a = rows_desc.load([first_row, k])
@@ -257,8 +257,7 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
             tile = desc.load([group, 0, first_column, k]).reshape(FEATURES, BLOCK_K).T
         else:
             column = lane % BLOCK_N
-            is_whole: tl.constexpr = GEMM.columns % BLOCK_N == 0
-            mask = None if is_whole else first_column + column < GEMM.columns
+            mask = None if GEMM.columns % BLOCK_N == 0 else first_column + column < GEMM.columns
             first = pointer + first_column.to(tl.int64) * GEMM.in_width + k
             tile = load_tile(
                 first, lane // BLOCK_N * GEMM.columns + column, k_lane, mask, k_mask, GEMM.in_width
@@ -293,12 +292,11 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 @triton.jit
 def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """out [., WIDTH] += acc [., COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
-    ROWS: tl.constexpr = acc.shape[0]
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
-    parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
+    parts = column_parts(acc, acc.shape[0], COLUMNS, COLUMNS // PART)
     for i in tl.static_range(COLUMNS // PART):
         column = first_column + i * PART + tl.arange(0, PART)
-        pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        pointers = matrix_places(out, row, column, WIDTH)
         mask = tile_mask(row, end, column, WIDTH, COLUMNS)
         total = plus(parts[i], tl.load(pointers, mask=mask, other=0.0).to(tl.float32), 1.0)
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
@@ -333,13 +331,12 @@ def grouped_gemm_kernel(
     num_rows,  # N; None: do not write the tail
     GEMM: tl.constexpr,
 ):
-    operands = (rows_desc, rows, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
     ):
         place = tile_place(tile, prefix, row_range, GEMM)
-        acc = product(operands, place, GEMM)
+        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), place, GEMM)
         group, first_row, end, first_column = place
         row = first_row + tl.arange(0, GEMM.config.block_m)
         column = first_column + tl.arange(0, GEMM.config.block_n)

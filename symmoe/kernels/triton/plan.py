@@ -545,16 +545,21 @@ def lay_out_kernel(
 
     dropped = tl.where(error == CONTROL.PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
     word = tl.arange(0, CONTROL.SUMMARY_WORDS)
-    summary = tl.where(word == CONTROL.SUM_ERROR, error, 0)
-    summary = tl.where(word == CONTROL.SUM_ERROR_RANK, error_rank, summary)
-    summary = tl.where(word == CONTROL.SUM_LIMIT, limit, summary)
-    summary = tl.where(word == CONTROL.SUM_VALUE, value, summary)
-    summary = tl.where(word == CONTROL.SUM_WHERE, where, summary)
-    summary = tl.where(word == CONTROL.SUM_NUM_ROWS, pick(num_kept, rank == SIZES.rank, 0), summary)
-    summary = tl.where(word == CONTROL.SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
-    summary = tl.where(word == CONTROL.SUM_NUM_PACKED, pick(packed, rank == SIZES.rank, 0), summary)
-    summary = tl.where(word == CONTROL.SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
-    summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
+    found = (  # from SUM_ERROR to SUM_NUM_DROPPED
+        error,
+        error_rank,
+        limit,
+        value,
+        where,
+        pick(num_kept, rank == SIZES.rank, 0),
+        tl.max(num_kept, axis=0),
+        pick(packed, rank == SIZES.rank, 0),
+        tl.max(packed, axis=0),
+        dropped,
+    )
+    summary = tl.zeros((CONTROL.SUMMARY_WORDS,), tl.int32)
+    for i in tl.static_range(CONTROL.SUM_NUM_DROPPED - CONTROL.SUM_ERROR + 1):
+        summary = tl.where(word == CONTROL.SUM_ERROR + i, found[i], summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
         is_raised = (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT)

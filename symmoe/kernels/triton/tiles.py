@@ -92,8 +92,7 @@ def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
 @triton.jit
 def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Inclusive prefix sum of the groups' row tiles [lanes, a power of two], and their total."""
-    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
-    group = tl.arange(0, GROUP_LANES)
+    group = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
     start = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
     num_tiles = (
@@ -151,11 +150,18 @@ def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def matrix_places(matrix, row, column, width):
+    """Pointers [rows, columns] into a row-major matrix of `width` columns."""
+    return matrix + row.to(tl.int64)[:, None] * width + column[None, :]
+
+
+@triton.jit
 def store_rounded(values, out, row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Rounds values [rows, columns] and stores them before row `end` and inside WIDTH columns; TILE as in tile_mask."""
-    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(
-        pointers, values.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, TILE)
+        matrix_places(out, row, column, WIDTH),
+        values.to(out.dtype.element_ty),
+        mask=tile_mask(row, end, column, WIDTH, TILE),
     )
 
 
@@ -270,14 +276,16 @@ def load_k_rows(
     A ragged TMA descriptor ends reads at the group's end in hardware. desc None: pointers read the tensor's rows
     `source`, int32[BLOCK_K].
     """
-    BLOCK_K: tl.constexpr = source.shape[0]
     if desc is not None:
         tile = load_ragged(desc, start, end - start, [position - start, first_column])
     else:
-        row = position + tl.arange(0, BLOCK_K)
+        row = position + tl.arange(0, source.shape[0])
         column = first_column + tl.arange(0, BLOCK)
-        pointers = pointer + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
+        tile = tl.load(
+            matrix_places(pointer, source, column, WIDTH),
+            mask=tile_mask(row, end, column, WIDTH, BLOCK),
+            other=0.0,
+        )
     return tile
 
 
@@ -339,7 +347,7 @@ def gradient_of(out, out_table, group, WGRAD: tl.constexpr):
 @triton.jit
 def store_gradient(acc, out, row, column, WGRAD: tl.constexpr):
     """Stores columns of a tile in a group's result, rounded once, or adds them."""
-    pointers = out + row.to(tl.int64)[:, None] * WGRAD.columns + column[None, :]
+    pointers = matrix_places(out, row, column, WGRAD.columns)
     mask = tile_mask(row, WGRAD.out_rows, column, WGRAD.columns, WGRAD.config.block_n)
     if WGRAD.accumulate:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

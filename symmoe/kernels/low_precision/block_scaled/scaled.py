@@ -31,6 +31,7 @@ from symmoe.kernels.triton.tiles import (
     describe,
     gradient_of,
     load_lines,
+    matrix_places,
     matrix_pointer,
     row_tile_prefix,
     store_gradient,
@@ -158,8 +159,7 @@ def apply_global_scales(acc, left, right, group, is_there):
 @triton.jit
 def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr):
     """row_tile_prefix of the tiles that have rows of ranges; tiles are counted from the groups' first rows."""
-    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
-    group = tl.arange(0, GROUP_LANES)
+    group = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
     start = tl.load(group_range + group, mask=group < NUM_GROUPS, other=0)
     begin = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
@@ -254,7 +254,7 @@ def grouped_gemm_scaled_kernel(
         mask = tile_mask(row, end, column, GEMM.columns, BLOCK_N)
         if group_range is not None:
             mask = mask & (row >= begin)[:, None]
-        pointers = out + row.to(tl.int64)[:, None] * GEMM.columns + column[None, :]
+        pointers = matrix_places(out, row, column, GEMM.columns)
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
