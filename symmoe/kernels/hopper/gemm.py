@@ -9,15 +9,14 @@ from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
     CHUNK,
-    RAGGED,
     Pipeline,
     run,
     store_chunk,
     write_dump,
 )
-from symmoe.kernels.hopper.table import GLUON_DTYPES
+from symmoe.kernels.hopper.table import GLUON_DTYPES, describe_as
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
-from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles
+from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles, ragged_extent
 
 ZERO_BLOCK = gl.constexpr(
     1024
@@ -132,12 +131,4 @@ def describe_ragged(
     dtype: torch.dtype, rows: int = CHUNK.value, columns: int = CHUNK.value
 ) -> Describe:
     """Function from a contiguous matrix to its ragged descriptor, for blocks [rows, columns]: see store_chunk."""
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
-
-    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
-        width = matrix.shape[1]
-        shape = [0x7FFF0000, 0x7FFF0000, RAGGED.value, width]
-        return TensorDescriptor(matrix, shape, [2**34 - width, width, width, 1], block, layout)
-
-    return describe_matrix
+    return describe_as(ragged_extent, [1, 1, rows, columns], dtype)

@@ -300,8 +300,11 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
     """
     a_ring, b_ring, full, empty = ring
     COLUMNS: gl.constexpr = PIPE.block_n
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16])
-    acc = gl.zeros([BLOCK_M if PIPE.alternate else CHUNK, COLUMNS], gl.float32, layout)
+    acc = gl.zeros(
+        [BLOCK_M if PIPE.alternate else CHUNK, COLUMNS],
+        gl.float32,
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16]),
+    )
     for k in range(PIPE.num_k):
         mbarrier.wait(full.index(stage), phase)
         a = (

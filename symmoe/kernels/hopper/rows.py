@@ -714,8 +714,21 @@ def hopper_sum_home_kernel(
 def launch_sum_home(rows, index, trip, out, *, rank, num_ctas):
     """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there is at least one peer."""
     _, packed_start, _, slot_to_row = index
-    sizes = {"top_k": slot_to_row.shape[1], "num_ranks": packed_start.numel(), "own_rank": rank}
-    constants, words = _of_sums(out.shape[1], out.dtype, 2, **sizes), out.view(torch.int32)
+    constants = _of_sums(
+        out.shape[1],
+        out.dtype,
+        2,
+        top_k=slot_to_row.shape[1],
+        num_ranks=packed_start.numel(),
+        own_rank=rank,
+    )
     launch(
-        hopper_sum_home_kernel, (num_ctas,), constants, *rows, words, *index, *trip, out.shape[0]
+        hopper_sum_home_kernel,
+        (num_ctas,),
+        constants,
+        *rows,
+        out.view(torch.int32),
+        *index,
+        *trip,
+        out.shape[0],
     )

@@ -281,7 +281,6 @@ def dact_arguments(
         (formats.as_bytes(data), column_scale(scale))
         for data, scale in (out.columns, out.a_columns)
     ]
-    bias_sums = None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :]
     return (
         da,
         h,
@@ -291,7 +290,7 @@ def dact_arguments(
         *map(formats.as_bytes, out.rows),
         *columns[0],
         *columns[1],
-        bias_sums,
+        None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :],
         num_rows,
         *(data.shape[1] // formats.TILE for data, _ in columns),
     )

@@ -117,11 +117,9 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
     if seeds is None:
         words = None
     else:
-        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + tl.zeros(
-            (LINES, WIDTH // 4), tl.int32
-        )
-        lines = line[:, None] + tl.zeros((LINES, WIDTH // 4), tl.int32)
         zeros = tl.zeros((LINES, WIDTH // 4), tl.int32)
+        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + zeros
+        lines = line[:, None] + zeros
         w0, w1, w2, w3 = tl.philox(tl.load(seeds + group), quad, lines, zeros, zeros)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(LINES, WIDTH)
     return words

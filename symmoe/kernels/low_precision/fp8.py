@@ -144,12 +144,10 @@ def plan_wgrad(
 ) -> tuple[Wgrad, Constants]:
     """The launch of grouped_gemm_wgrad_fp8_kernel."""
     config = _config(tile)
-    descriptors = {
-        0: describe([config.block_m, BLOCK.value]),
-        2: describe([config.block_n, BLOCK.value]),
-    }
     wgrad = Wgrad(config, *shape, TRITON_DTYPES[dtype], accumulate)
-    return wgrad, wgrad.constants(descriptors)
+    return wgrad, wgrad.constants(
+        {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
+    )
 
 
 def _config(tile: dict[str, Any]) -> TileConfig:

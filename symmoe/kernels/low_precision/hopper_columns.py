@@ -352,9 +352,12 @@ def launch_requantize_columns(
     wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None
 ):
     """requantize_columns of at least one tile, if takes_columns."""
-    made = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1])
-    words = wire.view(torch.int16), wire.view(torch.float32)
-    _launch(made, (*words, row_index, row_range), out, num_sms)
+    _launch(
+        _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1]),
+        (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range),
+        out,
+        num_sms,
+    )
 
 
 def _launch(

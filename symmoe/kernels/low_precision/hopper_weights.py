@@ -148,21 +148,20 @@ def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, n
     """quantize_weight_pairs for weights that takes_weight_pairs accepts."""
     num_tiles = out[1].numel()
     _, num_lines, width = weight.shape
-    constants = kept_sizes(
-        num_lines=num_lines,
-        line_tiles=num_lines // TILE.value,
-        width=width,
-        column_tiles=width // TILE.value,
-        scale=block_format.scale,
-        dtype=GLUON_DTYPES[weight.dtype],
-        num_warps=NUM_WARPS,
-        maxnreg=REGISTERS,
-    )
     packed, table = packed_and_table(weight)
     launch(
         hopper_quantize_weight_pairs_kernel,
         launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM),
-        constants,
+        kept_sizes(
+            num_lines=num_lines,
+            line_tiles=num_lines // TILE.value,
+            width=width,
+            column_tiles=width // TILE.value,
+            scale=block_format.scale,
+            dtype=GLUON_DTYPES[weight.dtype],
+            num_warps=NUM_WARPS,
+            maxnreg=REGISTERS,
+        ),
         None if packed is None else packed.view(torch.int32),
         table,
         out[0].view(torch.int16),

@@ -34,10 +34,10 @@ from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     locate_rows,
     matrix_of,
-    matrix_places,
     max_row_tiles,
     row_programs,
     row_tile_prefix,
+    source_rows,
 )
 
 NUM_WARPS = 8
@@ -82,11 +82,8 @@ def quantize_tile(x, global_scale, words, FORMAT: tl.constexpr):
 def store_part(out, part, line, in_lines, first, end, width):
     """Stores columns first.. before `end` in lines of a matrix of `width` columns."""
     column = first + tl.arange(0, part.shape[1])
-    tl.store(
-        matrix_places(out, line, column, width),
-        part,
-        mask=in_lines[:, None] & (column < end)[None, :],
-    )
+    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(pointers, part, mask=in_lines[:, None] & (column < end)[None, :])
 
 
 @triton.jit
@@ -123,7 +120,7 @@ def load_columns(rows, row_index, first_row, end, feature, signs, SIZES: tl.cons
     """TILE rows from first_row on, as lines [features, TILE] fp32, transformed if there are signs; zeros from row `end`
     on and past the features."""
     row = first_row + tl.arange(0, TILE)
-    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    source = source_rows(row_index, row, end)
     pointers = rows + source.to(tl.int64)[None, :] * SIZES.width + feature[:, None]
     x = tl.load(
         pointers, mask=(row < end)[None, :] & (feature < SIZES.width)[:, None], other=0.0
@@ -164,11 +161,10 @@ def quantize_rows_kernel(
         row = first_row + (
             tl.arange(0, SIZES.lines) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
         )
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        source = source_rows(row_index, row, end)
+        pointers = rows + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         x = tl.load(
-            matrix_places(rows, source, column, SIZES.width),
-            mask=(row < end)[:, None] & (column < SIZES.width)[None, :],
-            other=0.0,
+            pointers, mask=(row < end)[:, None] & (column < SIZES.width)[None, :], other=0.0
         ).to(tl.float32)
         words = random_words(
             seeds,
@@ -234,7 +230,7 @@ def load_weight(weight, table, group, tile_line, tile_column, SIZES: tl.constexp
     column = tile_column * SIZES.columns + tl.arange(0, SIZES.columns)
     matrix = matrix_of(weight, table, group, SIZES.num_lines * SIZES.width, SIZES.dtype)
     if SIZES.strides is None:
-        pointers = matrix_places(matrix, line, column, SIZES.width)
+        pointers = matrix + line.to(tl.int64)[:, None] * SIZES.width + column[None, :]
     else:
         pointers = matrix + line.to(tl.int64)[:, None] * SIZES.strides[0]
         pointers += column.to(tl.int64)[None, :] * SIZES.strides[1]
@@ -293,12 +289,14 @@ def quantize_weight_pairs_kernel(
     )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
-    turned, scales, at = (
+    store_weight_tile(
+        (transposed_data, transposed_scale),
         tl.trans(column_codes),
         tl.trans(column_scales),
         (group, tile_column, tile_line),
+        SIZES,
+        True,
     )
-    store_weight_tile((transposed_data, transposed_scale), turned, scales, at, SIZES, True)
 
 
 @triton.jit
@@ -349,12 +347,11 @@ def quantize_rows(
     (data, scale), num_groups = out, row_range.shape[1]
     num_rows, width = data.shape[0], rows.shape[1]
     tile = ROWS if sums is None else _SUMMED_ROWS
-    constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
     num_columns = ceil_div(width, tile["columns"])
     launch(
         quantize_rows_kernel,
         (row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns),
-        constants,
+        kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile),
         rows,
         row_index,
         row_range,

@@ -33,10 +33,10 @@ from symmoe.kernels.operands import check_column_scale
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     locate_rows,
-    matrix_places,
     max_row_tiles,
     row_programs,
     row_tile_prefix,
+    source_rows,
 )
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
@@ -68,12 +68,11 @@ def encode_rows_kernel(
     row, tile_column = tl.program_id(0) * SIZES.lines + tl.arange(0, SIZES.lines), tl.program_id(1)
     first_column = tile_column * SIZES.columns
     column = first_column + tl.arange(0, SIZES.columns)
+    pointers = rows + row.to(tl.int64)[:, None] * SIZES.width + column[None, :]
     is_row = row < num_rows
-    x = tl.load(
-        matrix_places(rows, row, column, SIZES.width),
-        mask=is_row[:, None] & (column < SIZES.width)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    x = tl.load(pointers, mask=is_row[:, None] & (column < SIZES.width)[None, :], other=0.0).to(
+        tl.float32
+    )
     codes, stored = quantize_tile(x, 1.0, None, SIZES.format)
     store_part(wire, codes, row, is_row, first_column, SIZES.width, SIZES.row_bytes)
     first_block = SIZES.first_scale + tile_column * (SIZES.columns // SIZES.format.block)
@@ -99,16 +98,21 @@ def unpack_rows_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, SIZES.lines)
         row = first_row + tl.arange(0, SIZES.lines)
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        lines = wire + source.to(tl.int64)[:, None] * SIZES.row_bytes
+        lines = wire + source_rows(row_index, row, end).to(tl.int64)[:, None] * SIZES.row_bytes
         mask = (row < end)[:, None] & (column < SIZES.width)[None, :]
         values = tl.load(lines + column[None, :], mask=mask)
-        tl.store(matrix_places(data, row, column, SIZES.width), values, mask=mask)
+        tl.store(
+            data + row.to(tl.int64)[:, None] * SIZES.width + column[None, :], values, mask=mask
+        )
         if tl.program_id(1) == 0:  # scales with the first columns
             lane = tl.arange(0, SIZES.scale_lanes)
             is_scale = (row < end)[:, None] & (lane < SIZES.scale_bytes)[None, :]
             scales = tl.load(lines + SIZES.width + lane[None, :], mask=is_scale)
-            tl.store(matrix_places(scale, row, lane, SIZES.scale_bytes), scales, mask=is_scale)
+            tl.store(
+                scale + row.to(tl.int64)[:, None] * SIZES.scale_bytes + lane[None, :],
+                scales,
+                mask=is_scale,
+            )
 
 
 @fast_jit()
@@ -146,8 +150,7 @@ def requantize_columns_kernel(
         _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         row = first_row + tl.arange(0, TILE)
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        source = source.to(tl.int64)[None, :]
+        source = source_rows(row_index, row, end).to(tl.int64)[None, :]
         mask = (row < end)[None, :] & (feature < SIZES.width)[:, None]
         x = (
             decoded(wire, wire_scales, source, feature[:, None], mask, SIZES)

@@ -15,7 +15,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
-from symmoe.kernels.triton.tiles import constants_of, matrix_places, store_rounded, tile_mask
+from symmoe.kernels.triton.tiles import constants_of, store_rounded, tile_mask
 
 DEFINITION = constants_of(definition)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -262,10 +262,9 @@ def dact_part(da, h, scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.co
     DTYPE: tl.constexpr = h.dtype.element_ty
     gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
     column = first + tl.arange(0, COLUMNS)
+    pointers = da + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
     dout = tl.load(
-        matrix_places(da, row, column, SIZES.columns),
-        mask=tile_mask(row, end, column, SIZES.columns, COLUMNS),
-        other=0.0,
+        pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0
     ).to(tl.float32)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     a, dgate, dup, terms = act_gradients(gate, up, dout, scale[:, None], SIZES.activation)

@@ -19,7 +19,6 @@ from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import (
     load_k_rows,
     locate_rows,
-    matrix_places,
     max_row_tiles,
     row_tile_prefix,
     source_rows,
@@ -89,20 +88,15 @@ def grouped_bias_grad_kernel(
     column = first_column + tl.arange(0, SIZES.block)
     row = start + spread_rows(ROW_STEPS, SPREAD_STEPS)
     # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
-    next_source = row if dout_index is None else tl.load(dout_index + row, mask=row < end, other=0)
+    next_source = source_rows(dout_index, row, end)
     for first_row in tl.range(start, end, GRAD_ROWS, num_stages=NUM_STAGES):
         row = first_row + spread_rows(ROW_STEPS, SPREAD_STEPS)
         next_row = row + GRAD_ROWS
         source = next_source
-        next_source = (
-            next_row
-            if dout_index is None
-            else tl.load(dout_index + next_row, mask=next_row < end, other=0)
-        )
+        next_source = source_rows(dout_index, next_row, end)
+        pointers = dout + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         tile = tl.load(
-            matrix_places(dout, source, column, SIZES.width),
-            mask=tile_mask(row, end, column, SIZES.width, SIZES.block),
-            other=0.0,
+            pointers, mask=tile_mask(row, end, column, SIZES.width, SIZES.block), other=0.0
         ).to(tl.float32)
         if scale is not None:
             tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])
@@ -164,7 +158,7 @@ def grouped_bias_dot_kernel(
             tile, prefix, row_range, SIZES.num_groups, SIZES.block_rows
         )
         row = first_row + tl.arange(0, SIZES.block_rows)
-        source = source_rows(dout_index, first_row, end, SIZES.block_rows)
+        source = source_rows(dout_index, row, end)
         bias_row = bias + group.to(tl.int64) * SIZES.width
         total = tl.full((SIZES.block_rows, SIZES.block), 0.0, dtype=tl.float32)
         for first_column in tl.range(0, SIZES.width, SIZES.block, num_stages=NUM_STAGES):

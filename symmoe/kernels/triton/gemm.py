@@ -48,7 +48,6 @@ from symmoe.kernels.triton.tiles import (
     load_k_rows,
     load_tile,
     locate_tile,
-    matrix_places,
     matrix_pointer,
     max_row_tiles,
     most_columns,
@@ -143,8 +142,8 @@ class Gemm:
 
     def grid(self, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
         """The grid for num_rows rows."""
-        num_tiles = max_row_tiles(num_rows, self.num_groups, self.config.block_m) * self.num_n_tiles
-        return launch_grid(num_tiles, num_sms, device)
+        num_row_tiles = max_row_tiles(num_rows, self.num_groups, self.config.block_m)
+        return launch_grid(num_row_tiles * self.num_n_tiles, num_sms, device)
 
     def _describe_weight(self) -> Describe:
         """Function from a packed weight to the descriptor that load_weight takes."""
@@ -155,9 +154,9 @@ class Gemm:
             )
 
         def describe_halves(weight: torch.Tensor) -> TensorDescriptor:
-            num_groups, width, in_width = weight.shape
-            gate_up = weight.view(num_groups, 2, width // 2, in_width)
-            return TensorDescriptor.from_tensor(gate_up, [1, 2, block_n, block_k])
+            return TensorDescriptor.from_tensor(
+                weight.unflatten(1, (2, -1)), [1, 2, block_n, block_k]
+            )
 
         return describe_halves
 
@@ -199,7 +198,7 @@ def product(operands, place, GEMM: tl.constexpr):
     if row_index is not None:
         # Entries past the group's end are arbitrary; row 0 exists wherever a group has rows.
         row = first_row + tl.arange(0, GEMM.config.block_m)
-        source = tl.load(row_index + row, mask=row < end, other=0)
+        source = source_rows(row_index, row, end)
         pointers = (
             rows
             + source.to(tl.int64)[:, None] * GEMM.in_width
@@ -296,7 +295,7 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
     parts = column_parts(acc, acc.shape[0], COLUMNS, COLUMNS // PART)
     for i in tl.static_range(COLUMNS // PART):
         column = first_column + i * PART + tl.arange(0, PART)
-        pointers = matrix_places(out, row, column, WIDTH)
+        pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         mask = tile_mask(row, end, column, WIDTH, COLUMNS)
         total = plus(parts[i], tl.load(pointers, mask=mask, other=0.0).to(tl.float32), 1.0)
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
@@ -374,13 +373,13 @@ def grouped_gemm_wgrad_kernel(
         end = tl.load(row_range + WGRAD.num_groups + group)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Indices are loaded one step ahead: the pipeliner would halve its depth for loads that wait for loads.
-        next_i = source_rows(dout_index, start, end, BLOCK_K)
-        next_j = source_rows(rows_index, start, end, BLOCK_K)
+        next_i = source_rows(dout_index, start + tl.arange(0, BLOCK_K), end)
+        next_j = source_rows(rows_index, start + tl.arange(0, BLOCK_K), end)
         for k in tl.range(start, end, BLOCK_K):
             i = next_i
             j = next_j
-            next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
-            next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
+            next_i = source_rows(dout_index, k + BLOCK_K + tl.arange(0, BLOCK_K), end)
+            next_j = source_rows(rows_index, k + BLOCK_K + tl.arange(0, BLOCK_K), end)
             a = load_k_rows(dout_desc, dout, i, k, start, end, m, WGRAD.out_rows, BLOCK_M)
             b = load_k_rows(rows_desc, rows, j, k, start, end, n, WGRAD.columns, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
@@ -477,26 +476,32 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
             zero_matrices(out)
         return
     is_gathered = dout_index is not None or rows_index is not None
-    is_plain = not (is_gathered or isinstance(out, TensorTable) or accumulate)
-    if (is_plain and out.dtype == dout.dtype) and hopper_choice.launched(
-        "grouped_gemm_wgrad",
-        (out.device, out.dtype, out_width),
-        (num_rows, out_rows, out_width),
-        *(dout, rows, row_range, out),
-        num_sms=num_sms,
+    is_special = is_gathered or accumulate or isinstance(out, TensorTable)
+    if (
+        not is_special
+        and out.dtype == dout.dtype
+        and hopper_choice.launched(
+            "grouped_gemm_wgrad",
+            (out.device, out.dtype, out_width),
+            (num_rows, out_rows, out_width),
+            *(dout, rows, row_range, out),
+            num_sms=num_sms,
+        )
     ):
         return
     wgrad, constants = _wgrad_plan(
         dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape
     )
-    left = dout if dout_index is None else None, dout, dout_index
-    right = rows if rows_index is None else None, rows, rows_index
     launch(
         grouped_gemm_wgrad_kernel,
         launch_grid(wgrad.num_tiles, num_sms, dout.device),
         constants,
-        *left,
-        *right,
+        dout if dout_index is None else None,
+        dout,
+        dout_index,
+        rows if rows_index is None else None,
+        rows,
+        rows_index,
         row_range,
         *packed_and_table(out),
     )
@@ -507,12 +512,13 @@ def _wgrad_plan(
     dtype, most_columns, out_dtype, accumulate, shape: tuple[int, int, int]
 ) -> tuple[Wgrad, Constants]:
     config = gemm_config(shape[2], dtype, most_columns)
-    descriptors = {
-        0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
-        3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
-    }
     wgrad = Wgrad(config, *shape, TRITON_DTYPES[out_dtype], accumulate)
-    return wgrad, wgrad.constants(descriptors)
+    return wgrad, wgrad.constants(
+        {
+            0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
+            3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
+        }
+    )
 
 
 def zero_matrices(out: torch.Tensor | TensorTable) -> None:

@@ -9,17 +9,6 @@ from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
 ENTRIES = 1 << 14  # comparisons of a slot with a node that rail_rows makes at a time
 LINES = 128  # tokens, or lines, of a program of plan_in_node
-OF_PLAN = (
-    *(
-        "slot_to_row",
-        "slot_to_rank",
-        "token_to_packed_row",
-        "token_to_primary_row",
-        "block_tokens",
-        "packed_start",
-    ),
-    *("packed_limit", "source_to_packed_start", "source_to_rows"),
-)
 
 
 @fast_jit([])
@@ -354,7 +343,15 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
             block=512,
             num_warps=4,
         ),
-        *[getattr(plan, name) for name in OF_PLAN],
+        plan.slot_to_row,
+        plan.slot_to_rank,
+        plan.token_to_packed_row,
+        plan.token_to_primary_row,
+        plan.block_tokens,
+        plan.packed_start,
+        plan.packed_limit,
+        plan.source_to_packed_start,
+        plan.source_to_rows,
         token_to_rail_row,
         numbers,
         maps.to_local,

@@ -47,12 +47,6 @@ PACKED_ENTRIES = (
 OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots with at a time
 
 
-LAID_OUT = (
-    *("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit"),
-    *("source_to_packed_start", "source_to_row_start", "source_to_rows", "report"),
-)
-
-
 @functools.cache
 def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes: Any) -> Constants:
     """Constants. num_experts: of all ranks. expert_lanes: lanes of a vector over a rank's experts. block_*,
@@ -545,21 +539,16 @@ def lay_out_kernel(
 
     dropped = tl.where(error == CONTROL.PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
     word = tl.arange(0, CONTROL.SUMMARY_WORDS)
-    found = (  # from SUM_ERROR to SUM_NUM_DROPPED
-        error,
-        error_rank,
-        limit,
-        value,
-        where,
-        pick(num_kept, rank == SIZES.rank, 0),
-        tl.max(num_kept, axis=0),
-        pick(packed, rank == SIZES.rank, 0),
-        tl.max(packed, axis=0),
-        dropped,
-    )
-    summary = tl.zeros((CONTROL.SUMMARY_WORDS,), tl.int32)
-    for i in tl.static_range(CONTROL.SUM_NUM_DROPPED - CONTROL.SUM_ERROR + 1):
-        summary = tl.where(word == CONTROL.SUM_ERROR + i, found[i], summary)
+    summary = tl.where(word == CONTROL.SUM_ERROR, error, 0)
+    summary = tl.where(word == CONTROL.SUM_ERROR_RANK, error_rank, summary)
+    summary = tl.where(word == CONTROL.SUM_LIMIT, limit, summary)
+    summary = tl.where(word == CONTROL.SUM_VALUE, value, summary)
+    summary = tl.where(word == CONTROL.SUM_WHERE, where, summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_ROWS, pick(num_kept, rank == SIZES.rank, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_PACKED, pick(packed, rank == SIZES.rank, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
         is_raised = (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT)
@@ -606,29 +595,37 @@ def post_report(report, posted, *, plan):
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
-    constants = plan_constants(
-        4,
-        rank=peers.rank,
-        num_ranks=peers.num_ranks,
-        layout=peers.layout,
-        num_experts=plan.splits.numel() * peers.num_ranks,
-        first_rank=ranks[0],
-        end_rank=ranks[-1] + 1,
-        drop=overflow == control.OVERFLOW_DROP,
-        repeats=overflow == control.OVERFLOW_REPEAT,
-        record_errors=capacity >= 0,
-        num_own=plan.row_range.shape[1],
-    )
     has_replicas = plan.replica_ranges.numel() > 0
     launch(
         lay_out_kernel,
         (1,),
-        constants,
+        plan_constants(
+            4,
+            rank=peers.rank,
+            num_ranks=peers.num_ranks,
+            layout=peers.layout,
+            num_experts=plan.splits.numel() * peers.num_ranks,
+            first_rank=ranks[0],
+            end_rank=ranks[-1] + 1,
+            drop=overflow == control.OVERFLOW_DROP,
+            repeats=overflow == control.OVERFLOW_REPEAT,
+            record_errors=capacity >= 0,
+            num_own=plan.row_range.shape[1],
+        ),
         peers.bases,
         received,
         status.data_ptr(),
         capacity,
-        *[getattr(plan, name) for name in LAID_OUT],
+        plan.splits,
+        plan.row_range,
+        plan.slot_start,
+        plan.slot_limit,
+        plan.packed_start,
+        plan.packed_limit,
+        plan.source_to_packed_start,
+        plan.source_to_row_start,
+        plan.source_to_rows,
+        plan.report,
         None if has_replicas else plan.expert_load,
         plan.replica_ranges if has_replicas else None,
     )

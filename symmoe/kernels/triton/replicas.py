@@ -268,9 +268,17 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
         num_own=num_own,
         first_expert=peers.in_group(peers.rank) * num_own,
     )
-    grid = (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),)
     first, second = ((None, None) if each is None else packed_and_table(each) for each in pair)
-    launch(kernel, grid, constants, *first, *second, *places, peers.bases, received)
+    launch(
+        kernel,
+        (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),),
+        constants,
+        *first,
+        *second,
+        *places,
+        peers.bases,
+        received,
+    )
 
 
 @triton.jit

@@ -433,10 +433,28 @@ def router_losses(
 ):
     _, constants = _loss(scores.shape[1], normalises)
     if len(sums):
-        its = logits, scores, token_mask, sums, len(scores)
-        launch(router_loss_sums_kernel, (len(sums),), constants, *its)
-    its = sums, expert_load, slopes, loss, len(sums), float(balance_coef), float(z_coef)
-    launch(router_loss_kernel, (1,), constants, *its)
+        launch(
+            router_loss_sums_kernel,
+            (len(sums),),
+            constants,
+            logits,
+            scores,
+            token_mask,
+            sums,
+            len(scores),
+        )
+    launch(
+        router_loss_kernel,
+        (1,),
+        constants,
+        sums,
+        expert_load,
+        slopes,
+        loss,
+        len(sums),
+        float(balance_coef),
+        float(z_coef),
+    )
 
 
 def router_losses_grad(
@@ -444,5 +462,16 @@ def router_losses_grad(
 ):
     tokens, constants = _loss(scores.shape[1], normalises)
     if len(scores):
-        its = d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, len(scores)
-        launch(router_losses_grad_kernel, (ceil_div(len(scores), tokens),), constants, *its)
+        launch(
+            router_losses_grad_kernel,
+            (ceil_div(len(scores), tokens),),
+            constants,
+            d_loss,
+            logits,
+            scores,
+            token_mask,
+            slopes,
+            d_logits,
+            d_scores,
+            len(scores),
+        )

@@ -23,7 +23,6 @@ from symmoe.kernels.launch.launch import (
     launch,
     next_power_of_2,
 )
-from symmoe.kernels.triton.tiles import matrix_places
 
 BLOCK_K = 64
 TOKENS = (
@@ -67,7 +66,9 @@ def bf16_parts_kernel(
 def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix of WIDTH columns, zeros outside."""
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
-    return tl.load(matrix_places(matrix, row, column, WIDTH), mask=mask, other=0.0)
+    return tl.load(
+        matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0
+    )
 
 
 @fast_jit()
@@ -94,7 +95,9 @@ def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constex
         terms = tl.dot(rows, high.T, terms)
         total += terms
     mask = (token < num_tokens)[:, None] & (expert < SIZES.num_experts)[None, :]
-    tl.store(matrix_places(logits, token, expert, SIZES.num_experts), total, mask=mask)
+    tl.store(
+        logits + token.to(tl.int64)[:, None] * SIZES.num_experts + expert[None, :], total, mask=mask
+    )
 
 
 @fast_jit()
@@ -123,7 +126,11 @@ def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.cons
         terms = tl.dot(d_high, high, terms)
         total += terms
     mask = (token < num_tokens)[:, None] & (column < SIZES.width)[None, :]
-    tl.store(matrix_places(dx, token, column, SIZES.width), total.to(tl.bfloat16), mask=mask)
+    tl.store(
+        dx + token.to(tl.int64)[:, None] * SIZES.width + column[None, :],
+        total.to(tl.bfloat16),
+        mask=mask,
+    )
 
 
 @fast_jit()

@@ -150,18 +150,11 @@ def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def matrix_places(matrix, row, column, width):
-    """Pointers [rows, columns] into a row-major matrix of `width` columns."""
-    return matrix + row.to(tl.int64)[:, None] * width + column[None, :]
-
-
-@triton.jit
 def store_rounded(values, out, row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Rounds values [rows, columns] and stores them before row `end` and inside WIDTH columns; TILE as in tile_mask."""
+    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(
-        matrix_places(out, row, column, WIDTH),
-        values.to(out.dtype.element_ty),
-        mask=tile_mask(row, end, column, WIDTH, TILE),
+        pointers, values.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, TILE)
     )
 
 
@@ -281,18 +274,14 @@ def load_k_rows(
     else:
         row = position + tl.arange(0, source.shape[0])
         column = first_column + tl.arange(0, BLOCK)
-        tile = tl.load(
-            matrix_places(pointer, source, column, WIDTH),
-            mask=tile_mask(row, end, column, WIDTH, BLOCK),
-            other=0.0,
-        )
+        pointers = pointer + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
     return tile
 
 
 @triton.jit
-def source_rows(index, position, end, BLOCK_K: tl.constexpr):
-    """Places of BLOCK_K rows from `position` on in their tensor; if gathered, row 0 for rows at and past end."""
-    row = position + tl.arange(0, BLOCK_K)
+def source_rows(index, row, end):
+    """Places of rows in their tensor; if gathered, row 0 for rows at and past end."""
     return row if index is None else tl.load(index + row, mask=row < end, other=0)
 
 
@@ -347,7 +336,7 @@ def gradient_of(out, out_table, group, WGRAD: tl.constexpr):
 @triton.jit
 def store_gradient(acc, out, row, column, WGRAD: tl.constexpr):
     """Stores columns of a tile in a group's result, rounded once, or adds them."""
-    pointers = matrix_places(out, row, column, WGRAD.columns)
+    pointers = out + row.to(tl.int64)[:, None] * WGRAD.columns + column[None, :]
     mask = tile_mask(row, WGRAD.out_rows, column, WGRAD.columns, WGRAD.config.block_n)
     if WGRAD.accumulate:
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -370,8 +359,12 @@ def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
     The last two dimensions are the matrix, extended to TMA's limit. The first two let a read begin and end anywhere:
     load_ragged moves the base so that the matrix ends at the group's end; addresses wrap around.
     """
-    num_rows, width = rows.shape
-    if num_rows > 2**30:
-        raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {num_rows}")
-    shape = [0x7FFF0000, 0x7FFF0000, 2**30, width]
-    return TensorDescriptor(rows, shape, [2**34 - width, width, width, 1], [1, 1, *block])
+    if len(rows) > 2**30:
+        raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {len(rows)}")
+    return TensorDescriptor(rows, *ragged_extent(rows), [1, 1, *block])
+
+
+def ragged_extent(rows: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of a ragged descriptor."""
+    width = rows.shape[1]
+    return [0x7FFF0000, 0x7FFF0000, 2**30, width], [2**34 - width, width, width, 1]

@@ -161,8 +161,11 @@ def push_rows_kernel(
             offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
             goes = (row >= 0) & (offset >= 0) & (rank != but)
             address = tl.load(bases + rank) + offset + row.to(tl.int64) * SIZES.row_bytes
-            target = row_pointers(address, x.dtype.element_ty) + column
-            tl.store(target, values, mask=goes[:, None] & is_column)
+            tl.store(
+                row_pointers(address, x.dtype.element_ty) + column,
+                values,
+                mask=goes[:, None] & is_column,
+            )
 
 
 def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
@@ -449,7 +452,6 @@ def push_sums_kernel(
     end_step: tl.int32,
     SIZES: tl.constexpr,
 ):
-    ELEMENT: tl.constexpr = rows.dtype.element_ty
     for step in range(first_step, end_step):  # every rank begins with another rank
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
@@ -482,8 +484,9 @@ def push_sums_kernel(
                 for more in tl.static_range(SIZES.unroll):
                     # A missing row is not added as 0.0, which would turn -0.0 into 0.0.
                     total = tl.where(masks[more], total + values[more].to(tl.float32), total)
-            target = row_pointers(region + index.to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
-            tl.store(target, total.to(ELEMENT), mask=mask)
+            address = region + index.to(tl.int64) * SIZES.row_bytes
+            target = row_pointers(address, rows.dtype.element_ty) + column
+            tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
 
 
 def push_sums(
@@ -555,7 +558,6 @@ def call_failed(received, SIZES: tl.constexpr):
 def pull_rows_kernel(
     source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
-    ELEMENT: tl.constexpr = out.dtype.element_ty
     failed = call_failed(received, SIZES)
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
@@ -585,7 +587,10 @@ def pull_rows_kernel(
             for step in tl.static_range(SIZES.unroll):
                 has = (rows[step] >= 0) & (places[step] != 0)
                 source = (
-                    row_pointers(places[step] + rows[step].to(tl.int64) * SIZES.row_bytes, ELEMENT)
+                    row_pointers(
+                        places[step] + rows[step].to(tl.int64) * SIZES.row_bytes,
+                        out.dtype.element_ty,
+                    )
                     + column
                 )
                 values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
@@ -595,7 +600,7 @@ def pull_rows_kernel(
         total = tl.where(failed, float("nan"), total)
         tl.store(
             row_places(out, token, column, SIZES),
-            total.to(ELEMENT),
+            total.to(out.dtype.element_ty),
             mask=is_token[:, None] & is_column,
         )
 
@@ -652,13 +657,12 @@ def sum_home_kernel(
     own_rank: tl.int32,
     SIZES: tl.constexpr,
 ):
-    ELEMENT: tl.constexpr = out.dtype.element_ty
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
-        own = tl.full(SIZES.tile, 0.0, ELEMENT)
+        own = tl.full(SIZES.tile, 0.0, out.dtype.element_ty)
         for first in range(0, SIZES.num_ranks, SIZES.peers_unroll):
             packed, values = (), ()
             for step in tl.static_range(SIZES.peers_unroll):
@@ -694,7 +698,7 @@ def sum_home_kernel(
         total = tl.where(failed, float("nan"), total)
         tl.store(
             row_places(out, token, column, SIZES),
-            total.to(ELEMENT),
+            total.to(out.dtype.element_ty),
             mask=is_token[:, None] & is_column,
         )
 

@@ -31,7 +31,6 @@ from symmoe.kernels.triton.tiles import (
     describe,
     gradient_of,
     load_lines,
-    matrix_places,
     matrix_pointer,
     row_tile_prefix,
     store_gradient,
@@ -254,7 +253,7 @@ def grouped_gemm_scaled_kernel(
         mask = tile_mask(row, end, column, GEMM.columns, BLOCK_N)
         if group_range is not None:
             mask = mask & (row >= begin)[:, None]
-        pointers = matrix_places(out, row, column, GEMM.columns)
+        pointers = out + row.to(tl.int64)[:, None] * GEMM.columns + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
     zero_tail_rows(out, row_range, num_rows, GEMM)
 
