@@ -476,17 +476,13 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
             zero_matrices(out)
         return
     is_gathered = dout_index is not None or rows_index is not None
-    is_special = is_gathered or accumulate or isinstance(out, TensorTable)
-    if (
-        not is_special
-        and out.dtype == dout.dtype
-        and hopper_choice.launched(
-            "grouped_gemm_wgrad",
-            (out.device, out.dtype, out_width),
-            (num_rows, out_rows, out_width),
-            *(dout, rows, row_range, out),
-            num_sms=num_sms,
-        )
+    is_plain = not (is_gathered or isinstance(out, TensorTable) or accumulate)
+    if (is_plain and out.dtype == dout.dtype) and hopper_choice.launched(
+        "grouped_gemm_wgrad",
+        (out.device, out.dtype, out_width),
+        (num_rows, out_rows, out_width),
+        *(dout, rows, row_range, out),
+        num_sms=num_sms,
     ):
         return
     wgrad, constants = _wgrad_plan(

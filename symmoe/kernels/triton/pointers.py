@@ -63,10 +63,11 @@ _CAPTURE_MODE_RELAXED = 2
 def copy_host_to_device(source, destination):
     if builder() is not None:
         raise BuildError("addresses of the host are copied to the device")
-    device, copy = destination.get_device(), _in_c().copy_bytes
+    device = destination.get_device()
     with nullcontext() if current_device() == device else torch.cuda.device(device):
-        functions, stream = (_launch_kernel(), _copy_bytes(device)), current_stream(device)
-        launch = *functions, stream, destination.data_ptr(), host_bytes(source)
+        copy = _in_c().copy_bytes
+        functions = _launch_kernel(), _copy_bytes(device)
+        launch = *functions, current_stream(device), destination.data_ptr(), host_bytes(source)
         result = copy(*launch)
         if result == _INVALID_CONTEXT:  # this thread has not used the device yet
             driver.set_context(driver.primary_context(device))
