@@ -6,18 +6,9 @@ from memory to arithmetic; otherwise the compiler keeps one feature in each regi
 
 import functools
 
-import torch
-
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.hopper.gemm import (
-    describe,
-    describe_ragged,
-    describe_rows,
-    describe_weight,
-    grid,
-)
+from symmoe.kernels.hopper.gemm import describe_ragged, describe_rows, describe_weight, grid
 from symmoe.kernels.hopper.gluon_names import (
-    TensorDescriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -34,6 +25,7 @@ from symmoe.kernels.hopper.pipeline import (
     store_chunk,
     write_dump,
 )
+from symmoe.kernels.hopper.table import describe_as
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.operands import as_pair
 from symmoe.kernels.triton.activation import (
@@ -426,11 +418,16 @@ def _act_plan(num_groups, ffn, in_width, dtype, activation, variant) -> tuple[Pi
     pipe = Pipeline(
         num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options
     )
-    describe_halves = describe([1, 2, pipe.tile_columns, BLOCK_K.value], dtype)
-
-    def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
-        return describe_halves(weight.view(num_groups, 2, ffn, in_width))
-
+    gates_and_ups = (
+        [num_groups, 2, ffn, in_width],
+        [2 * ffn * in_width, ffn * in_width, in_width, 1],
+    )
     return pipe, pipe.constants(
-        {0: describe_rows(dtype), 1: describe_gates_and_ups, 4: describe_ragged(dtype)}
+        {
+            0: describe_rows(dtype),
+            1: describe_as(
+                lambda weight: gates_and_ups, [1, 2, pipe.tile_columns, BLOCK_K.value], dtype
+            ),
+            4: describe_ragged(dtype),
+        }
     )

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from symmoe.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl, gluon, tma
+from symmoe.kernels.hopper.gluon_names import fence_async_shared, gl, gluon, tma
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
@@ -14,7 +14,7 @@ from symmoe.kernels.hopper.pipeline import (
     store_chunk,
     write_dump,
 )
-from symmoe.kernels.hopper.table import GLUON_DTYPES, describe_as
+from symmoe.kernels.hopper.table import describe_as
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles, ragged_extent
 
@@ -112,8 +112,7 @@ def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.devic
 
 def describe(block: list[int], dtype: torch.dtype) -> Describe:
     """Function from a contiguous tensor to its TMA descriptor."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
-    return functools.partial(TensorDescriptor.from_tensor, block_shape=block, layout=layout)
+    return describe_as(lambda tensor: (tensor.shape, tensor.stride()), block, dtype)
 
 
 def describe_rows(dtype: torch.dtype) -> Describe:

@@ -94,10 +94,6 @@ class ColumnPlan(Groups):
         """Layout of words for copies to shared memory."""
         return copied_layout(self.word_bytes)
 
-    def grid(self, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-        """Programs for this many tiles of tokens."""
-        return launch_grid(num_tiles * self.num_feature_tiles, num_sms, device, PROGRAMS_PER_SM)
-
 
 def copied_layout(word_bytes: int) -> Any:
     """Layout of words [TILE, PAIRS] for copies to shared memory: rows of threads with 16 bytes each."""
@@ -370,7 +366,7 @@ def _launch(
     data, scale = out
     launch(
         hopper_quantize_columns_kernel,
-        plan.grid(scale.shape[1], num_sms, data.device),
+        launch_grid(scale.shape[1] * plan.num_feature_tiles, num_sms, data.device, PROGRAMS_PER_SM),
         constants,
         *inputs,
         data.view(torch.uint8),
