@@ -65,8 +65,10 @@ class SyncKernels:
         mailbox = mailboxes[peers.rank]
         mail = mailbox[half]
         deadline_ns = time.monotonic_ns() + timeout_ns
-        others = [rank for rank in range(peers.num_ranks) if rank != peers.rank]
-        late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline_ns)]
+        late = []
+        for rank in range(peers.num_ranks):
+            if rank != peers.rank and not _wait(mail, rank, 2 * epoch, deadline_ns):
+                late.append(rank)
         sent = mailbox[:, :, 0].copy()  # read once: a rank may abort between two reads
         calls = mail[:, control.MAIL_CALL]
         reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
