@@ -27,8 +27,7 @@ def install_arithmetic():
     for module in (hopper_columns, hopper_weights):
         module.e4m3_code = e4m3_code
         module.largest = largest
-        module.first_number = lambda words, dtype: numbers(words, dtype)[..., 0]
-        module.second_number = lambda words, dtype: numbers(words, dtype)[..., 1]
+        module.unpack = lambda words, dtype: numbers(words, dtype).unbind(-1)
     hopper_weights.code_pairs = lambda *pair: (
         e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
     )

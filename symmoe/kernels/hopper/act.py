@@ -6,19 +6,9 @@ from memory to arithmetic; otherwise the compiler keeps one feature in each regi
 
 import functools
 
-import torch
-
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.hopper.gemm import (
-    NUM_WARPS,
-    describe,
-    describe_ragged,
-    describe_rows,
-    describe_weight,
-    grid,
-)
+from symmoe.kernels.hopper.gemm import describe_ragged, describe_rows, describe_weight, grid
 from symmoe.kernels.hopper.gluon_names import (
-    TensorDescriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -35,6 +25,7 @@ from symmoe.kernels.hopper.pipeline import (
     store_chunk,
     write_dump,
 )
+from symmoe.kernels.hopper.table import describe_as
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.operands import as_pair
 from symmoe.kernels.triton.activation import (
@@ -75,29 +66,16 @@ ROWS_PER_WARP = gl.constexpr(8)  # rows of a piece of a chunk
 
 
 @gluon.jit
-def first_number(words, DTYPE: gl.constexpr):
-    """fp32 of the first numbers of words, in the lower half."""
-    return (
-        (words << 16).to(gl.float32, bitcast=True)
-        if DTYPE == gl.bfloat16
-        else words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    )
-
-
-@gluon.jit
-def second_number(words, DTYPE: gl.constexpr):
-    """fp32 of the second numbers of words."""
-    return (
-        (words & -65536).to(gl.float32, bitcast=True)
-        if DTYPE == gl.bfloat16
-        else (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    )
-
-
-@gluon.jit
 def unpack(pair, DTYPE: gl.constexpr):
-    """Both features of each pair, in fp32."""
-    return first_number(pair, DTYPE), second_number(pair, DTYPE)
+    """Both numbers of each pair in fp32; the first is in the lower half of a word."""
+    return (
+        ((pair << 16).to(gl.float32, bitcast=True), (pair & -65536).to(gl.float32, bitcast=True))
+        if DTYPE == gl.bfloat16
+        else (
+            pair.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32),
+            (pair >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32),
+        )
+    )
 
 
 @gluon.jit
@@ -136,10 +114,9 @@ def piece_pointers(matrix, row, pair, first_row, first_pair, WIDTH: gl.constexpr
 @gluon.jit
 def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
     """Pairs of gates and of ups (not gated: of features, twice) of a piece, and the rows' scales."""
-    WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
     mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
-    pointers = piece_pointers(h, row, pair, first_row, first_pair, WIDTH)
+    pointers = piece_pointers(h, row, pair, first_row, first_pair, PIPE.hidden_width)
     gate = gl.load(pointers, mask=mask, other=0)
     up = (
         gl.load(pointers + PIPE.columns // 2, mask=mask, other=0)
@@ -156,7 +133,6 @@ def dact_piece(
     """dh, a and the sums of dscale of a piece, from its da in shared memory."""
     dh, a, scale_sums, num_rows = results
     gl.static_assert(SUM_COLUMNS == CHUNK)
-    WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
     mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
     ACTIVATION: gl.constexpr = PIPE.activation
@@ -171,7 +147,7 @@ def dact_piece(
     )
     pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
     gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
-    pointers = piece_pointers(dh, row, pair, first_row, first_pair, WIDTH)
+    pointers = piece_pointers(dh, row, pair, first_row, first_pair, PIPE.hidden_width)
     gl.store(pointers, pack(dgate_low, dgate_high, DTYPE), mask=mask)
     if PIPE.activation.is_gated:
         gl.store(pointers + PIPE.columns // 2, pack(dup_low, dup_high, DTYPE), mask=mask)
@@ -322,9 +298,16 @@ def hopper_act_kernel(
     PIPE: gl.constexpr,
 ):
     gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would overwrite ups
-    args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_tile if PIPE.finish_warps > 0 else act_epilogue
-    run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
+    run(
+        rows_desc,
+        weight_desc,
+        row_range,
+        EPILOGUE,
+        (h_desc, row_scale, a),
+        a.dtype.element_ty,
+        PIPE,
+    )
 
 
 @fast_jit(
@@ -366,7 +349,10 @@ def launch_dact(
     pipe, constants = _dact_plan(
         num_groups, ffn, dout_width, dout.dtype, activation, gathered, tuple(variant.items())
     )
-    arguments = (
+    launch(
+        hopper_dact_kernel,
+        grid(pipe, num_rows, num_sms, dout.device),
+        constants,
         None if gathered else dout,
         dout,
         row_index,
@@ -376,19 +362,22 @@ def launch_dact(
         *results,
         num_rows,
     )
-    launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, dout.device), constants, *arguments)
 
 
 @functools.cache
 def _dact_plan(
     num_groups, ffn, dout_width, dtype, activation, gathered, variant
 ) -> tuple[Pipeline, Constants]:
-    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": dout_width}
     pipe = Pipeline(
-        **sizes, activation=activation, weight_k_first=True, gathered=gathered, **dict(variant)
+        num_groups=num_groups,
+        columns=ffn,
+        in_width=dout_width,
+        activation=activation,
+        weight_k_first=True,
+        gathered=gathered,
+        **dict(variant),
     )
-    descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants({0: describe_rows(dtype), 3: describe_weight(pipe, dtype)})
 
 
 def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
@@ -410,8 +399,16 @@ def launch_act(
     pipe, constants = _act_plan(
         num_groups, ffn, in_width, rows.dtype, activation, tuple(variant.items())
     )
-    arguments = rows, weight, row_range, row_scale, *results
-    launch(hopper_act_kernel, grid(pipe, num_rows, num_sms, rows.device), constants, *arguments)
+    launch(
+        hopper_act_kernel,
+        grid(pipe, num_rows, num_sms, rows.device),
+        constants,
+        rows,
+        weight,
+        row_range,
+        row_scale,
+        *results,
+    )
 
 
 @functools.cache
@@ -421,10 +418,16 @@ def _act_plan(num_groups, ffn, in_width, dtype, activation, variant) -> tuple[Pi
     pipe = Pipeline(
         num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options
     )
-    describe_halves = describe([1, 2, pipe.tile_columns, BLOCK_K.value], dtype)
-
-    def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
-        return describe_halves(weight.view(num_groups, 2, ffn, in_width))
-
-    descriptors = {0: describe_rows(dtype), 1: describe_gates_and_ups, 4: describe_ragged(dtype)}
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    gates_and_ups = (
+        [num_groups, 2, ffn, in_width],
+        [2 * ffn * in_width, ffn * in_width, in_width, 1],
+    )
+    return pipe, pipe.constants(
+        {
+            0: describe_rows(dtype),
+            1: describe_as(
+                lambda weight: gates_and_ups, [1, 2, pipe.tile_columns, BLOCK_K.value], dtype
+            ),
+            4: describe_ragged(dtype),
+        }
+    )

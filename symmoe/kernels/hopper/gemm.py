@@ -4,39 +4,30 @@ import functools
 
 import torch
 
-from symmoe.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl, gluon, tma
+from symmoe.kernels.hopper.gluon_names import fence_async_shared, gl, gluon, tma
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
     CHUNK,
-    RAGGED,
     Pipeline,
     run,
     store_chunk,
     write_dump,
 )
+from symmoe.kernels.hopper.table import describe_as
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
-from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles
+from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles, ragged_extent
 
-NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(
     1024
 )  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
-GLUON_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.uint8: gl.uint8,
-}
 
 
 @gluon.jit
 def store_tile(
-    acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+    acc, out_desc, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
     """Epilogue: rounds a tile and stores it by TMA, which reads shared memory during the next tile's products."""
-    out_desc = args
     chunks, _, _ = dump
     tma.store_wait(0)
     write_dump(acc, chunks, WARPGROUP, PIPE)
@@ -83,27 +74,33 @@ def launch_gemm(
     """
     num_rows, sizes = out.shape[0], (weight.shape[0], out.shape[1], rows.shape[1])
     pipe, constants = _gemm_plan(*sizes, out.dtype, weight_k_first, tuple(options.items()))
-    arguments = rows, weight, out, out, row_range, num_rows if zero_tail else None
-    launch(hopper_gemm_kernel, grid(pipe, num_rows, num_sms, out.device), constants, *arguments)
+    launch(
+        hopper_gemm_kernel,
+        grid(pipe, num_rows, num_sms, out.device),
+        constants,
+        rows,
+        weight,
+        out,
+        out,
+        row_range,
+        num_rows if zero_tail else None,
+    )
 
 
 @functools.cache
 def _gemm_plan(
     num_groups, columns, in_width, dtype, weight_k_first, options
 ) -> tuple[Pipeline, Constants]:
-    sizes = {
-        "num_groups": num_groups,
-        "columns": columns,
-        "in_width": in_width,
-        "weight_k_first": weight_k_first,
-    }
-    pipe = Pipeline(**sizes, **{"group_m": 8 if weight_k_first else 16, **dict(options)})
-    descriptors = {
-        0: describe_rows(dtype),
-        1: describe_weight(pipe, dtype),
-        2: describe_ragged(dtype),
-    }
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    pipe = Pipeline(
+        num_groups=num_groups,
+        columns=columns,
+        in_width=in_width,
+        weight_k_first=weight_k_first,
+        **{"group_m": 8 if weight_k_first else 16, **dict(options)},
+    )
+    return pipe, pipe.constants(
+        {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}
+    )
 
 
 def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
@@ -115,8 +112,7 @@ def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.devic
 
 def describe(block: list[int], dtype: torch.dtype) -> Describe:
     """Function from a contiguous tensor to its TMA descriptor."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
-    return functools.partial(TensorDescriptor.from_tensor, block_shape=block, layout=layout)
+    return describe_as(lambda tensor: (tensor.shape, tensor.stride()), block, dtype)
 
 
 def describe_rows(dtype: torch.dtype) -> Describe:
@@ -134,12 +130,4 @@ def describe_ragged(
     dtype: torch.dtype, rows: int = CHUNK.value, columns: int = CHUNK.value
 ) -> Describe:
     """Function from a contiguous matrix to its ragged descriptor, for blocks [rows, columns]: see store_chunk."""
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
-
-    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
-        width = matrix.shape[1]
-        shape = [0x7FFF0000, 0x7FFF0000, RAGGED.value, width]
-        return TensorDescriptor(matrix, shape, [2**34 - width, width, width, 1], block, layout)
-
-    return describe_matrix
+    return describe_as(ragged_extent, [1, 1, rows, columns], dtype)

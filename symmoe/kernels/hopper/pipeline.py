@@ -22,6 +22,7 @@ A role that waits for a free place begins one phase ahead: in the first round ev
 tests/support/hopper_emulator_checks.py runs these roles without a GPU, in any order.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from symmoe.kernels.activation import Activation
@@ -39,8 +40,11 @@ from symmoe.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from symmoe.kernels.hopper.table import matrix_place
+from symmoe.kernels.launch.launch import Constants, Describe
 from symmoe.kernels.triton import tiles
 
+NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # products leave the registers in chunks [CHUNK, CHUNK]
@@ -62,6 +66,10 @@ class Groups:
         """Lanes of a vector over the groups."""
         return max(32, 1 << (self.num_groups - 1).bit_length())
 
+    def constants(self, descriptors: Mapping[int, Describe]) -> Constants:
+        """The constants of a kernel with warpgroups for roles."""
+        return Constants({"PIPE": self, "num_warps": NUM_WARPS}, descriptors)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Groups):
@@ -70,7 +78,7 @@ class Pipeline(Groups):
     columns: features of a row of the result; a tile has tile_columns of them. A tile multiplies block_n features, more
     than tile_columns if it has gates and ups. in_width: contracted features. weight_k_first: weights are [G, in_width,
     columns]. gathered: rows are read from a tensor of packed rows. group_m: tiles of M that share a column of tiles
-    while it is in L2. alternate, finish_warps: see above.
+    while it is in L2. alternate, finish_warps: see above. block_k: contracted features of a stage.
     instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes the rest.
     """
 
@@ -80,6 +88,7 @@ class Pipeline(Groups):
     weight_k_first: bool = False
     gathered: bool = False
     block_n: int = 256
+    block_k: int = BLOCK_K.value
     tile_columns: int = 256
     instruction_n: int = 256
     stages: int = 3
@@ -96,9 +105,16 @@ class Pipeline(Groups):
         return -(-self.columns // self.tile_columns)
 
     @property
+    def hidden_width(self) -> int:
+        """Features of a row of h, with an activation."""
+        return (
+            self.columns if self.activation is None else self.activation.hidden_width(self.columns)
+        )
+
+    @property
     def num_k(self) -> int:
         """Stages of the ring that a tile takes."""
-        return -(-self.in_width // BLOCK_K.value)
+        return -(-self.in_width // self.block_k)
 
     @property
     def tile_chunks(self) -> int:
@@ -117,8 +133,11 @@ def add(a, b):
 @gluon.jit
 def row_tile_prefix(row_range, PIPE: gl.constexpr):
     """Inclusive prefix sum of the groups' row tiles, replicated in every warp, and the total."""
-    layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
-    group = gl.arange(0, PIPE.group_lanes, layout=layout)
+    group = gl.arange(
+        0,
+        PIPE.group_lanes,
+        gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0]),
+    )
     start = gl.load(row_range + group, mask=group < PIPE.num_groups, other=0)
     end = gl.load(row_range + PIPE.num_groups + group, mask=group < PIPE.num_groups, other=0)
     end = gl.maximum(start, end)  # ranges may end before they begin
@@ -140,8 +159,9 @@ def locate_tile(tile, prefix, row_range, PIPE: gl.constexpr):
 @gluon.jit
 def make_ring(dtype: gl.constexpr, b_desc, PIPE: gl.constexpr):
     """Stages of both operands, and their barriers."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    a = gl.allocate_shared_memory(dtype, [PIPE.stages, BLOCK_M, BLOCK_K], layout)
+    a = gl.allocate_shared_memory(
+        dtype, [PIPE.stages, BLOCK_M, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
+    )
     b = gl.allocate_shared_memory(dtype, [PIPE.stages] + b_desc.block_shape, b_desc.layout)
     full = make_barriers(PIPE.stages, 2 if PIPE.gathered else 1)
     empty = make_barriers(PIPE.stages, 1 if PIPE.alternate else 2)
@@ -173,17 +193,18 @@ def skip_tile(stage, phase, PIPE: gl.constexpr):
 
 @gluon.jit
 def load_weight(
-    b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr
+    b_desc, b, full, stage, matrix, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr
 ):
-    """Begins to load a stage's weights by TMA, and announces NUM_BYTES to the stage's barrier."""
+    """Begins to load a stage's weights by TMA, and announces NUM_BYTES to the stage's barrier. matrix: the first
+    coordinates of b_desc."""
     mbarrier.expect(full.index(stage), NUM_BYTES)
     column = n_tile * PIPE.tile_columns
     if PIPE.weight_k_first:
-        place = [group, k * BLOCK_K, column]
-    elif len(b_desc.block_shape) == 4:  # [G, 2, columns, in_width]: gates and ups
-        place = [group, 0, column, k * BLOCK_K]
+        place = matrix + (k * PIPE.block_k, column)
+    elif PIPE.block_n > PIPE.tile_columns:  # [G, 2, columns, in_width]: gates and ups
+        place = matrix + (0, column, k * PIPE.block_k)
     else:
-        place = [group, column, k * BLOCK_K]
+        place = matrix + (column, k * PIPE.block_k)
     tma_load(b_desc, place, full.index(stage), b.index(stage))
 
 
@@ -193,22 +214,26 @@ def load(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     if PIPE.gathered:
         load_gathered(source, b_desc, row_range, ring, PIPE)
     else:
-        load_contiguous(source, b_desc, row_range, ring, PIPE)
+        load_contiguous(source, (b_desc, None, None), row_range, ring, PIPE)
 
 
 @gluon.jit
-def load_contiguous(source, b_desc, row_range, ring, PIPE: gl.constexpr):
+def load_contiguous(source, weights, row_range, ring, PIPE: gl.constexpr):
+    """The role load for contiguous rows. weights: their descriptor; None, or their table and the descriptor's anchor.
+    Features past the last one are loaded as zeros."""
+    b_desc, table, anchor = weights
     a, b, full, empty = ring
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, _end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        matrix = (group,) if table is None else matrix_place(table, anchor, group)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
-            load_weight(b_desc, b, full, stage, group, n_tile, k, num_bytes, PIPE)
-            place = [first_row, k * BLOCK_K]
+            load_weight(b_desc, b, full, stage, matrix, n_tile, k, num_bytes, PIPE)
+            place = [first_row, k * PIPE.block_k]
             tma_load(source, place, full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
 
@@ -237,7 +262,7 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
         pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
-            load_weight(b_desc, b, full, stage, group, n_tile, k, b_desc.block_type.nbytes, PIPE)
+            load_weight(b_desc, b, full, stage, (group,), n_tile, k, b_desc.block_type.nbytes, PIPE)
             if PIPE.in_width % BLOCK_K == 0:
                 copy_async(a.index(stage), pointers)
             else:  # zeros past the last feature
@@ -274,10 +299,12 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
     One WGMMA stays in flight; the stage before it is then free.
     """
     a_ring, b_ring, full, empty = ring
-    ROWS: gl.constexpr = BLOCK_M if PIPE.alternate else CHUNK
     COLUMNS: gl.constexpr = PIPE.block_n
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16])
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    acc = gl.zeros(
+        [BLOCK_M if PIPE.alternate else CHUNK, COLUMNS],
+        gl.float32,
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16]),
+    )
     for k in range(PIPE.num_k):
         mbarrier.wait(full.index(stage), phase)
         a = (

@@ -17,7 +17,6 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.hopper.act import pack, unpack
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import (
     TensorDescriptor,
     fence_async_shared,
@@ -30,6 +29,7 @@ from symmoe.kernels.hopper.gluon_names import (
     tma_store,
 )
 from symmoe.kernels.hopper.pipeline import make_barriers
+from symmoe.kernels.hopper.table import GLUON_DTYPES
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
@@ -106,10 +106,14 @@ def place_of(item, CUT: gl.constexpr):
 @gluon.jit
 def next_stage(stage, phase, RING: gl.constexpr, CUT: gl.constexpr):
     """The stage after `stage` in a ring of CUT.stages, and its parity; rings lie one after the other."""
-    FIRST: gl.constexpr = RING * CUT.stages
-    LAST: gl.constexpr = FIRST + CUT.stages - 1
-    wraps = stage == LAST
-    return gl.where(wraps, FIRST, stage + 1), gl.where(wraps, phase ^ 1, phase)
+    wraps = stage == (RING + 1) * CUT.stages - 1
+    return gl.where(wraps, RING * CUT.stages, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def stage_before(stage, RING: gl.constexpr, CUT: gl.constexpr):
+    """The stage before `stage` in a ring, as in next_stage."""
+    return gl.where(stage == RING * CUT.stages, (RING + 1) * CUT.stages - 1, stage - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ push
@@ -140,7 +144,6 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     slots, full = ring
     BATCH: gl.constexpr = CUT.batch
     FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
-    LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
     offset = gl.load(received + rank * NUM_PUBLISHED + CUT.column)
     first_unit = offset // UNIT_BYTES
     step = gl.num_programs(0) * CUT.rings
@@ -148,7 +151,6 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     first = gl.program_id(0) * CUT.rings + MOVER
     for early in gl.static_range(CUT.stages - 1):
         due = first + early * step
-        stage_due = FIRST_STAGE + early
         ask(
             x_desc,
             token_to_row,
@@ -157,7 +159,7 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
             due,
             slots,
             full,
-            stage_due,
+            FIRST_STAGE + early,
             due < num_batches,
             CUT,
         )
@@ -175,7 +177,7 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
             place = [gl.where(goes, unit, NOWHERE), segment, 0]
             tma_store(arena_desc, place, slots.index(stage * BATCH + i))
         tma.store_wait(BATCH)  # the earlier batch has left its stage, which is filled next
-        previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
+        previous_stage = stage_before(stage, MOVER, CUT)
         later = batch + (CUT.stages - 1) * step
         ask(
             x_desc,
@@ -209,8 +211,9 @@ def wait_until_written(stage):
 @gluon.jit
 def make_rings(desc, CUT: gl.constexpr):
     """The rings' stages, one after the other, and the barriers that signal full stages."""
-    NUM_SLOTS: gl.constexpr = CUT.rings * CUT.stages * CUT.batch
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)
+    slots = gl.allocate_shared_memory(
+        gl.int32, [CUT.rings * CUT.stages * CUT.batch] + desc.block_shape, desc.layout
+    )
     return slots, make_barriers(CUT.rings * CUT.stages, 1)
 
 
@@ -247,17 +250,27 @@ def hopper_push_kernel(
     num_tokens: gl.int32,
     CUT: gl.constexpr,
 ):
-    tensors = (x_desc, arena_desc, token_to_row, received, rank, num_tokens)
-    run_movers(push, tensors, x_desc, CUT)
+    run_movers(push, (x_desc, arena_desc, token_to_row, received, rank, num_tokens), x_desc, CUT)
 
 
 def launch_push(x, token_to_row, peers, received, *, column, rank, num_ctas):
     """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; `takes_rows` holds for x."""
-    constants = _of_movers(
-        x.shape[1] * x.element_size(), UNIT_BYTES.value, num_ranks=peers.num_ranks, column=column
+    launch(
+        hopper_push_kernel,
+        (num_ctas,),
+        _of_movers(
+            x.shape[1] * x.element_size(),
+            UNIT_BYTES.value,
+            num_ranks=peers.num_ranks,
+            column=column,
+        ),
+        x,
+        peers.views[rank],
+        token_to_row,
+        received,
+        rank,
+        x.shape[0],
     )
-    args = x, peers.views[rank], token_to_row, received, rank, x.shape[0]
-    launch(hopper_push_kernel, (num_ctas,), constants, *args)
 
 
 def takes_rows(rows: torch.Tensor) -> bool:
@@ -349,7 +362,6 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     slots, full = ring
     TOP_K: gl.constexpr = CUT.top_k
     FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
-    LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
     begin = gl.load(source_to_packed_start + source)
     number = gl.load(source_to_packed_start + source + 1) - begin
     step = gl.num_programs(0) * CUT.rings
@@ -363,7 +375,7 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
         tma.store_wait(0)  # the earlier batch has left its stage, which is filled next
-        previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
+        previous_stage = stage_before(stage, MOVER, CUT)
         ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
         for i in range(CUT.batch):
             index, segment = place_of(batch * CUT.batch + i, CUT)
@@ -390,11 +402,10 @@ def hopper_fan_out_kernel(
 
 def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_ctas):
     """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
-    constants = _of_movers(rows.shape[1] * rows.element_size(), top_k=packed_to_row.shape[1])
     launch(
         hopper_fan_out_kernel,
         (num_ctas,),
-        constants,
+        _of_movers(rows.shape[1] * rows.element_size(), top_k=packed_to_row.shape[1]),
         rows,
         packed_to_row,
         source_to_packed_start,
@@ -442,22 +453,22 @@ def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.co
 @gluon.jit
 def constant_piece(bits, CUT: gl.constexpr):
     """Initial values of sums: fp32 of these bits (Triton turns the number -0.0 into 0.0)."""
-    layout: gl.constexpr = PIECE_LAYOUT
-    return gl.full([1, CUT.piece, CUT.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
+    words = gl.full([1, CUT.piece, CUT.segment], bits, gl.int32, PIECE_LAYOUT)
+    return words.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
     """Rounds a piece and stores it in a row."""
-    layout: gl.constexpr = PIECE_LAYOUT
-    END: gl.constexpr = CUT.num_segments * CUT.segment
-    segment = first_segment + gl.arange(0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    segment = first_segment + gl.arange(
+        0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, PIECE_LAYOUT))
+    )
+    word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, PIECE_LAYOUT)))
     places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(
         gl.expand_dims(word, 0), 1
     )
     target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
-    gl.store(target, pack(low, high, CUT.dtype), mask=places < END)
+    gl.store(target, pack(low, high, CUT.dtype), mask=places < CUT.num_segments * CUT.segment)
 
 
 @gluon.jit
@@ -546,25 +557,39 @@ def hopper_push_sums_kernel(
     home: gl.int32,
     CUT: gl.constexpr,
 ):
-    tensors = (rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home)
-    run_pairs(ask_for_push, add_for_push, tensors, rows_desc, CUT)
+    run_pairs(
+        ask_for_push,
+        add_for_push,
+        (rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home),
+        rows_desc,
+        CUT,
+    )
 
 
 def launch_push_sums(
     rows, packed_to_row, source_to_packed_start, peers, received, *, column, home, num_ctas
 ):
     """push_sums of rows [N_cap, H] to one rank, on `num_ctas` SMs."""
-    constants = _of_sums(rows.shape[1], rows.dtype, 1, top_k=packed_to_row.shape[1], column=column)
-    tables = (packed_to_row, source_to_packed_start, received)
-    arena = peers.views[home].view(torch.int32)
-    launch(hopper_push_sums_kernel, (num_ctas,), constants, rows, arena, *tables, peers.rank, home)
+    launch(
+        hopper_push_sums_kernel,
+        (num_ctas,),
+        _of_sums(rows.shape[1], rows.dtype, 1, top_k=packed_to_row.shape[1], column=column),
+        rows,
+        peers.views[home].view(torch.int32),
+        packed_to_row,
+        source_to_packed_start,
+        received,
+        peers.rank,
+        home,
+    )
 
 
 @functools.cache
 def _of_sums(width: int, dtype: torch.dtype, num_descriptors: int, **sizes: int) -> Constants:
     cut = cut_sums(width * dtype.itemsize, dtype=GLUON_DTYPES[dtype], **sizes)
-    descriptors = dict.fromkeys(range(num_descriptors), describe_rows(cut))
-    return Constants({"CUT": cut, "num_warps": 4}, descriptors)
+    return Constants(
+        {"CUT": cut, "num_warps": 4}, dict.fromkeys(range(num_descriptors), describe_rows(cut))
+    )
 
 
 def cut_sums(row_bytes: int, **sizes: Any) -> Pieces:
@@ -677,15 +702,33 @@ def hopper_sum_home_kernel(
     CUT: gl.constexpr,
 ):
     tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row)
-    tensors = (rows_desc, returned_desc, words, tables, ready, arrived, num_tokens)
-    run_pairs(ask_for_home, add_for_home, tensors, rows_desc, CUT)
+    run_pairs(
+        ask_for_home,
+        add_for_home,
+        (rows_desc, returned_desc, words, tables, ready, arrived, num_tokens),
+        rows_desc,
+        CUT,
+    )
 
 
 def launch_sum_home(rows, index, trip, out, *, rank, num_ctas):
     """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there is at least one peer."""
     _, packed_start, _, slot_to_row = index
-    sizes = {"top_k": slot_to_row.shape[1], "num_ranks": packed_start.numel(), "own_rank": rank}
-    constants, words = _of_sums(out.shape[1], out.dtype, 2, **sizes), out.view(torch.int32)
+    constants = _of_sums(
+        out.shape[1],
+        out.dtype,
+        2,
+        top_k=slot_to_row.shape[1],
+        num_ranks=packed_start.numel(),
+        own_rank=rank,
+    )
     launch(
-        hopper_sum_home_kernel, (num_ctas,), constants, *rows, words, *index, *trip, out.shape[0]
+        hopper_sum_home_kernel,
+        (num_ctas,),
+        constants,
+        *rows,
+        out.view(torch.int32),
+        *index,
+        *trip,
+        out.shape[0],
     )

@@ -6,12 +6,20 @@ of the matrix's distance from the anchor. The device computes them from a table 
 2^64. The other two dimensions are the matrix's, so TMA still masks accesses outside of the matrix.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import TensorDescriptor, gl, gluon
 from symmoe.kernels.launch.launch import Describe
 
+GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.uint8: gl.uint8,
+}
 STEP_BITS = gl.constexpr(4)  # strides of descriptors are multiples of 16 bytes,
 FAR_STEP_BITS = gl.constexpr(34)  # of less than 2^40
 DIGITS = gl.constexpr(2**30 - 1)  # 64 bits leave 30 for either digit
@@ -22,16 +30,19 @@ _LENGTH = 2**30 + 2**26
 def describe_table(block: list[int], dtype: torch.dtype, num_rows: int, width: int) -> Describe:
     """Function from an anchor to the descriptor of contiguous matrices [num_rows, width] of its dtype, with blocks [1,
     1, *block]."""
-    block = [1, 1, *block]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
     step, far_step = (2**bits.value // dtype.itemsize for bits in (STEP_BITS, FAR_STEP_BITS))
+    extent = [_LENGTH, _LENGTH, num_rows, width], [far_step, step, width, 1]
+    return describe_as(lambda anchor: extent, [1, 1, *block], dtype)
 
-    def describe_matrices(anchor: torch.Tensor) -> TensorDescriptor:
-        return TensorDescriptor(
-            anchor, [_LENGTH, _LENGTH, num_rows, width], [far_step, step, width, 1], block, layout
-        )
 
-    return describe_matrices
+def describe_as(
+    extent: Callable[[torch.Tensor], tuple[Sequence[int], Sequence[int]]],
+    block: list[int],
+    dtype: torch.dtype,
+) -> Describe:
+    """Function from a tensor to the descriptor at its address with this shape and these strides."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+    return lambda tensor: TensorDescriptor(tensor, *map(list, extent(tensor)), block, layout)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ number of stages. If it is 0, no role uses the ring, and the tile is zeros.
 import functools
 from dataclasses import dataclass
 
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged
+from symmoe.kernels.hopper.gemm import describe, describe_ragged
 from symmoe.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -114,8 +114,11 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
     One WGMMA stays in flight; the stage before it is then free. See the NOTE in pipeline.product.
     """
     a_ring, b_ring, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros([CHUNK, BLOCK_N], gl.float32, layout)
+    acc = gl.zeros(
+        [CHUNK, BLOCK_N],
+        gl.float32,
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
+    )
     for k in range(num_k):
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(2 * stage + WARPGROUP).reshape([BLOCK_K, CHUNK]).permute([1, 0])
@@ -190,16 +193,24 @@ def launch_wgrad(dout, rows, row_range, out, *, num_sms=None, group_m=4):
     O and C are multiples of 8, 1 <= N <= MAX_ROWS; no accumulation. num_sms: as in grouped_gemm.
     """
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
-    grid = tiles.launch_grid(pipe.num_tiles, num_sms, out.device)
-    launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_range)
+    launch(
+        hopper_wgrad_kernel,
+        tiles.launch_grid(pipe.num_tiles, num_sms, out.device),
+        constants,
+        dout,
+        rows,
+        out,
+        row_range,
+    )
 
 
 @functools.cache
 def _wgrad_plan(num_groups, out_rows, columns, dtype, group_m) -> tuple[WgradPipeline, Constants]:
     pipe = WgradPipeline(num_groups=num_groups, out_rows=out_rows, columns=columns, group_m=group_m)
-    descriptors = {
-        0: describe_ragged(dtype, BLOCK_K.value, CHUNK.value),
-        1: describe_ragged(dtype, BLOCK_K.value, BLOCK_N.value),
-        2: describe([1, CHUNK.value, CHUNK.value], dtype),
-    }
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants(
+        {
+            0: describe_ragged(dtype, BLOCK_K.value, CHUNK.value),
+            1: describe_ragged(dtype, BLOCK_K.value, BLOCK_N.value),
+            2: describe([1, CHUNK.value, CHUNK.value], dtype),
+        }
+    )

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
-from symmoe.kernels.activation import Activation, num_scale_sums
-from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.activation import num_scale_sums
+from symmoe.kernels.launch.launch import ceil_div, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
     TILE,
     block_scales_or_nan,
@@ -67,14 +67,13 @@ def store_rows(
     if data is not None:
         codes, scales = quantize_lines(x.to(tl.float32), SIZES)
         store_part(data, codes, row, row < end, first, END, WIDTH)
-        end_block: tl.constexpr = SIZES.format.num_blocks(END)
         store_part(
             scale,
             scales,
             row,
             row < end,
             first // SIZES.format.block,
-            end_block,
+            SIZES.format.num_blocks(END),
             SIZES.format.num_blocks(WIDTH),
         )
 
@@ -209,15 +208,21 @@ def dact_quantize_kernel(
 def act_quantize(h, row_scale, row_range, out, activation, block_format):
     (num_rows, ffn), num_groups = out[0].shape, row_range.shape[1]
     tiles_of_features = ceil_div(ffn, FEATURES)
-    grid = (
-        tiles_of_features,
-        row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features),
-    )
-    constants = _constants(ffn, num_groups, activation, block_format, of_gradient=False)
     launch(
         act_quantize_rows_kernel,
-        grid,
-        constants,
+        (
+            tiles_of_features,
+            row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features),
+        ),
+        kept_sizes(
+            activation=addressable(activation, ffn),
+            columns=ffn,
+            format=block_format,
+            num_groups=num_groups,
+            rows=ROWS,
+            features=FEATURES,
+            num_warps=ROW_WARPS,
+        ),
         h,
         row_scale,
         row_range,
@@ -238,9 +243,23 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
         (da, h, activation, block_format),
         *(arguments, activation, block_format),
     ):
-        grid = formats.max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
-        constants = _constants(ffn, num_groups, activation, block_format, of_gradient=True)
-        launch(dact_quantize_kernel, grid, constants, *arguments)
+        features = dact_features(activation)
+        launch(
+            dact_quantize_kernel,
+            (formats.max_tiles(num_rows, num_groups), ceil_div(ffn, features)),
+            kept_sizes(
+                activation=addressable(activation, ffn),
+                columns=ffn,
+                format=block_format,
+                num_groups=num_groups,
+                rows=ROWS,
+                features=features,
+                strip=max(STRIP, activation.interleave or 0),
+                num_warps=NUM_WARPS,
+                maxnreg=REGISTERS,
+            ),
+            *arguments,
+        )
     sum_dact_partials(workspace, row_range, out.dscale, num_scale_sums(ffn))
     if out.dbias is not None:
         sum_row_tiles(
@@ -262,7 +281,6 @@ def dact_arguments(
         (formats.as_bytes(data), column_scale(scale))
         for data, scale in (out.columns, out.a_columns)
     ]
-    bias_sums = None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :]
     return (
         da,
         h,
@@ -272,33 +290,7 @@ def dact_arguments(
         *map(formats.as_bytes, out.rows),
         *columns[0],
         *columns[1],
-        bias_sums,
+        None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :],
         num_rows,
         *(data.shape[1] // formats.TILE for data, _ in columns),
-    )
-
-
-def _constants(
-    ffn: int,
-    num_groups: int,
-    activation: Activation,
-    block_format: formats.BlockFormat,
-    *,
-    of_gradient: bool,
-) -> Constants:
-    sizes = {
-        "activation": addressable(activation, ffn),
-        "columns": ffn,
-        "format": block_format,
-        "rows": ROWS,
-    }
-    if not of_gradient:
-        return kept_sizes(**sizes, num_groups=num_groups, features=FEATURES, num_warps=ROW_WARPS)
-    return kept_sizes(
-        **sizes,
-        num_groups=num_groups,
-        features=dact_features(activation),
-        strip=max(STRIP, activation.interleave or 0),
-        num_warps=NUM_WARPS,
-        maxnreg=REGISTERS,
     )

@@ -5,21 +5,16 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats
+from symmoe.kernels.triton.tiles import constants_of
 
 TILE = tl.constexpr(formats.TILE)
-E4M3_MAX, E2M1_MAX = tl.constexpr(formats.E4M3_MAX), tl.constexpr(formats.E2M1_MAX)
-GLOBAL_MAX = tl.constexpr(formats.GLOBAL_MAX)
-E4M3_NAN, E8M0_NAN = tl.constexpr(formats.E4M3_NAN), tl.constexpr(formats.E8M0_NAN)
-MIN_SCALE = tl.constexpr(formats.MIN_SCALE)
-MIN_BLOCK_SCALE = tl.constexpr(formats.MIN_BLOCK_SCALE)
-MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
+FORMATS = constants_of(formats)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MANTISSA_BITS = tl.constexpr(0x7FFFFF)
 E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = (
     tl.constexpr(8),
     tl.constexpr(0x600000),
 )  # 448 as the bits of fp32
-HADAMARD_SIZE = tl.constexpr(formats.HADAMARD_SIZE)
 RANDOM_UNIT = tl.constexpr(2.0**-24)  # unit of the 24 bits of a word that are used
 
 
@@ -47,7 +42,9 @@ def global_scale_of(amax, group):
     return (
         1.0
         if amax is None
-        else tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
+        else tl.maximum(
+            tl.div_rn(tl.load(amax + group), FORMATS.GLOBAL_MAX), FORMATS.MIN_GLOBAL_SCALE
+        )
     )
 
 
@@ -58,12 +55,14 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
     finite_bits = tl.where(is_finite, bits, 0)
     amax = finite_bits.to(tl.float32, bitcast=True)
     if SCALE == "e4m3":
-        relative = tl.div_rn(tl.div_rn(amax, E2M1_MAX), global_scale)
-        code = e4m3_code(tl.minimum(tl.maximum(relative, MIN_BLOCK_SCALE), E4M3_MAX))
+        relative = tl.div_rn(tl.div_rn(amax, FORMATS.E2M1_MAX), global_scale)
+        code = e4m3_code(
+            tl.minimum(tl.maximum(relative, FORMATS.MIN_BLOCK_SCALE), FORMATS.E4M3_MAX)
+        )
         multiplier = tl.div_rn(1.0, e4m3_value(code) * global_scale)
-        stored = tl.where(is_finite, code, E4M3_NAN).to(tl.uint8)
+        stored = tl.where(is_finite, code, FORMATS.E4M3_NAN).to(tl.uint8)
     elif SCALE == "fp32":
-        scale = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)
+        scale = tl.maximum(tl.div_rn(amax, FORMATS.E4M3_MAX), FORMATS.MIN_SCALE)
         multiplier = tl.div_rn(1.0, scale)
         stored = tl.where(is_finite, scale, float("nan"))
     else:
@@ -77,7 +76,7 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
             tl.float32, bitcast=True
         )  # normal: no scale is above 2^120
         stored = (
-            tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
+            tl.where(is_finite, exponent, FORMATS.E8M0_NAN).to(tl.uint8)
             if SCALE == "e8m0"
             else tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
         )
@@ -97,7 +96,7 @@ def block_scales_or_nan(bits, SCALE: tl.constexpr):
 @triton.jit
 def e2m1_code(x, words):
     """As to_e2m1 of the twins: x [LINES, WIDTH] to codes uint8; words: random words of the same shape, or None."""
-    size = tl.minimum(tl.abs(x), E2M1_MAX)
+    size = tl.minimum(tl.abs(x), FORMATS.E2M1_MAX)
     per_unit = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
     base = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
     units = size * per_unit
@@ -118,11 +117,9 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
     if seeds is None:
         words = None
     else:
-        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + tl.zeros(
-            (LINES, WIDTH // 4), tl.int32
-        )
-        lines = line[:, None] + tl.zeros((LINES, WIDTH // 4), tl.int32)
         zeros = tl.zeros((LINES, WIDTH // 4), tl.int32)
+        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + zeros
+        lines = line[:, None] + zeros
         w0, w1, w2, w3 = tl.philox(tl.load(seeds + group), quad, lines, zeros, zeros)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(LINES, WIDTH)
     return words
@@ -133,7 +130,7 @@ def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
     """One byte for every number of x; the other tensors have x's shape, words may be None."""
     scaled = tl.where(is_finite, x, 0.0) * multiplier
     return (
-        tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
+        tl.where(is_finite, e4m3_code(scaled), FORMATS.E4M3_NAN).to(tl.uint8)
         if ELEMENT == "e4m3"
         else e2m1_code(scaled, words)
     )
@@ -144,8 +141,7 @@ def pack(codes, ELEMENT: tl.constexpr):
     """Codes in their stored form: of the same shape, or of half the width."""
     packed = codes
     if ELEMENT == "e2m1":
-        half: tl.constexpr = codes.shape[1] // 2
-        first, second = tl.split(codes.reshape(codes.shape[0], half, 2))
+        first, second = tl.split(codes.reshape(codes.shape[0], codes.shape[1] // 2, 2))
         packed = first | (second << 4)
     return packed
 
@@ -153,12 +149,12 @@ def pack(codes, ELEMENT: tl.constexpr):
 @triton.jit
 def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets the value of its block."""
-    across: tl.constexpr = LINES // blocks.shape[0]
-    along: tl.constexpr = WIDTH // blocks.shape[1]
-    full = tl.broadcast_to(
-        blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along)
-    )
-    return full.reshape(LINES, WIDTH)
+    num_lines: tl.constexpr = blocks.shape[0]
+    num_blocks: tl.constexpr = blocks.shape[1]
+    return tl.broadcast_to(
+        blocks[:, None, :, None],
+        (num_lines, LINES // num_lines, num_blocks, WIDTH // num_blocks),
+    ).reshape(LINES, WIDTH)
 
 
 @triton.jit
@@ -166,17 +162,17 @@ def hadamard(x, signs):
     """H D x for every 16 elements of the last dimension of x fp32 [LINES, WIDTH]; signs: as in twin/quantize.py."""
     lines: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
-    blocks: tl.constexpr = width // HADAMARD_SIZE
-    bit = (signs >> (tl.arange(0, width) % HADAMARD_SIZE)) & 1
+    blocks: tl.constexpr = width // FORMATS.HADAMARD_SIZE
+    bit = (signs >> (tl.arange(0, width) % FORMATS.HADAMARD_SIZE)) & 1
     # A product, because Triton's -x is 0 - x, which turns 0 into 0, not -0.
-    y = (x * tl.where(bit == 1, -1.0, 1.0)[None, :]).reshape(lines, blocks, HADAMARD_SIZE)
+    y = (x * tl.where(bit == 1, -1.0, 1.0)[None, :]).reshape(lines, blocks, FORMATS.HADAMARD_SIZE)
     # Sums and differences of neighbours go to the two halves. After four times all elements are back in their places.
     for _ in tl.static_range(4):
-        left, right = tl.split(y.reshape(lines, blocks, HADAMARD_SIZE // 2, 2))
+        left, right = tl.split(y.reshape(lines, blocks, FORMATS.HADAMARD_SIZE // 2, 2))
         y = (
             tl.join(left + right, left - right)
             .permute(0, 1, 3, 2)
-            .reshape(lines, blocks, HADAMARD_SIZE)
+            .reshape(lines, blocks, FORMATS.HADAMARD_SIZE)
         )
     return y.reshape(lines, width) * 0.25
 

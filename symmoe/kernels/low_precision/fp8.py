@@ -53,14 +53,17 @@ def grouped_gemm_fp8_kernel(
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     tl.static_assert(BLOCK % BLOCK_N == 0)  # a tile has one scale of the weight at a time
     NUM_BLOCKS: tl.constexpr = (GEMM.in_width + BLOCK - 1) // BLOCK
-    COLUMN_BLOCKS: tl.constexpr = (GEMM.columns + BLOCK - 1) // BLOCK
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end, first_column = tile_place(tile, prefix, row_range, GEMM)
         row = first_row + tl.arange(0, GEMM.config.block_m)
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = matrix_of(
-            weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32
+            weight_scale,
+            weight_scale_table,
+            group,
+            (GEMM.columns + BLOCK - 1) // BLOCK * NUM_BLOCKS,
+            tl.float32,
         )
         weight_scales += first_column // BLOCK * NUM_BLOCKS
         column = first_column + tl.arange(0, BLOCK_N)
@@ -127,11 +130,12 @@ def plan_gemm(
     """The launch of grouped_gemm_fp8_kernel. tile: fields of TileConfig."""
     config = _config(tile)
     gemm = Gemm(config=config, num_groups=num_groups, columns=out_width, in_width=in_width)
-    descriptors = {
-        0: describe([config.block_m, BLOCK.value]),
-        2: describe([1, config.block_n, BLOCK.value]),
-    }
-    return gemm, gemm.constants(descriptors)
+    return gemm, gemm.constants(
+        {
+            0: describe([config.block_m, BLOCK.value]),
+            2: describe([1, config.block_n, BLOCK.value]),
+        }
+    )
 
 
 @functools.cache
@@ -140,12 +144,10 @@ def plan_wgrad(
 ) -> tuple[Wgrad, Constants]:
     """The launch of grouped_gemm_wgrad_fp8_kernel."""
     config = _config(tile)
-    descriptors = {
-        0: describe([config.block_m, BLOCK.value]),
-        2: describe([config.block_n, BLOCK.value]),
-    }
     wgrad = Wgrad(config, *shape, TRITON_DTYPES[dtype], accumulate)
-    return wgrad, wgrad.constants(descriptors)
+    return wgrad, wgrad.constants(
+        {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
+    )
 
 
 def _config(tile: dict[str, Any]) -> TileConfig:

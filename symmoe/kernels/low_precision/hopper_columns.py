@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.hopper.act import first_number, second_number
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.act import unpack
 from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.pipeline import Groups, add
+from symmoe.kernels.hopper.table import GLUON_DTYPES
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.operands import Buffers
@@ -94,10 +94,6 @@ class ColumnPlan(Groups):
         """Layout of words for copies to shared memory."""
         return copied_layout(self.word_bytes)
 
-    def grid(self, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-        """Programs for this many tiles of tokens."""
-        return launch_grid(num_tiles * self.num_feature_tiles, num_sms, device, PROGRAMS_PER_SM)
-
 
 def copied_layout(word_bytes: int) -> Any:
     """Layout of words [TILE, PAIRS] for copies to shared memory: rows of threads with 16 bytes each."""
@@ -109,18 +105,26 @@ def copied_layout(word_bytes: int) -> Any:
 @gluon.jit
 def larger_bf16(a, b):
     """The larger of two |x|, NaN if one of them is NaN, for both bf16 numbers of words; signs are arbitrary."""
-    instruction: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(
-        instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.jit
 def larger_fp16(a, b):
     """As larger_bf16, for fp16 numbers."""
-    instruction: gl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(
-        instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -150,9 +154,13 @@ def decoded(codes, scale, DTYPE: gl.constexpr):
         mul.f32 x, x, $2;
         mul.f32 y, y, $2;
         """
-    instructions: gl.constexpr = PRODUCTS + ROUND + " $0, y, x; }"
     return gl.inline_asm_elementwise(
-        instructions, "=r,h,f", [codes, scale], dtype=gl.int32, is_pure=True, pack=1
+        PRODUCTS + ROUND + " $0, y, x; }",
+        "=r,h,f",
+        [codes, scale],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -267,13 +275,13 @@ def store_feature(codes, stored, tile, feature, data, scale, num_tiles, PLAN: gl
 def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
     """Quantises words [TILE, PAIRS] along the tokens. Words are unpacked late: two fp32 need twice the registers."""
     largest_words = largest(words, PLAN.dtype)
-    first_stored, first_multiplier = scales_of(first_number(largest_words, PLAN.dtype), PLAN)
-    second_stored, second_multiplier = scales_of(second_number(largest_words, PLAN.dtype), PLAN)
+    first_stored, first_multiplier = scales_of(unpack(largest_words, PLAN.dtype)[0], PLAN)
+    second_stored, second_multiplier = scales_of(unpack(largest_words, PLAN.dtype)[1], PLAN)
     tile, feature_tile = tile_at(at, PLAN)
     feature = feature_tile * TILE + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
-    codes = e4m3_code(first_number(words, PLAN.dtype) * first_multiplier[None, :])
+    codes = e4m3_code(unpack(words, PLAN.dtype)[0] * first_multiplier[None, :])
     store_feature(codes, first_stored, tile, feature, data, scale, num_tiles, PLAN)
-    codes = e4m3_code(second_number(words, PLAN.dtype) * second_multiplier[None, :])
+    codes = e4m3_code(unpack(words, PLAN.dtype)[1] * second_multiplier[None, :])
     store_feature(codes, second_stored, tile, feature + 1, data, scale, num_tiles, PLAN)
 
 
@@ -328,17 +336,24 @@ def takes_columns(block_format: formats.BlockFormat, rows: torch.Tensor, width: 
 
 def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None):
     """quantize_columns of at least one tile, if takes_columns."""
-    made = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None)
-    _launch(made, (rows.view(torch.int32), None, row_index, row_range), out, num_sms)
+    _launch(
+        _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None),
+        (rows.view(torch.int32), None, row_index, row_range),
+        out,
+        num_sms,
+    )
 
 
 def launch_requantize_columns(
     wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None
 ):
     """requantize_columns of at least one tile, if takes_columns."""
-    made = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1])
-    words = wire.view(torch.int16), wire.view(torch.float32)
-    _launch(made, (*words, row_index, row_range), out, num_sms)
+    _launch(
+        _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1]),
+        (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range),
+        out,
+        num_sms,
+    )
 
 
 def _launch(
@@ -351,7 +366,7 @@ def _launch(
     data, scale = out
     launch(
         hopper_quantize_columns_kernel,
-        plan.grid(scale.shape[1], num_sms, data.device),
+        launch_grid(scale.shape[1] * plan.num_feature_tiles, num_sms, data.device, PROGRAMS_PER_SM),
         constants,
         *inputs,
         data.view(torch.uint8),

@@ -292,7 +292,12 @@ def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, *
 def _constants(
     num_groups: int, ffn: int, activation: Activation, scale: str, **options: int
 ) -> Constants:
-    plan = DactQuantize(
-        num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **options
+    return Constants(
+        {
+            "PLAN": DactQuantize(
+                num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **options
+            ),
+            "num_warps": NUM_WARPS,
+            "maxnreg": REGISTERS,
+        }
     )
-    return Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

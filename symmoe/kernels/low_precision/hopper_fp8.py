@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
+from symmoe.kernels.hopper.gemm import describe, describe_ragged, grid, zero_tail_rows
 from symmoe.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     tma,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -36,13 +35,14 @@ from symmoe.kernels.hopper.pipeline import (
     CHUNK,
     Pipeline,
     halves,
+    load_contiguous,
     locate_tile,
     make_barriers,
     next_stage,
     row_tile_prefix,
     store_chunk,
 )
-from symmoe.kernels.hopper.table import describe_table, matrix_place
+from symmoe.kernels.hopper.table import describe_table
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.operands import as_pair, packed_and_table
 from symmoe.kernels.quantized_gemm import BLOCK
@@ -62,38 +62,13 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])) 
 class Fp8Pipeline(Pipeline):
     """The constants of one kernel, as in Pipeline."""
 
+    block_k: int = BLOCK_K.value  # num_k is also the number of a row's scales
     instruction_n: int = HALF.value
-
-    @property
-    def num_k(self) -> int:
-        """Stages of the ring that a tile takes, and scales of a row."""
-        return -(-self.in_width // BLOCK_K.value)
 
     @property
     def num_column_blocks(self) -> int:
         """Scales down a weight [columns, in_width]."""
         return -(-self.columns // HALF.value)
-
-
-@gluon.jit
-def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
-    """The role load. Features past the last one are loaded as zeros."""
-    weight_desc, weight_table, anchor = weights
-    a, b, full, empty = ring
-    num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
-    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
-    stage = 0
-    phase = 1
-    for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        matrix = (group,) if weight_table is None else matrix_place(weight_table, anchor, group)
-        for k in range(PIPE.num_k):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), num_bytes)
-            place = matrix + (n_tile * BLOCK_N, k * BLOCK_K)
-            tma_load(weight_desc, place, full.index(stage), b.index(stage))
-            tma_load(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
-            stage, phase = next_stage(stage, phase, PIPE)
 
 
 @gluon.jit
@@ -263,7 +238,10 @@ def hopper_fp8_gemm_kernel(
         [
             (multiply, (out_desc, scales, addend, row_range, ring, chunks, 0, PIPE)),
             (multiply, (out_desc, scales, addend, row_range, ring, chunks, 1, PIPE)),
-            (load, (rows_desc, (weight_desc, weight_table, anchor), row_range, ring, PIPE)),
+            (
+                load_contiguous,
+                (rows_desc, (weight_desc, weight_table, anchor), row_range, ring, PIPE),
+            ),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
@@ -308,11 +286,12 @@ def _plan(
         num_groups=num_groups, columns=out_width, in_width=in_width, **{"group_m": 16, **options}
     )
     block = [BLOCK_N.value, BLOCK_K.value]
-    descriptors = {
-        0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
-        1: describe_table(block, E4M3, out_width, in_width)
-        if is_table
-        else describe([1, *block], E4M3),
-        4: describe_ragged(dtype),
-    }
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants(
+        {
+            0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
+            1: describe_table(block, E4M3, out_width, in_width)
+            if is_table
+            else describe([1, *block], E4M3),
+            4: describe_ragged(dtype),
+        }
+    )

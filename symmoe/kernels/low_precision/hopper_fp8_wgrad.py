@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
+from symmoe.kernels.hopper.gemm import describe
 from symmoe.kernels.hopper.gluon_names import (
-    TensorDescriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -42,7 +41,7 @@ from symmoe.kernels.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
-from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_place
+from symmoe.kernels.hopper.table import describe_as, describe_table, distant_place, matrix_place
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile, num_steps
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS, partial_sum
@@ -69,8 +68,11 @@ class Fp8WgradPipeline(WgradPipeline):
 @gluon.jit
 def first_block(row_range, group, PIPE: gl.constexpr):
     """Number of blocks of BLOCK_K tokens before a group."""
-    layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, PIPE.group_lanes, layout=layout)
+    lane = gl.arange(
+        0,
+        PIPE.group_lanes,
+        gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0]),
+    )
     start = gl.load(row_range + lane, mask=lane < group, other=0)
     end = gl.load(row_range + PIPE.num_groups + lane, mask=lane < group, other=0)
     return gl.sum((end - start + (BLOCK_K - 1)) // BLOCK_K, axis=0)
@@ -81,9 +83,11 @@ def load(operands, row_range, ring, PIPE: gl.constexpr):
     """The role load, one warp. Features past the last one are loaded as zeros."""
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
     a, b, a_scale, b_scale, full, empty = ring
-    operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
-    scale_bytes: gl.constexpr = (
-        dout_scale_desc.block_type.nbytes + rows_scale_desc.block_type.nbytes
+    num_bytes: gl.constexpr = (
+        dout_desc.block_type.nbytes
+        + rows_desc.block_type.nbytes
+        + dout_scale_desc.block_type.nbytes
+        + rows_scale_desc.block_type.nbytes
     )
     stage = 0
     phase = 1
@@ -93,7 +97,7 @@ def load(operands, row_range, ring, PIPE: gl.constexpr):
         for k in range(num_steps(start, end, BLOCK_K)):
             mbarrier.wait(empty.index(stage), phase)
             barrier = full.index(stage)
-            mbarrier.expect(barrier, operand_bytes + scale_bytes)
+            mbarrier.expect(barrier, num_bytes)
             token = (block + k) * BLOCK_K
             tma_load(rows_desc, [n, token], barrier, b.index(stage))
             tma_load(dout_desc, [m, token], barrier, a.index(stage))
@@ -283,8 +287,14 @@ def hopper_fp8_wgrad_kernel(
         [4 * PIPE.batch] + out_desc.block_shape,
         out_desc.layout,
     )
-    full = make_barriers(PIPE.stages, 1)
-    ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2))
+    ring = (
+        a,
+        b,
+        a_scale,
+        b_scale,
+        make_barriers(PIPE.stages, 1),
+        make_barriers(PIPE.stages, 2),
+    )
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -342,26 +352,22 @@ def _plan(
     )
     block = [CHUNK.value, PART.value]
     is_distant = is_table or (accumulate and dtype == torch.float32)
-    descriptors = {
-        0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
-        1: describe_scales(BLOCK_M.value),
-        2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
-        3: describe_scales(BLOCK_N.value),
-        4: describe_table(block, dtype, out_rows, columns)
-        if is_distant
-        else describe([1, *block], dtype),
-    }
-    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+    return pipe, pipe.constants(
+        {
+            0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
+            1: describe_scales(BLOCK_M.value),
+            2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
+            3: describe_scales(BLOCK_N.value),
+            4: describe_table(block, dtype, out_rows, columns)
+            if is_distant
+            else describe([1, *block], dtype),
+        }
+    )
 
 
 def describe_scales(features: int) -> Describe:
     """Function from block-major scales [num_blocks, C] to their descriptor, for `features` features of one block."""
-    block = [1, features]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-
-    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
-        num_blocks, width = matrix.shape
-        # With a single block, the tensor's own strides may differ.
-        return TensorDescriptor(matrix, [num_blocks, width], [width, 1], block, layout)
-
-    return describe_matrix
+    # With a single block, the tensor's own strides may differ.
+    return describe_as(
+        lambda scales: (scales.shape, (scales.shape[1], 1)), [1, features], torch.float32
+    )

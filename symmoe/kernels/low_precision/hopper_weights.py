@@ -8,9 +8,9 @@ is transposed; multiplying and rounding again costs less. Formulas and bits are 
 import torch
 
 from symmoe.kernels import control, formats
-from symmoe.kernels.hopper.act import first_number, second_number
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.act import unpack
 from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
+from symmoe.kernels.hopper.table import GLUON_DTYPES
 from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
@@ -34,9 +34,13 @@ COPIED = gl.constexpr(copied_layout(4))
 @gluon.jit
 def code_pairs(first, second):
     """Two E4M3 codes, int16."""
-    instruction: gl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
     return gl.inline_asm_elementwise(
-        instruction, "=h,f,f", [second, first], dtype=gl.int16, is_pure=True, pack=1
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;",
+        "=h,f,f",
+        [second, first],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -69,8 +73,8 @@ def store_turned(
     line = first_line + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
     column = tile_line * TILE + gl.arange(0, TILE, gl.SliceLayout(1, HELD))
     pointers = transposed_data + (line * SIZES.num_lines)[None, :] + column[:, None]
-    gl.store(pointers, e4m3_code(first_number(words, SIZES.dtype) * multiplier))
-    gl.store(pointers + SIZES.num_lines, e4m3_code(second_number(words, SIZES.dtype) * multiplier))
+    gl.store(pointers, e4m3_code(unpack(words, SIZES.dtype)[0] * multiplier))
+    gl.store(pointers + SIZES.num_lines, e4m3_code(unpack(words, SIZES.dtype)[1] * multiplier))
 
 
 @gluon.jit
@@ -83,8 +87,7 @@ def store_straight(words, multiplier, data, tile, SIZES: gl.constexpr):
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
     codes = code_pairs(
-        first_number(words, SIZES.dtype) * multiplier,
-        second_number(words, SIZES.dtype) * multiplier,
+        unpack(words, SIZES.dtype)[0] * multiplier, unpack(words, SIZES.dtype)[1] * multiplier
     )
     gl.store(data + line[:, None] * WORDS + pair[None, :], codes)
 
@@ -115,7 +118,7 @@ def hopper_quantize_weight_pairs_kernel(
         largest_words = largest(words, SIZES.dtype)
         # Numbers without a sign have the order of their bits; Inf and NaN come last.
         bits = gl.max(gl.maximum(largest_words & 0xFFFF, largest_words >> 16), axis=0)
-        stored, multiplier = scales_of(first_number(bits, SIZES.dtype), SIZES)
+        stored, multiplier = scales_of(unpack(bits, SIZES.dtype)[0], SIZES)
         gl.store(scale + tile, stored)
         gl.store(
             transposed_scale
@@ -145,21 +148,20 @@ def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, n
     """quantize_weight_pairs for weights that takes_weight_pairs accepts."""
     num_tiles = out[1].numel()
     _, num_lines, width = weight.shape
-    constants = kept_sizes(
-        num_lines=num_lines,
-        line_tiles=num_lines // TILE.value,
-        width=width,
-        column_tiles=width // TILE.value,
-        scale=block_format.scale,
-        dtype=GLUON_DTYPES[weight.dtype],
-        num_warps=NUM_WARPS,
-        maxnreg=REGISTERS,
-    )
     packed, table = packed_and_table(weight)
     launch(
         hopper_quantize_weight_pairs_kernel,
         launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM),
-        constants,
+        kept_sizes(
+            num_lines=num_lines,
+            line_tiles=num_lines // TILE.value,
+            width=width,
+            column_tiles=width // TILE.value,
+            scale=block_format.scale,
+            dtype=GLUON_DTYPES[weight.dtype],
+            num_warps=NUM_WARPS,
+            maxnreg=REGISTERS,
+        ),
         None if packed is None else packed.view(torch.int32),
         table,
         out[0].view(torch.int16),

@@ -29,12 +29,6 @@ def grouped_gemm_quantized(
 ):
     block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
     (num_rows, out_width), num_groups = out.shape, weight.data.shape[0]
-    operands = (
-        rows.data,
-        rows.scale,
-        *packed_and_table(weight.data),
-        *packed_and_table(weight.scale),
-    )
     sizes = num_groups, out_width, rows.data.shape[1]
     if block_format is FLOAT8_BLOCK:
         if not tile and hopper_choice.launched(
@@ -59,7 +53,10 @@ def grouped_gemm_quantized(
         kernel,
         gemm.grid(num_rows, num_sms, out.device),
         constants,
-        *operands,
+        rows.data,
+        rows.scale,
+        *packed_and_table(weight.data),
+        *packed_and_table(weight.scale),
         *arguments,
         out,
         *as_pair(bias),

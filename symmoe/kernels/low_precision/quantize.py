@@ -37,6 +37,7 @@ from symmoe.kernels.triton.tiles import (
     max_row_tiles,
     row_programs,
     row_tile_prefix,
+    source_rows,
 )
 
 NUM_WARPS = 8
@@ -119,7 +120,7 @@ def load_columns(rows, row_index, first_row, end, feature, signs, SIZES: tl.cons
     """TILE rows from first_row on, as lines [features, TILE] fp32, transformed if there are signs; zeros from row `end`
     on and past the features."""
     row = first_row + tl.arange(0, TILE)
-    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    source = source_rows(row_index, row, end)
     pointers = rows + source.to(tl.int64)[None, :] * SIZES.width + feature[:, None]
     x = tl.load(
         pointers, mask=(row < end)[None, :] & (feature < SIZES.width)[:, None], other=0.0
@@ -160,7 +161,7 @@ def quantize_rows_kernel(
         row = first_row + (
             tl.arange(0, SIZES.lines) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS)
         )
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        source = source_rows(row_index, row, end)
         pointers = rows + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         x = tl.load(
             pointers, mask=(row < end)[:, None] & (column < SIZES.width)[None, :], other=0.0
@@ -288,12 +289,14 @@ def quantize_weight_pairs_kernel(
     )
     store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
-    turned, scales, at = (
+    store_weight_tile(
+        (transposed_data, transposed_scale),
         tl.trans(column_codes),
         tl.trans(column_scales),
         (group, tile_column, tile_line),
+        SIZES,
+        True,
     )
-    store_weight_tile((transposed_data, transposed_scale), turned, scales, at, SIZES, True)
 
 
 @triton.jit
@@ -343,14 +346,12 @@ def quantize_rows(
 ):
     (data, scale), num_groups = out, row_range.shape[1]
     num_rows, width = data.shape[0], rows.shape[1]
-    tile = _ROWS if sums is None else _SUMMED_ROWS
-    constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
+    tile = ROWS if sums is None else _SUMMED_ROWS
     num_columns = ceil_div(width, tile["columns"])
-    grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
     launch(
         quantize_rows_kernel,
-        grid,
-        constants,
+        (row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns),
+        kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile),
         rows,
         row_index,
         row_range,
@@ -458,7 +459,7 @@ def _tile(lines: int, columns: int, num_warps: int) -> dict[str, Any]:
     return {"lines": lines, "columns": columns, "num_warps": num_warps}
 
 
-_ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
+ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
 _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 

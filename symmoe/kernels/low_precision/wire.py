@@ -18,11 +18,11 @@ from symmoe.kernels.launch.launch import (
     launch,
     next_power_of_2,
 )
-from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
+from symmoe.kernels.low_precision.codes import FORMATS, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
     ROW_TILE,
-    ROW_WARPS,
+    ROWS,
     quantize_tile,
     store_column_scales,
     store_part,
@@ -36,11 +36,11 @@ from symmoe.kernels.triton.tiles import (
     max_row_tiles,
     row_programs,
     row_tile_prefix,
+    source_rows,
 )
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
-_OF_ROWS = {"lines": ROW_TILE[0], "columns": ROW_TILE[1], "num_warps": ROW_WARPS}
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def decoded(wire, scales, source, feature, mask, SIZES: tl.constexpr):
     number, scale = e4m3_value(code), stored
     if SIZES.format.scale == "e8m0":
         scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
-        scale = tl.where(stored == E8M0_NAN, float("nan"), scale)
+        scale = tl.where(stored == FORMATS.E8M0_NAN, float("nan"), scale)
     return number * scale
 
 
@@ -98,8 +98,7 @@ def unpack_rows_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, SIZES.lines)
         row = first_row + tl.arange(0, SIZES.lines)
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        lines = wire + source.to(tl.int64)[:, None] * SIZES.row_bytes
+        lines = wire + source_rows(row_index, row, end).to(tl.int64)[:, None] * SIZES.row_bytes
         mask = (row < end)[:, None] & (column < SIZES.width)[None, :]
         values = tl.load(lines + column[None, :], mask=mask)
         tl.store(
@@ -151,8 +150,7 @@ def requantize_columns_kernel(
         _group, first_row, end = locate_rows(tile, prefix, row_range, SIZES.num_groups, TILE)
         feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         row = first_row + tl.arange(0, TILE)
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        source = source.to(tl.int64)[None, :]
+        source = source_rows(row_index, row, end).to(tl.int64)[None, :]
         mask = (row < end)[None, :] & (feature < SIZES.width)[:, None]
         x = (
             decoded(wire, wire_scales, source, feature[:, None], mask, SIZES)
@@ -169,7 +167,7 @@ def encode_rows(rows, wire, block_format):
     launch(
         encode_rows_kernel,
         _grid(rows),
-        _constants(block_format, wire.shape[1], width, **_OF_ROWS),
+        _constants(block_format, wire.shape[1], width, **ROWS),
         rows,
         wire,
         _scales_of(wire, block_format),
@@ -181,18 +179,25 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     (data, scale), (num_rows, width) = out, out[0].shape
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
-    grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
-    constants = kept_sizes(
-        num_groups=num_groups,
-        row_bytes=wire.shape[1],
-        width=width,
-        scale_bytes=scale.shape[1],
-        scale_lanes=next_power_of_2(scale.shape[1]),
-        lines=LINES,
-        columns=COLUMNS,
-        num_warps=NUM_WARPS,
+    launch(
+        unpack_rows_kernel,
+        (row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns),
+        kept_sizes(
+            num_groups=num_groups,
+            row_bytes=wire.shape[1],
+            width=width,
+            scale_bytes=scale.shape[1],
+            scale_lanes=next_power_of_2(scale.shape[1]),
+            lines=LINES,
+            columns=COLUMNS,
+            num_warps=NUM_WARPS,
+        ),
+        wire,
+        row_index,
+        row_range,
+        data,
+        scale,
     )
-    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
 def decode_rows(wire, out, block_format):
@@ -200,7 +205,7 @@ def decode_rows(wire, out, block_format):
     launch(
         decode_rows_kernel,
         _grid(out),
-        _constants(block_format, wire.shape[1], width, **_OF_ROWS),
+        _constants(block_format, wire.shape[1], width, **ROWS),
         wire,
         _scales_of(wire, block_format),
         out,
@@ -220,19 +225,18 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
         row_index=row_index,
     ):
         return
-    constants = _constants(
-        block_format,
-        wire.shape[1],
-        width,
-        dtype=TRITON_DTYPES[dtype],
-        num_groups=row_range.shape[1],
-        lines=COLUMN_TILE[0],
-        num_warps=COLUMN_WARPS,
-    )
     launch(
         requantize_columns_kernel,
         (num_tiles, ceil_div(width, COLUMN_TILE[0])),
-        constants,
+        _constants(
+            block_format,
+            wire.shape[1],
+            width,
+            dtype=TRITON_DTYPES[dtype],
+            num_groups=row_range.shape[1],
+            lines=COLUMN_TILE[0],
+            num_warps=COLUMN_WARPS,
+        ),
         wire,
         _scales_of(wire, block_format),
         row_index,

@@ -15,13 +15,9 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
-from symmoe.kernels.triton.tiles import store_rounded, tile_mask
+from symmoe.kernels.triton.tiles import constants_of, store_rounded, tile_mask
 
-SILU = tl.constexpr(definition.SILU)
-GELU = tl.constexpr(definition.GELU)
-GELU_TANH = tl.constexpr(definition.GELU_TANH)
-GELU_LINEAR = tl.constexpr(definition.GELU_LINEAR)
-GELU_CUBIC = tl.constexpr(definition.GELU_CUBIC)
+DEFINITION = constants_of(definition)
 LOG2_E = tl.constexpr(math.log2(math.e))
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 DENSITY_AT_0 = tl.constexpr(1 / math.sqrt(2 * math.pi))
@@ -74,23 +70,29 @@ def function_and_slope(x, ACTIVATION: tl.constexpr):
 
     Explicit fmas leave no sum of products that the compiler could fuse in one kernel and not in another.
     """
-    if ACTIVATION.function == SILU:
+    if ACTIVATION.function == DEFINITION.SILU:
         sigmoid = 1.0 / (1.0 + tl.exp2(x * (-ACTIVATION.alpha * LOG2_E)))
         value = x * sigmoid
         slope = sigmoid * tl.fma(x * ACTIVATION.alpha, 1.0 - sigmoid, 1.0)
-    elif ACTIVATION.function == GELU:
+    elif ACTIVATION.function == DEFINITION.GELU:
         cdf = 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
         density = tl.exp2(x * x * (-0.5 * LOG2_E)) * DENSITY_AT_0
         value = x * cdf
         slope = tl.fma(x, density, cdf)
-    elif ACTIVATION.function == GELU_TANH:
+    elif ACTIVATION.function == DEFINITION.GELU_TANH:
         square = x * x
         sigmoid = 1.0 / (
-            1.0 + tl.exp2(x * tl.fma(square, -GELU_CUBIC * LOG2_E, -GELU_LINEAR * LOG2_E))
+            1.0
+            + tl.exp2(
+                x
+                * tl.fma(square, -DEFINITION.GELU_CUBIC * LOG2_E, -DEFINITION.GELU_LINEAR * LOG2_E)
+            )
         )
         value = x * sigmoid
         slope = sigmoid * tl.fma(
-            x * (1.0 - sigmoid), tl.fma(square, 3 * GELU_CUBIC, GELU_LINEAR), 1.0
+            x * (1.0 - sigmoid),
+            tl.fma(square, 3 * DEFINITION.GELU_CUBIC, DEFINITION.GELU_LINEAR),
+            1.0,
         )
     else:  # "relu2"
         positive = tl.where(x < 0.0, 0.0, x)
@@ -313,11 +315,10 @@ def scaled_activation_grad_kernel(
 
 def scaled_activation(h, scale, out, activation):
     num_rows, ffn = out.shape
-    constants = _constants(activation, ffn)
     launch(
         scaled_activation_kernel,
         (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
-        constants,
+        _constants(activation, ffn),
         h,
         scale,
         out,
@@ -327,11 +328,10 @@ def scaled_activation(h, scale, out, activation):
 
 def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     num_rows, ffn = dout.shape
-    constants = _constants(activation, ffn)
     launch(
         scaled_activation_grad_kernel,
         (ceil_div(num_rows, ROWS),),
-        constants,
+        _constants(activation, ffn),
         dout,
         h,
         scale,

@@ -88,16 +88,12 @@ def grouped_bias_grad_kernel(
     column = first_column + tl.arange(0, SIZES.block)
     row = start + spread_rows(ROW_STEPS, SPREAD_STEPS)
     # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
-    next_source = row if dout_index is None else tl.load(dout_index + row, mask=row < end, other=0)
+    next_source = source_rows(dout_index, row, end)
     for first_row in tl.range(start, end, GRAD_ROWS, num_stages=NUM_STAGES):
         row = first_row + spread_rows(ROW_STEPS, SPREAD_STEPS)
         next_row = row + GRAD_ROWS
         source = next_source
-        next_source = (
-            next_row
-            if dout_index is None
-            else tl.load(dout_index + next_row, mask=next_row < end, other=0)
-        )
+        next_source = source_rows(dout_index, next_row, end)
         pointers = dout + source.to(tl.int64)[:, None] * SIZES.width + column[None, :]
         tile = tl.load(
             pointers, mask=tile_mask(row, end, column, SIZES.width, SIZES.block), other=0.0
@@ -162,7 +158,7 @@ def grouped_bias_dot_kernel(
             tile, prefix, row_range, SIZES.num_groups, SIZES.block_rows
         )
         row = first_row + tl.arange(0, SIZES.block_rows)
-        source = source_rows(dout_index, first_row, end, SIZES.block_rows)
+        source = source_rows(dout_index, row, end)
         bias_row = bias + group.to(tl.int64) * SIZES.width
         total = tl.full((SIZES.block_rows, SIZES.block), 0.0, dtype=tl.float32)
         for first_column in tl.range(0, SIZES.width, SIZES.block, num_stages=NUM_STAGES):
@@ -190,11 +186,10 @@ def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     dout, dout_index = as_pair(dout)
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    constants = kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS)
     launch(
         grouped_bias_grad_kernel,
         (ceil_div(width, block), num_groups),
-        constants,
+        kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS),
         dout,
         dout_index,
         scale,
@@ -219,27 +214,39 @@ def sum_row_tiles(
     Sums of `neighbours` adjacent tiles are added in a tree, then the trees' results in order.
     """
     num_groups, width = dbias.shape
-    grid = ceil_div(width, SUM_COLUMNS), num_groups
-    constants = kept_sizes(
-        num_groups=num_groups,
-        width=width,
-        tile_rows=tile_rows,
-        steps=neighbours.bit_length() - 1,
-        columns=SUM_COLUMNS,
-        num_warps=4,
+    launch(
+        sum_dbias_kernel,
+        (ceil_div(width, SUM_COLUMNS), num_groups),
+        kept_sizes(
+            num_groups=num_groups,
+            width=width,
+            tile_rows=tile_rows,
+            steps=neighbours.bit_length() - 1,
+            columns=SUM_COLUMNS,
+            num_warps=4,
+        ),
+        bias_sums,
+        row_range,
+        dbias,
     )
-    launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 
 
 def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
     (dout, dout_index), num_rows, (num_groups, width) = as_pair(dout), dscale.shape[0], bias.shape
-    grid = (max_row_tiles(num_rows, num_groups, DOT_ROWS),)
-    constants = kept_sizes(
-        accumulate=accumulate,
-        num_groups=num_groups,
-        width=width,
-        block=min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width)),
-        block_rows=DOT_ROWS,
-        num_warps=NUM_WARPS,
+    launch(
+        grouped_bias_dot_kernel,
+        (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
+        kept_sizes(
+            accumulate=accumulate,
+            num_groups=num_groups,
+            width=width,
+            block=min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width)),
+            block_rows=DOT_ROWS,
+            num_warps=NUM_WARPS,
+        ),
+        dout,
+        dout_index,
+        bias,
+        row_range,
+        dscale,
     )
-    launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)

@@ -142,8 +142,8 @@ class Gemm:
 
     def grid(self, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
         """The grid for num_rows rows."""
-        num_tiles = max_row_tiles(num_rows, self.num_groups, self.config.block_m) * self.num_n_tiles
-        return launch_grid(num_tiles, num_sms, device)
+        num_row_tiles = max_row_tiles(num_rows, self.num_groups, self.config.block_m)
+        return launch_grid(num_row_tiles * self.num_n_tiles, num_sms, device)
 
     def _describe_weight(self) -> Describe:
         """Function from a packed weight to the descriptor that load_weight takes."""
@@ -154,9 +154,9 @@ class Gemm:
             )
 
         def describe_halves(weight: torch.Tensor) -> TensorDescriptor:
-            num_groups, width, in_width = weight.shape
-            gate_up = weight.view(num_groups, 2, width // 2, in_width)
-            return TensorDescriptor.from_tensor(gate_up, [1, 2, block_n, block_k])
+            return TensorDescriptor.from_tensor(
+                weight.unflatten(1, (2, -1)), [1, 2, block_n, block_k]
+            )
 
         return describe_halves
 
@@ -194,12 +194,11 @@ def product(operands, place, GEMM: tl.constexpr):
     product instead of two narrow ones reads rows only once."""
     rows_desc, rows, row_index, weight_desc, weight_table = operands
     group, first_row, end, first_column = place
-    COLUMNS: tl.constexpr = GEMM.sides * GEMM.config.block_n
     pointers = None
     if row_index is not None:
         # Entries past the group's end are arbitrary; row 0 exists wherever a group has rows.
         row = first_row + tl.arange(0, GEMM.config.block_m)
-        source = tl.load(row_index + row, mask=row < end, other=0)
+        source = source_rows(row_index, row, end)
         pointers = (
             rows
             + source.to(tl.int64)[:, None] * GEMM.in_width
@@ -209,7 +208,7 @@ def product(operands, place, GEMM: tl.constexpr):
     weight = (
         None if weight_table is None else matrix_pointer(weight_table, group, rows.dtype.element_ty)
     )
-    acc = tl.full((GEMM.config.block_m, COLUMNS), 0.0, dtype=tl.float32)
+    acc = tl.full((GEMM.config.block_m, GEMM.sides * GEMM.config.block_n), 0.0, dtype=tl.float32)
     for k in tl.range(0, GEMM.in_width, GEMM.config.block_k):
         if row_index is None:
             a = rows_desc.load([first_row, k])
@@ -257,8 +256,7 @@ def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
             tile = desc.load([group, 0, first_column, k]).reshape(FEATURES, BLOCK_K).T
         else:
             column = lane % BLOCK_N
-            is_whole: tl.constexpr = GEMM.columns % BLOCK_N == 0
-            mask = None if is_whole else first_column + column < GEMM.columns
+            mask = None if GEMM.columns % BLOCK_N == 0 else first_column + column < GEMM.columns
             first = pointer + first_column.to(tl.int64) * GEMM.in_width + k
             tile = load_tile(
                 first, lane // BLOCK_N * GEMM.columns + column, k_lane, mask, k_mask, GEMM.in_width
@@ -293,9 +291,8 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 @triton.jit
 def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """out [., WIDTH] += acc [., COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
-    ROWS: tl.constexpr = acc.shape[0]
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
-    parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
+    parts = column_parts(acc, acc.shape[0], COLUMNS, COLUMNS // PART)
     for i in tl.static_range(COLUMNS // PART):
         column = first_column + i * PART + tl.arange(0, PART)
         pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -333,13 +330,12 @@ def grouped_gemm_kernel(
     num_rows,  # N; None: do not write the tail
     GEMM: tl.constexpr,
 ):
-    operands = (rows_desc, rows, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
     ):
         place = tile_place(tile, prefix, row_range, GEMM)
-        acc = product(operands, place, GEMM)
+        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), place, GEMM)
         group, first_row, end, first_column = place
         row = first_row + tl.arange(0, GEMM.config.block_m)
         column = first_column + tl.arange(0, GEMM.config.block_n)
@@ -377,13 +373,13 @@ def grouped_gemm_wgrad_kernel(
         end = tl.load(row_range + WGRAD.num_groups + group)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Indices are loaded one step ahead: the pipeliner would halve its depth for loads that wait for loads.
-        next_i = source_rows(dout_index, start, end, BLOCK_K)
-        next_j = source_rows(rows_index, start, end, BLOCK_K)
+        next_i = source_rows(dout_index, start + tl.arange(0, BLOCK_K), end)
+        next_j = source_rows(rows_index, start + tl.arange(0, BLOCK_K), end)
         for k in tl.range(start, end, BLOCK_K):
             i = next_i
             j = next_j
-            next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
-            next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
+            next_i = source_rows(dout_index, k + BLOCK_K + tl.arange(0, BLOCK_K), end)
+            next_j = source_rows(rows_index, k + BLOCK_K + tl.arange(0, BLOCK_K), end)
             a = load_k_rows(dout_desc, dout, i, k, start, end, m, WGRAD.out_rows, BLOCK_M)
             b = load_k_rows(rows_desc, rows, j, k, start, end, n, WGRAD.columns, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
@@ -492,14 +488,16 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
     wgrad, constants = _wgrad_plan(
         dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape
     )
-    left = dout if dout_index is None else None, dout, dout_index
-    right = rows if rows_index is None else None, rows, rows_index
     launch(
         grouped_gemm_wgrad_kernel,
         launch_grid(wgrad.num_tiles, num_sms, dout.device),
         constants,
-        *left,
-        *right,
+        dout if dout_index is None else None,
+        dout,
+        dout_index,
+        rows if rows_index is None else None,
+        rows,
+        rows_index,
         row_range,
         *packed_and_table(out),
     )
@@ -510,12 +508,13 @@ def _wgrad_plan(
     dtype, most_columns, out_dtype, accumulate, shape: tuple[int, int, int]
 ) -> tuple[Wgrad, Constants]:
     config = gemm_config(shape[2], dtype, most_columns)
-    descriptors = {
-        0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
-        3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
-    }
     wgrad = Wgrad(config, *shape, TRITON_DTYPES[out_dtype], accumulate)
-    return wgrad, wgrad.constants(descriptors)
+    return wgrad, wgrad.constants(
+        {
+            0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
+            3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
+        }
+    )
 
 
 def zero_matrices(out: torch.Tensor | TensorTable) -> None:
@@ -525,8 +524,11 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
         return
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
-    grid = ceil_div(size, ZERO_BLOCK.value), num_groups
-    constants = kept_constants(
-        DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
+    launch(
+        zero_matrices_kernel,
+        (ceil_div(size, ZERO_BLOCK.value), num_groups),
+        kept_constants(
+            DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
+        ),
+        out.pointers,
     )
-    launch(zero_matrices_kernel, grid, constants, out.pointers)

@@ -159,13 +159,12 @@ def grouped_gemm_act_kernel(
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PARTS: tl.constexpr = GEMM.config.parts
     PART: tl.constexpr = BLOCK_N // PARTS
-    operands = (rows_desc, rows, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
     ):
         place = tile_place(tile, prefix, row_range, GEMM)
-        acc = product(operands, place, GEMM)
+        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), place, GEMM)
         group, first_row, end, first_column = place
         row = first_row + tl.arange(0, BLOCK_M)
         if not GEMM.activation.is_gated:
@@ -238,7 +237,6 @@ def grouped_gemm_dact_kernel(
     )  # parts are half a block of dscale's sum, or a whole one
     LEAD: tl.constexpr = GEMM.config.lead
     tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
-    operands = (dout_desc, dout, row_index, weight_desc, weight_table)
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
@@ -246,7 +244,7 @@ def grouped_gemm_dact_kernel(
         place = tile_place(tile, prefix, row_range, GEMM)
         group, first_row, end, first_column = place
         row = first_row + tl.arange(0, GEMM.config.block_m)
-        acc = product(operands, place, GEMM)
+        acc = product((dout_desc, dout, row_index, weight_desc, weight_table), place, GEMM)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
         da_parts = column_parts(acc, GEMM.config.block_m, BLOCK_N, GEMM.config.parts)
         hidden = ()

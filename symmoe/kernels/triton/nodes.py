@@ -9,17 +9,6 @@ from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
 ENTRIES = 1 << 14  # comparisons of a slot with a node that rail_rows makes at a time
 LINES = 128  # tokens, or lines, of a program of plan_in_node
-OF_PLAN = (
-    *(
-        "slot_to_row",
-        "slot_to_rank",
-        "token_to_packed_row",
-        "token_to_primary_row",
-        "block_tokens",
-        "packed_start",
-    ),
-    *("packed_limit", "source_to_packed_start", "source_to_rows"),
-)
 
 
 @fast_jit([])
@@ -62,20 +51,19 @@ def rail_rows_kernel(
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
     (num_tokens, top_k), num_nodes = topk_idx.shape, token_to_rail_row.shape[1]
     lanes, experts_per_rank = next_power_of_2(num_nodes), num_experts // (maps.to_node.numel() - 1)
-    constants = kept_sizes(
-        num_experts=num_experts,
-        experts_per_rank=experts_per_rank,
-        top_k=top_k,
-        here=maps.here,
-        num_nodes=num_nodes,
-        lanes=lanes,
-        tokens=max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k)))),
-        num_warps=8,
-    )
     launch(
         rail_rows_kernel,
         (1,),
-        constants,
+        kept_sizes(
+            num_experts=num_experts,
+            experts_per_rank=experts_per_rank,
+            top_k=top_k,
+            here=maps.here,
+            num_nodes=num_nodes,
+            lanes=lanes,
+            tokens=max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k)))),
+            num_warps=8,
+        ),
         topk_idx,
         maps.to_node,
         numbers,
@@ -95,10 +83,15 @@ def tell_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: t
 
 
 def tell_header(number, peers, source, *, word):
-    constants = kept_sizes(
-        rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1
+    launch(
+        tell_header_kernel,
+        (1,),
+        kept_sizes(rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1),
+        number,
+        peers.bases,
+        source,
+        word,
     )
-    launch(tell_header_kernel, (1,), constants, number, peers.bases, source, word)
 
 
 @fast_jit([])
@@ -192,8 +185,16 @@ def take_rows(rows, index, out):
         num_rows, out = len(rows), out.view(torch.int32)
         rows = rows.view(torch.int32) if num_rows else out  # without rows, strides are arbitrary
         num_words = out.shape[1]
-        constants = kept_sizes(block=min(1024, next_power_of_2(num_words)), num_warps=4)
-        launch(take_rows_kernel, (len(index),), constants, rows, index, out, num_rows, num_words)
+        launch(
+            take_rows_kernel,
+            (len(index),),
+            kept_sizes(block=min(1024, next_power_of_2(num_words)), num_warps=4),
+            rows,
+            index,
+            out,
+            num_rows,
+            num_words,
+        )
 
 
 @fast_jit([])
@@ -328,22 +329,29 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
     num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
     num_foreign = len(found.slot_to_row) - num_tokens - num_sent
-    constants = kept_sizes(
-        here=maps.here,
-        num_nodes=num_nodes,
-        per_node=per_node,
-        top_k=top_k,
-        lines=LINES,
-        num_local=plan.row_range.shape[1],
-        first=maps.first,
-        block=512,
-        num_warps=4,
-    )
     launch(
         plan_in_node_kernel,
         (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),),
-        constants,
-        *[getattr(plan, name) for name in OF_PLAN],
+        kept_sizes(
+            here=maps.here,
+            num_nodes=num_nodes,
+            per_node=per_node,
+            top_k=top_k,
+            lines=LINES,
+            num_local=plan.row_range.shape[1],
+            first=maps.first,
+            block=512,
+            num_warps=4,
+        ),
+        plan.slot_to_row,
+        plan.slot_to_rank,
+        plan.token_to_packed_row,
+        plan.token_to_primary_row,
+        plan.block_tokens,
+        plan.packed_start,
+        plan.packed_limit,
+        plan.source_to_packed_start,
+        plan.source_to_rows,
         token_to_rail_row,
         numbers,
         maps.to_local,

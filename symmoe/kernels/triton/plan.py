@@ -47,12 +47,6 @@ PACKED_ENTRIES = (
 OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots with at a time
 
 
-LAID_OUT = (
-    *("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit"),
-    *("source_to_packed_start", "source_to_row_start", "source_to_rows", "report"),
-)
-
-
 @functools.cache
 def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes: Any) -> Constants:
     """Constants. num_experts: of all ranks. expert_lanes: lanes of a vector over a rank's experts. block_*,
@@ -88,10 +82,14 @@ def splits_to_row_range_kernel(splits, row_range, num_rows: tl.int32, SIZES: tl.
 
 def splits_to_row_range(splits, row_range, num_rows):
     num_groups = splits.shape[0]
-    constants = kept_sizes(
-        num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4
+    launch(
+        splits_to_row_range_kernel,
+        (1,),
+        kept_sizes(num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4),
+        splits,
+        row_range,
+        num_rows,
     )
-    launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 
 
 @triton.jit
@@ -243,20 +241,19 @@ def send_counts_kernel(
 
 def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     other_words = tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header))
-    constants = plan_constants(
-        4,
-        rank=peers.rank,
-        num_ranks=peers.num_ranks,
-        layout=peers.layout,
-        num_experts=num_experts,
-        header=other_words,
-        block_columns=SEND_COLUMNS,
-        block_rows=SEND_BLOCKS,
-    )
     launch(
         send_counts_kernel,
         (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,),
-        constants,
+        plan_constants(
+            4,
+            rank=peers.rank,
+            num_ranks=peers.num_ranks,
+            layout=peers.layout,
+            num_experts=num_experts,
+            header=other_words,
+            block_columns=SEND_COLUMNS,
+            block_rows=SEND_BLOCKS,
+        ),
         block_counts,
         topk_idx,
         peers.bases,
@@ -587,34 +584,48 @@ def post_report_kernel(report, posted: tl.int64, plan: tl.int64, BITS: tl.conste
 
 
 def post_report(report, posted, *, plan):
-    constants = kept_constants(BITS=control.GENERATION_BITS, num_warps=1)
-    launch(post_report_kernel, (1,), constants, report, posted.data_ptr(), plan)
+    launch(
+        post_report_kernel,
+        (1,),
+        kept_constants(BITS=control.GENERATION_BITS, num_warps=1),
+        report,
+        posted.data_ptr(),
+        plan,
+    )
 
 
 def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
-    constants = plan_constants(
-        4,
-        rank=peers.rank,
-        num_ranks=peers.num_ranks,
-        layout=peers.layout,
-        num_experts=plan.splits.numel() * peers.num_ranks,
-        first_rank=ranks[0],
-        end_rank=ranks[-1] + 1,
-        drop=overflow == control.OVERFLOW_DROP,
-        repeats=overflow == control.OVERFLOW_REPEAT,
-        record_errors=capacity >= 0,
-        num_own=plan.row_range.shape[1],
-    )
     has_replicas = plan.replica_ranges.numel() > 0
     launch(
         lay_out_kernel,
         (1,),
-        constants,
+        plan_constants(
+            4,
+            rank=peers.rank,
+            num_ranks=peers.num_ranks,
+            layout=peers.layout,
+            num_experts=plan.splits.numel() * peers.num_ranks,
+            first_rank=ranks[0],
+            end_rank=ranks[-1] + 1,
+            drop=overflow == control.OVERFLOW_DROP,
+            repeats=overflow == control.OVERFLOW_REPEAT,
+            record_errors=capacity >= 0,
+            num_own=plan.row_range.shape[1],
+        ),
         peers.bases,
         received,
         status.data_ptr(),
         capacity,
-        *[getattr(plan, name) for name in LAID_OUT],
+        plan.splits,
+        plan.row_range,
+        plan.slot_start,
+        plan.slot_limit,
+        plan.packed_start,
+        plan.packed_limit,
+        plan.source_to_packed_start,
+        plan.source_to_row_start,
+        plan.source_to_rows,
+        plan.report,
         None if has_replicas else plan.expert_load,
         plan.replica_ranges if has_replicas else None,
     )
@@ -735,19 +746,18 @@ def assign_packed_rows_kernel(
 def assign_rows(topk_idx, block_starts, plan, *, drop):
     (num_tokens, top_k), (num_blocks, num_ranks) = topk_idx.shape, plan.block_tokens.shape
     slots = block_slots(top_k)
-    constants = plan_constants(
-        8,
-        num_ranks=num_ranks,
-        num_experts=plan.slot_start.numel(),
-        top_k=top_k,
-        drop=drop,
-        block_slots=slots,
-        other_slots=min(OTHER_SLOTS, slots),
-    )
     launch(
         assign_rows_kernel,
         (num_blocks,),
-        constants,
+        plan_constants(
+            8,
+            num_ranks=num_ranks,
+            num_experts=plan.slot_start.numel(),
+            top_k=top_k,
+            drop=drop,
+            block_slots=slots,
+            other_slots=min(OTHER_SLOTS, slots),
+        ),
         topk_idx,
         block_starts,
         plan.slot_start,
@@ -761,13 +771,14 @@ def assign_rows(topk_idx, block_starts, plan, *, drop):
         num_tokens,
     )
     if drop:  # only block_tokens counts the kept tokens of earlier blocks
-        constants = plan_constants(
-            4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
-        )
         launch(
             assign_packed_rows_kernel,
             (num_blocks,),
-            constants,
+            plan_constants(
+                4,
+                num_ranks=num_ranks,
+                block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks)),
+            ),
             plan.block_tokens,
             plan.packed_start,
             plan.token_to_primary_row,

@@ -61,23 +61,19 @@ _CAPTURE_MODE_RELAXED = 2
 
 
 def copy_host_to_device(source, destination):
-    device = destination.get_device()
-    with nullcontext() if current_device() == device else torch.cuda.device(device):
-        _copy(host_bytes(source), destination.data_ptr(), device)
-
-
-def _copy(data: memoryview, address: int, device: int) -> None:
-    """Launches copy_bytes on the current stream of `device`, which is the current device."""
     if builder() is not None:
         raise BuildError("addresses of the host are copied to the device")
-    copy = _in_c().copy_bytes
-    launch = _launch_kernel(), _copy_bytes(device), current_stream(device), address, data
-    result = copy(*launch)
-    if result == _INVALID_CONTEXT:  # this thread has not used the device yet
-        driver.set_context(driver.primary_context(device))
+    device = destination.get_device()
+    with nullcontext() if current_device() == device else torch.cuda.device(device):
+        copy = _in_c().copy_bytes
+        functions = _launch_kernel(), _copy_bytes(device)
+        launch = *functions, current_stream(device), destination.data_ptr(), host_bytes(source)
         result = copy(*launch)
-    if result:
-        driver.check(result, "cuLaunchKernel")
+        if result == _INVALID_CONTEXT:  # this thread has not used the device yet
+            driver.set_context(driver.primary_context(device))
+            result = copy(*launch)
+        if result:
+            driver.check(result, "cuLaunchKernel")
 
 
 @functools.cache

@@ -123,19 +123,18 @@ def place_replicas_kernel(
 
 
 def place_replicas(peers, plan, *, slack, num_near):
-    constants = plan_constants(
-        4,
-        rank=peers.rank,
-        num_ranks=peers.num_ranks,
-        layout=peers.layout,
-        num_near=num_near,
-        num_experts=plan.expert_load.numel(),
-        num_replica_slots=plan.replica_to_expert.shape[1],
-    )
     launch(
         place_replicas_kernel,
         (peers.num_ranks // num_near,),
-        constants,
+        plan_constants(
+            4,
+            rank=peers.rank,
+            num_ranks=peers.num_ranks,
+            layout=peers.layout,
+            num_near=num_near,
+            num_experts=plan.expert_load.numel(),
+            num_replica_slots=plan.replica_to_expert.shape[1],
+        ),
         peers.bases,
         plan.replica_to_expert,
         plan.replica_rows,
@@ -196,20 +195,22 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
         plan.copy_slots.shape[1],
     )
     slots = block_slots(top_k)
-    choice = plan_constants(
-        8,
-        num_ranks=num_ranks,
-        num_experts=plan.expert_load.numel(),
-        top_k=top_k,
-        num_replica_slots=plan.replica_to_expert.shape[1],
-        block_slots=slots,
-        other_slots=min(OTHER_SLOTS, slots),
-    )
-    copies = count_constants(top_k, plan.slot_start.numel(), num_ranks)
     launch(
         route_to_replicas_kernel,
         (num_blocks,),
-        kept_constants(SIZES=choice.named["SIZES"], COPIES=copies.named["SIZES"], num_warps=8),
+        kept_constants(
+            SIZES=plan_constants(
+                8,
+                num_ranks=num_ranks,
+                num_experts=plan.expert_load.numel(),
+                top_k=top_k,
+                num_replica_slots=plan.replica_to_expert.shape[1],
+                block_slots=slots,
+                other_slots=min(OTHER_SLOTS, slots),
+            ).named["SIZES"],
+            COPIES=count_constants(top_k, plan.slot_start.numel(), num_ranks).named["SIZES"],
+            num_warps=8,
+        ),
         topk_idx,
         block_starts,
         plan.expert_to_place,
@@ -267,9 +268,17 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
         num_own=num_own,
         first_expert=peers.in_group(peers.rank) * num_own,
     )
-    grid = (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),)
     first, second = ((None, None) if each is None else packed_and_table(each) for each in pair)
-    launch(kernel, grid, constants, *first, *second, *places, peers.bases, received)
+    launch(
+        kernel,
+        (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),),
+        constants,
+        *first,
+        *second,
+        *places,
+        peers.bases,
+        received,
+    )
 
 
 @triton.jit

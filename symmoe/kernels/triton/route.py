@@ -11,7 +11,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control
+from symmoe.kernels import control, routing_rule
 from symmoe.kernels.launch.launch import (
     Constants,
     ceil_div,
@@ -20,9 +20,10 @@ from symmoe.kernels.launch.launch import (
     launch,
     next_power_of_2,
 )
-from symmoe.kernels.routing_rule import SMALLEST, TINY, RoutingRule
+from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.kernels.triton import plan
 from symmoe.kernels.triton.plan import NO_SLOT
+from symmoe.kernels.triton.tiles import constants_of
 
 SCORES_PER_PROGRAM = 1024
 NUM_WARPS = 4
@@ -32,8 +33,7 @@ MOST_COUNTED = (
 )  # experts (a block of tokens then has 16 warps); ranks (bits of an integer)
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
-SMALLEST_SUM = tl.constexpr(TINY)
-SMALLEST_NORMAL = tl.constexpr(SMALLEST)
+RULE = constants_of(routing_rule)
 LOSS_LINES = 16  # lines of sums that are loaded together
 
 
@@ -187,7 +187,7 @@ def choose_experts_kernel(
                 tl.int64
             )
     if SIZES.rule.renormalize:
-        prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
+        prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + RULE.TINY + tl.zeros_like(prob))
     mask = is_token[:, None] & (place < SIZES.top_k)[None, :]
     tl.store(probs + token[:, None] * SIZES.top_k + place[None, :], prob * route_scale, mask=mask)
     if block_counts is not None:
@@ -237,7 +237,7 @@ def choose_experts_grad_kernel(
             number = tl.load(
                 scores + token[:, None] * SIZES.num_experts + chosen, mask=is_chosen, other=0.0
             )
-            divisor = tl.sum(number, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(number)
+            divisor = tl.sum(number, axis=1)[:, None] + RULE.TINY + tl.zeros_like(number)
             inner = tl.sum(d_chosen * tl.div_rn(number, divisor), axis=1)
             d_chosen = tl.div_rn(d_chosen - inner[:, None], divisor)
         d_chosen = tl.where(is_chosen, d_chosen, 0.0)
@@ -325,7 +325,7 @@ def log_of_sum(logit):
 @triton.jit
 def sum_of(score):
     """[tokens, 1], the sum of each token's scores: the divisor of its scores."""
-    return tl.maximum(tl.sum(score, axis=1), SMALLEST_NORMAL)[:, None]
+    return tl.maximum(tl.sum(score, axis=1), RULE.SMALLEST)[:, None]
 
 
 @fast_jit()
@@ -422,7 +422,7 @@ def router_losses_grad_kernel(
             score = tl.load(scores + at, mask=mask, other=0.0)
             total = sum_of(score)
             mean = tl.sum(slope * score, axis=1)[:, None] / total
-            is_normal = tl.sum(score, axis=1)[:, None] >= SMALLEST_NORMAL
+            is_normal = tl.sum(score, axis=1)[:, None] >= RULE.SMALLEST
             slope = (slope - tl.where(is_normal, mean, 0.0)) / total
         slope += tl.full((SIZES.tokens, SIZES.expert_lanes), 0.0, tl.float32)
         tl.store(d_scores + at, tl.where(is_counted[:, None], factor * slope, 0.0), mask=mask)
@@ -433,10 +433,28 @@ def router_losses(
 ):
     _, constants = _loss(scores.shape[1], normalises)
     if len(sums):
-        its = logits, scores, token_mask, sums, len(scores)
-        launch(router_loss_sums_kernel, (len(sums),), constants, *its)
-    its = sums, expert_load, slopes, loss, len(sums), float(balance_coef), float(z_coef)
-    launch(router_loss_kernel, (1,), constants, *its)
+        launch(
+            router_loss_sums_kernel,
+            (len(sums),),
+            constants,
+            logits,
+            scores,
+            token_mask,
+            sums,
+            len(scores),
+        )
+    launch(
+        router_loss_kernel,
+        (1,),
+        constants,
+        sums,
+        expert_load,
+        slopes,
+        loss,
+        len(sums),
+        float(balance_coef),
+        float(z_coef),
+    )
 
 
 def router_losses_grad(
@@ -444,5 +462,16 @@ def router_losses_grad(
 ):
     tokens, constants = _loss(scores.shape[1], normalises)
     if len(scores):
-        its = d_loss, logits, scores, token_mask, slopes, d_logits, d_scores, len(scores)
-        launch(router_losses_grad_kernel, (ceil_div(len(scores), tokens),), constants, *its)
+        launch(
+            router_losses_grad_kernel,
+            (ceil_div(len(scores), tokens),),
+            constants,
+            d_loss,
+            logits,
+            scores,
+            token_mask,
+            slopes,
+            d_logits,
+            d_scores,
+            len(scores),
+        )

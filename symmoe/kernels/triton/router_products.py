@@ -163,17 +163,23 @@ def router_gemm(x, weight, logits):
     if num_tokens == 0:
         return
     block_n = _block(num_experts)
-    grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
-    constants = kept_sizes(
-        num_experts=num_experts,
-        width=width,
-        block_m=TOKENS,
-        block_n=block_n,
-        block_k=BLOCK_K,
-        num_warps=4,
-        num_stages=3,
+    launch(
+        router_gemm_kernel,
+        (ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)),
+        kept_sizes(
+            num_experts=num_experts,
+            width=width,
+            block_m=TOKENS,
+            block_n=block_n,
+            block_k=BLOCK_K,
+            num_warps=4,
+            num_stages=3,
+        ),
+        x,
+        *bf16_parts(weight),
+        logits,
+        num_tokens,
     )
-    launch(router_gemm_kernel, grid, constants, x, *bf16_parts(weight), logits, num_tokens)
 
 
 def router_gemm_grads(d_logits, x, weight, dx, d_weight):
@@ -186,17 +192,23 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
     *parts, d_parts = bf16_parts(d_logits) if dx is None else bf16_parts(weight, d_logits)
     if dx is not None:
-        constants = kept_sizes(
-            num_experts=num_experts,
-            width=width,
-            block_m=TOKENS,
-            block_n=TILE,
-            block_k=min(BLOCK_K, block),
-            num_warps=4,
-            num_stages=2,
+        launch(
+            router_dgrad_kernel,
+            (num_column_tiles, ceil_div(num_tokens, TOKENS)),
+            kept_sizes(
+                num_experts=num_experts,
+                width=width,
+                block_m=TOKENS,
+                block_n=TILE,
+                block_k=min(BLOCK_K, block),
+                num_warps=4,
+                num_stages=2,
+            ),
+            d_parts,
+            *parts,
+            dx,
+            num_tokens,
         )
-        grid = num_column_tiles, ceil_div(num_tokens, TOKENS)
-        launch(router_dgrad_kernel, grid, constants, d_parts, *parts, dx, num_tokens)
     if d_weight is not None:
         block = max(64, block)
         num_expert_tiles = ceil_div(num_experts, block)
@@ -204,17 +216,24 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         sums = (
             d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
         )
-        constants = kept_sizes(
-            num_experts=num_experts,
-            width=width,
-            block_m=block,
-            block_n=TILE,
-            block_k=BLOCK_K,
-            num_warps=4 if block == 64 else 8,
-            num_stages=3,
+        launch(
+            router_wgrad_kernel,
+            (num_column_tiles, num_expert_tiles, num_splits),
+            kept_sizes(
+                num_experts=num_experts,
+                width=width,
+                block_m=block,
+                block_n=TILE,
+                block_k=BLOCK_K,
+                num_warps=4 if block == 64 else 8,
+                num_stages=3,
+            ),
+            d_parts,
+            x,
+            sums,
+            num_tokens,
+            split_tokens,
         )
-        grid = num_column_tiles, num_expert_tiles, num_splits
-        launch(router_wgrad_kernel, grid, constants, d_parts, x, sums, num_tokens, split_tokens)
         if num_splits > 1:
             torch.sum(sums, 0, out=d_weight)
 

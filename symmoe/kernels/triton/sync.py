@@ -3,8 +3,6 @@
 Only three helpers of the protocol use inline assembly: `now_ns`, `system_fence` and `wait_for_words`.
 """
 
-from dataclasses import make_dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -13,22 +11,15 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.launch.launch import (
     Constants,
-    Named,
     fast_jit,
     kept_constants,
     kept_sizes,
     launch,
     next_power_of_2,
 )
+from symmoe.kernels.triton.tiles import constants_of
 
-_NAMED = {
-    name: tl.constexpr(each)
-    for name, each in vars(control).items()
-    if name.isupper() and type(each) is int
-}
-CONTROL = Named(
-    make_dataclass("Control", _NAMED, frozen=True)(**_NAMED)
-)  # the constants of kernels/control.py
+CONTROL = constants_of(control)
 SPOIL_WORDS = tl.constexpr(
     512
 )  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread

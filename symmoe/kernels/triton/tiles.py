@@ -5,7 +5,8 @@ Letters: twin/gemm.py. The rows of group g begin at row_range[g] and end at row_
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.launch.launch import Constants, Describe, ceil_div
+from symmoe.kernels.launch.launch import Constants, Describe, Named, ceil_div
 
 ZERO_BLOCK = tl.constexpr(
     2048
@@ -59,6 +60,16 @@ def most_columns(device: torch.device) -> int:
     return MOST_COLUMNS if architectures.multiplies_shared(device) else MOST_COLUMNS // 2
 
 
+def constants_of(module: ModuleType) -> Named:
+    """The numbers and texts of a module as constants that kernels may read."""
+    named = {
+        name: tl.constexpr(each)
+        for name, each in vars(module).items()
+        if name.isupper() and type(each) in (int, float, str)
+    }
+    return Named(make_dataclass("Constants", named, frozen=True)(**named))
+
+
 @functools.lru_cache
 def device_num_sms(device: torch.device) -> int:
     """Number of SMs of a CUDA device."""
@@ -81,8 +92,7 @@ def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
 @triton.jit
 def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Inclusive prefix sum of the groups' row tiles [lanes, a power of two], and their total."""
-    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
-    group = tl.arange(0, GROUP_LANES)
+    group = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
     start = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
     num_tiles = (
@@ -259,11 +269,10 @@ def load_k_rows(
     A ragged TMA descriptor ends reads at the group's end in hardware. desc None: pointers read the tensor's rows
     `source`, int32[BLOCK_K].
     """
-    BLOCK_K: tl.constexpr = source.shape[0]
     if desc is not None:
         tile = load_ragged(desc, start, end - start, [position - start, first_column])
     else:
-        row = position + tl.arange(0, BLOCK_K)
+        row = position + tl.arange(0, source.shape[0])
         column = first_column + tl.arange(0, BLOCK)
         pointers = pointer + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
         tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
@@ -271,9 +280,8 @@ def load_k_rows(
 
 
 @triton.jit
-def source_rows(index, position, end, BLOCK_K: tl.constexpr):
-    """Places of BLOCK_K rows from `position` on in their tensor; if gathered, row 0 for rows at and past end."""
-    row = position + tl.arange(0, BLOCK_K)
+def source_rows(index, row, end):
+    """Places of rows in their tensor; if gathered, row 0 for rows at and past end."""
     return row if index is None else tl.load(index + row, mask=row < end, other=0)
 
 
@@ -351,8 +359,12 @@ def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
     The last two dimensions are the matrix, extended to TMA's limit. The first two let a read begin and end anywhere:
     load_ragged moves the base so that the matrix ends at the group's end; addresses wrap around.
     """
-    num_rows, width = rows.shape
-    if num_rows > 2**30:
-        raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {num_rows}")
-    shape = [0x7FFF0000, 0x7FFF0000, 2**30, width]
-    return TensorDescriptor(rows, shape, [2**34 - width, width, width, 1], [1, 1, *block])
+    if len(rows) > 2**30:
+        raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {len(rows)}")
+    return TensorDescriptor(rows, *ragged_extent(rows), [1, 1, *block])
+
+
+def ragged_extent(rows: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of a ragged descriptor."""
+    width = rows.shape[1]
+    return [0x7FFF0000, 0x7FFF0000, 2**30, width], [2**34 - width, width, width, 1]

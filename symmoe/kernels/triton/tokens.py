@@ -44,12 +44,7 @@ def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
     constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     found = constants.named["SIZES"]
     num_tiles = ceil_div(num_rows, int(found.tokens)) * int(found.column_tiles)
-    launch(
-        kernel,
-        (min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas),),
-        constants,
-        *args,
-    )
+    launch(kernel, (min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas),), constants, *args)
 
 
 @functools.cache
@@ -80,9 +75,12 @@ def _cut(
 
 def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
     """Launches a kernel that moves num_slots slots or values."""
-    num_programs = more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM)
-    constants = _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
-    launch(kernel, (num_programs,), constants, *args)
+    launch(
+        kernel,
+        (more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM),),
+        _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4),
+        *args,
+    )
 
 
 def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
@@ -101,11 +99,10 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
 
 def _moved(name, rows, num_ctas, *args, **options) -> bool:
     """Launches the kernel for few programs, if num_ctas is given and a kernel supports these rows, at least one row."""
+    if num_ctas is None or rows.shape[0] == 0:
+        return False
     output = rows.device, rows.dtype, rows.shape[1]
-    is_given = num_ctas is not None and rows.shape[0] > 0
-    return is_given and hopper_choice.launched(
-        name, output, (rows,), *args, num_ctas=num_ctas, **options
-    )
+    return hopper_choice.launched(name, output, (rows,), *args, num_ctas=num_ctas, **options)
 
 
 @triton.jit
@@ -146,7 +143,6 @@ def push_rows_kernel(
     but: tl.int32,
     SIZES: tl.constexpr,
 ):
-    ELEMENT: tl.constexpr = x.dtype.element_ty
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
@@ -166,34 +162,36 @@ def push_rows_kernel(
             goes = (row >= 0) & (offset >= 0) & (rank != but)
             address = tl.load(bases + rank) + offset + row.to(tl.int64) * SIZES.row_bytes
             tl.store(
-                row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column
+                row_pointers(address, x.dtype.element_ty) + column,
+                values,
+                mask=goes[:, None] & is_column,
             )
 
 
 def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
     num_tokens, num_ranks = x.shape[0], peers.num_ranks
     ranks = range(num_ranks) if ranks is None else ranks
-    if len(ranks) == 1 and ranks.start == but:
-        return
-    if len(ranks) == 1 and _moved(
-        *("push_rows", x, num_ctas, x, token_to_row, peers, received),
-        column=column,
-        rank=ranks.start,
+    if len(ranks) == 1 and (
+        ranks.start == but
+        or _moved(
+            *("push_rows", x, num_ctas, x, token_to_row, peers, received),
+            column=column,
+            rank=ranks.start,
+        )
     ):
         return
-    args = (
-        x,
-        token_to_row,
-        peers.bases,
-        received,
-        num_tokens,
-        ranks.start,
-        ranks.stop,
-        -1 if but is None else but,
-    )
     _move(
         push_rows_kernel,
-        args,
+        (
+            x,
+            token_to_row,
+            peers.bases,
+            received,
+            num_tokens,
+            ranks.start,
+            ranks.stop,
+            -1 if but is None else but,
+        ),
         x,
         num_tokens,
         COPY_ACCESSES,
@@ -271,10 +269,9 @@ def push_slots_kernel(
 
 def push_slots(slots, region, peers, received, *, row_column, prob_column):
     num_tokens, top_k = slots[0].shape
-    args = *slots, *region, peers.bases, received, num_tokens, region[1].shape[0]
     _move_slots(
         push_slots_kernel,
-        args,
+        (*slots, *region, peers.bases, received, num_tokens, region[1].shape[0]),
         num_tokens * top_k,
         peers.num_ranks,
         top_k=top_k,
@@ -327,8 +324,12 @@ def index_rows_kernel(
 
 def index_rows(wire, packed, num_rows, trip, index):
     numbers = index[0].numel(), index[1].numel()
-    args = *wire, *packed, num_rows, *trip, *index, *numbers
-    _move_slots(index_rows_kernel, args, max(numbers), top_k=index[0].shape[1])
+    _move_slots(
+        index_rows_kernel,
+        (*wire, *packed, num_rows, *trip, *index, *numbers),
+        max(numbers),
+        top_k=index[0].shape[1],
+    )
 
 
 @triton.jit
@@ -376,8 +377,14 @@ def place_rows_kernel(
 
 def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     if rows.numel():
-        args = x, slot_to_rank, slot_to_row, rows, received, x.shape[0], rank
-        _move(place_rows_kernel, args, x, x.shape[0], COPY_ACCESSES, top_k=slot_to_row.shape[1])
+        _move(
+            place_rows_kernel,
+            (x, slot_to_rank, slot_to_row, rows, received, x.shape[0], rank),
+            x,
+            x.shape[0],
+            COPY_ACCESSES,
+            top_k=slot_to_row.shape[1],
+        )
 
 
 @fast_jit(["rows"])
@@ -421,10 +428,9 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
     tables = packed_to_row, source_to_packed_start
     if source is not None and _moved("fan_out", rows, num_ctas, rows, *tables, source=source):
         return
-    args = rows, *tables, rank, -1 if source is None else source
     _move(
         fan_out_kernel,
-        args,
+        (rows, *tables, rank, -1 if source is None else source),
         rows,
         num_packed_cap,
         COPY_ACCESSES,
@@ -446,7 +452,6 @@ def push_sums_kernel(
     end_step: tl.int32,
     SIZES: tl.constexpr,
 ):
-    ELEMENT: tl.constexpr = rows.dtype.element_ty
     for step in range(first_step, end_step):  # every rank begins with another rank
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
@@ -479,8 +484,9 @@ def push_sums_kernel(
                 for more in tl.static_range(SIZES.unroll):
                     # A missing row is not added as 0.0, which would turn -0.0 into 0.0.
                     total = tl.where(masks[more], total + values[more].to(tl.float32), total)
-            target = row_pointers(region + index.to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
-            tl.store(target, total.to(ELEMENT), mask=mask)
+            address = region + index.to(tl.int64) * SIZES.row_bytes
+            target = row_pointers(address, rows.dtype.element_ty) + column
+            tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
 
 
 def push_sums(
@@ -505,15 +511,11 @@ def push_sums(
         home=source,
     ):
         return
-    steps = (
-        (1, num_ranks)
-        if source is None
-        else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
-    )
-    args = rows, *tables, peers.bases, received, rank, *steps
+    step = None if source is None else (source - rank) % num_ranks
+    steps = (1, num_ranks) if step is None else (step, step + 1)
     _move(
         push_sums_kernel,
-        args,
+        (rows, *tables, peers.bases, received, rank, *steps),
         rows,
         num_packed_cap,
         SUM_ACCESSES,
@@ -534,8 +536,12 @@ def gather_values_kernel(row_values, packed_to_row, num_packed, packed_values, S
 
 
 def gather_values(row_values, packed_to_row, num_packed, packed_values):
-    args = row_values, packed_to_row, num_packed, packed_values
-    _move_slots(gather_values_kernel, args, packed_to_row.numel(), top_k=packed_to_row.shape[1])
+    _move_slots(
+        gather_values_kernel,
+        (row_values, packed_to_row, num_packed, packed_values),
+        packed_to_row.numel(),
+        top_k=packed_to_row.shape[1],
+    )
 
 
 @triton.jit
@@ -552,7 +558,6 @@ def call_failed(received, SIZES: tl.constexpr):
 def pull_rows_kernel(
     source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
-    ELEMENT: tl.constexpr = out.dtype.element_ty
     failed = call_failed(received, SIZES)
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
@@ -582,7 +587,10 @@ def pull_rows_kernel(
             for step in tl.static_range(SIZES.unroll):
                 has = (rows[step] >= 0) & (places[step] != 0)
                 source = (
-                    row_pointers(places[step] + rows[step].to(tl.int64) * SIZES.row_bytes, ELEMENT)
+                    row_pointers(
+                        places[step] + rows[step].to(tl.int64) * SIZES.row_bytes,
+                        out.dtype.element_ty,
+                    )
                     + column
                 )
                 values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
@@ -592,16 +600,15 @@ def pull_rows_kernel(
         total = tl.where(failed, float("nan"), total)
         tl.store(
             row_places(out, token, column, SIZES),
-            total.to(ELEMENT),
+            total.to(out.dtype.element_ty),
             mask=is_token[:, None] & is_column,
         )
 
 
 def pull_rows(source_rank, source_row, peers, received, out, *, column):
-    args = source_rank, source_row, peers.bases, received, out, out.shape[0]
     _move(
         pull_rows_kernel,
-        args,
+        (source_rank, source_row, peers.bases, received, out, out.shape[0]),
         out,
         out.shape[0],
         SUM_ACCESSES,
@@ -650,13 +657,12 @@ def sum_home_kernel(
     own_rank: tl.int32,
     SIZES: tl.constexpr,
 ):
-    ELEMENT: tl.constexpr = out.dtype.element_ty
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
-        own = tl.full(SIZES.tile, 0.0, ELEMENT)
+        own = tl.full(SIZES.tile, 0.0, out.dtype.element_ty)
         for first in range(0, SIZES.num_ranks, SIZES.peers_unroll):
             packed, values = (), ()
             for step in tl.static_range(SIZES.peers_unroll):
@@ -692,7 +698,7 @@ def sum_home_kernel(
         total = tl.where(failed, float("nan"), total)
         tl.store(
             row_places(out, token, column, SIZES),
-            total.to(ELEMENT),
+            total.to(out.dtype.element_ty),
             mask=is_token[:, None] & is_column,
         )
 
@@ -703,10 +709,9 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
     if num_ranks > 1 and _moved("sum_home", out, num_ctas, rows, index, trip, out, rank=rank):
         return
-    args = *rows, *index, *trip, out, num_tokens, top_k, rank
     _move(
         sum_home_kernel,
-        args,
+        (*rows, *index, *trip, out, num_tokens, top_k, rank),
         out,
         num_tokens,
         HOME_ACCESSES,
@@ -741,10 +746,9 @@ def pull_values_kernel(
 
 
 def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
-    args = slot_to_rank, token_to_packed_row, peers.bases, received, out, out.shape[0]
     _move_slots(
         pull_values_kernel,
-        args,
+        (slot_to_rank, token_to_packed_row, peers.bases, received, out, out.shape[0]),
         out.numel(),
         top_k=out.shape[1],
         num_ranks=peers.num_ranks,

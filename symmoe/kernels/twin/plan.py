@@ -177,12 +177,16 @@ class PlanKernels:
             plan.expert_load.copy_(load_Re.flatten())
 
         report = plan.report.zero_()
-        report[control.SUM_ERROR : control.SUM_WHERE + 1] = report.new_tensor(error)
-        report[control.SUM_NUM_ROWS] = kept_Re[rank].sum()
-        report[control.SUM_MAX_ROWS] = kept_Re.sum(1).max()
-        report[control.SUM_NUM_PACKED] = regions_RR[:, rank].sum()
-        report[control.SUM_MAX_PACKED] = regions_RR.sum(0).max()
-        report[control.SUM_NUM_DROPPED] = 0 if failed else (load_Re - kept_Re).sum()
+        report[control.SUM_ERROR : control.SUM_NUM_DROPPED + 1] = report.new_tensor(
+            [
+                *error,
+                int(kept_Re[rank].sum()),
+                int(kept_Re.sum(1).max()),
+                int(regions_RR[:, rank].sum()),
+                int(regions_RR.sum(0).max()),
+                0 if failed else int((load_Re - kept_Re).sum()),
+            ]
+        )
         if (
             capacity >= 0
             and failed

@@ -116,10 +116,9 @@ class QuantizedGemmKernels:
         """
         block_format = check_wgrad(dout, rows, out)
         if block_format is not FLOAT8_BLOCK:
-            one_group = (equal_groups(1, each.data.shape[0], out.device) for each in (dout, rows))
             left, right = (
-                _numbers(each.data, each.scale, lines, block_format)
-                for each, lines in zip((dout, rows), one_group, strict=True)
+                _numbers(data, scale, equal_groups(1, len(data), out.device), block_format)
+                for data, scale, _ in (dout, rows)
             )
         first = 0
         for g, span in gemm.groups(row_range):

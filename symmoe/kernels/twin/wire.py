@@ -17,18 +17,12 @@ class WireKernels:
     def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
         """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
         num_rows, width = rows.shape
-        data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
-        scale = rows.new_empty(
-            (num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype
-        )
+        wire[:, width:] = 0  # the padding too
         QuantizeKernels.quantize_rows(
-            rows, equal_groups(1, num_rows, rows.device), (data, scale), block_format
-        )
-        end = width + scale.shape[1] * scale.element_size()
-        wire[:, :width], wire[:, width:end], wire[:, end:] = (
-            data.view(torch.uint8),
-            scale.view(torch.uint8),
-            0,
+            rows,
+            equal_groups(1, num_rows, rows.device),
+            _data_and_scale(wire, width, block_format),
+            block_format,
         )
 
     @staticmethod
@@ -54,15 +48,10 @@ class WireKernels:
     @writes("out")
     def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
         """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
-        num_rows, width = out.shape
-        num_blocks = block_format.num_blocks(width)
-        scale_bytes = num_blocks * block_format.scale_dtype.itemsize
-        data = wire[:, :width].contiguous().view(block_format.data_dtype).float()
-        scale = (
-            wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
-        )
-        spread = scale.repeat_interleave(block_format.block, dim=1)[:, :width]
-        out.copy_(data * spread.view(num_rows, width))
+        width = out.shape[1]
+        data, scale = _data_and_scale(wire, width, block_format)
+        spread = scale.float().repeat_interleave(block_format.block, dim=1)[:, :width]
+        out.copy_(data.float() * spread)
 
     @staticmethod
     @writes("out")
@@ -85,3 +74,10 @@ class WireKernels:
         decoded = torch.empty((end, out[0].shape[0]), dtype=dtype, device=wire.device)
         WireKernels.decode_rows(rows, decoded, block_format)
         QuantizeKernels.quantize_columns(decoded, row_range, out, block_format)
+
+
+def _data_and_scale(wire: torch.Tensor, width: int, block_format: BlockFormat) -> Buffers:
+    """Views of the data and the scales in rows of the wire."""
+    end = width + block_format.num_blocks(width) * block_format.scale_dtype.itemsize
+    scale = wire[:, width:end].view(block_format.scale_dtype)
+    return wire[:, :width].view(block_format.data_dtype), scale

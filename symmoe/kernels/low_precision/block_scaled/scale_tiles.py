@@ -106,10 +106,9 @@ def tile_row_start(number, num_blocks):
 def swizzle_scales(scale, row_range, swizzled):
     if isinstance(scale, ScaleTable):
         down, across = scale.most_tiles
-        grid = scale.sources.shape[0], ceil_div(across, _OF_TABLE.named["TILES"]), down
         launch(
             swizzle_scales_kernel,
-            grid,
+            (scale.sources.shape[0], ceil_div(across, _OF_TABLE.named["TILES"]), down),
             _OF_TABLE,
             scale.sources,
             scale.shapes,
@@ -118,13 +117,12 @@ def swizzle_scales(scale, row_range, swizzled):
         )
         return
     rows_of_tiles, across, _ = swizzled.shape
-    constants = _constants(
-        scale.shape[1], operands.require_tensor("row_range", row_range).shape[1], TILES=1
-    )
     launch(
         swizzle_scales_kernel,
         (rows_of_tiles, across),
-        constants,
+        _constants(
+            scale.shape[1], operands.require_tensor("row_range", row_range).shape[1], TILES=1
+        ),
         scale.view(torch.uint8),
         row_range,
         swizzled,

@@ -158,8 +158,7 @@ def apply_global_scales(acc, left, right, group, is_there):
 @triton.jit
 def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr):
     """row_tile_prefix of the tiles that have rows of ranges; tiles are counted from the groups' first rows."""
-    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
-    group = tl.arange(0, GROUP_LANES)
+    group = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
     start = tl.load(group_range + group, mask=group < NUM_GROUPS, other=0)
     begin = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
@@ -328,13 +327,14 @@ def plan_gemm(
         in_width=line_bytes * block_format.elements_per_byte,
         native=unit is not None,
     )
-    descriptors = {
-        0: describe([config.block_m, step]),
-        1: _describe_scales(1, across, block_format),
-        2: describe([1, config.block_n, step]),
-        4: _describe_scales(config.block_n // formats.TILE, across, block_format),
-    }
-    return gemm, gemm.constants(descriptors)
+    return gemm, gemm.constants(
+        {
+            0: describe([config.block_m, step]),
+            1: _describe_scales(1, across, block_format),
+            2: describe([1, config.block_n, step]),
+            4: _describe_scales(config.block_n // formats.TILE, across, block_format),
+        }
+    )
 
 
 @functools.cache
@@ -358,15 +358,17 @@ def plan_wgrad(
     wgrad = ScaledWgrad(
         config, *shape, TRITON_DTYPES[dtype], accumulate, block_format, unit is not None
     )
-    descriptors = {
-        0: describe([config.block_m, step]),
-        1: _describe_scales(config.block_m // formats.TILE, across, block_format),
-        2: describe([config.block_n, step]),
-        3: _describe_scales(config.block_n // formats.TILE, across, block_format),
-    }
     # Otherwise the last global scale and the addition become one fma, and a sum that is added here has other bits than
     # a sum that is stored and added later.
-    return wgrad, wgrad.constants(descriptors, enable_fp_fusion=False)
+    return wgrad, wgrad.constants(
+        {
+            0: describe([config.block_m, step]),
+            1: _describe_scales(config.block_m // formats.TILE, across, block_format),
+            2: describe([config.block_n, step]),
+            3: _describe_scales(config.block_n // formats.TILE, across, block_format),
+        },
+        enable_fp_fusion=False,
+    )
 
 
 def _gemm_config(block_format: formats.BlockFormat, unit: Unit, out_width: int) -> TileConfig:
