@@ -106,7 +106,9 @@ def predict(
     name: str, num_ranks: int, exponent: float, rates: dict[str, float]
 ) -> list[dict[str, object]]:
     """Of both layouts and 2 and 4 places."""
-    shape, rng, found = SHAPES[name], np.random.default_rng(1), []
+    shape = SHAPES[name]
+    rng = np.random.default_rng(1)
+    found = []
     shares = popularity(shape, exponent)
     counts = rng.multinomial(TOKENS * shape.top_k, shares / shares.sum(), size=num_ranks)
     orders = [rng.permutation(shape.num_experts) for _ in range(NUM_ORDERS)]
@@ -139,7 +141,8 @@ def predict(
 
 def main() -> None:
     json_option = {"--json": {"type": Path, "help": "write what is predicted to this file"}}
-    options, found = parser_of(__doc__, json_option).parse_args(), []
+    options = parser_of(__doc__, json_option).parse_args()
+    found = []
     for name in SHAPES:
         rates = fit(name)
         print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in rates.items())}")

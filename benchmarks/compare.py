@@ -50,7 +50,8 @@ def compare(records: Sequence[Record], baseline: Sequence[Record]) -> tuple[bool
 
     Compares every record that has a yardstick, by what it measures.
     """
-    now, before = _ratios(records), _ratios(baseline)
+    now = _ratios(records)
+    before = _ratios(baseline)
     both = [where for where in before if where in now]
     dropped = [where for where in both if now[where] < (1 - MAX_DROP) * before[where]]
     lines = [

@@ -214,7 +214,8 @@ def is_within(result: dict[str, Any]) -> bool:
 
 def line_of(way: str, result: dict[str, Any]) -> str:
     """A result for people."""
-    final, more = result["final_bits_per_byte"], result["more_than_bf16"]
+    final = result["final_bits_per_byte"]
+    more = result["more_than_bf16"]
     each = ", ".join(f"{bits:.4f}" for bits in final["seeds"].values())
     line = f"{way:28} {each} held-out bits per byte"
     if final["standard_error"] is not None:
@@ -242,7 +243,8 @@ def draw(curves: Curves, path: str) -> None:
                 [[step["train_bits_per_byte"] for step in steps] for steps in by_seed.values()]
             ).mean(0)
             smooth = loss.unfold(0, min(SMOOTHED_STEPS, len(loss)), 1).mean(1)
-            at, line = range(len(loss) - len(smooth) + 1, len(loss) + 1), WAYS[way].line
+            at = range(len(loss) - len(smooth) + 1, len(loss) + 1)
+            line = WAYS[way].line
             left.plot(at, smooth, label=way, **line)
             at = [*heldout(next(iter(by_seed.values())))]
             if way == BASELINE:

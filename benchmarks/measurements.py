@@ -373,7 +373,8 @@ def trainings() -> Iterable[list[Training]]:
 
 
 def of_megatron(one: Record) -> Training:
-    shape, name = one["shape"], one["trained"].replace("+", ", ")
+    shape = one["shape"]
+    name = one["trained"].replace("+", ", ")
     tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
     name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
     return f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"]

@@ -58,7 +58,8 @@ def dispatch_lines(kernel: str) -> dict[str, set[tuple[str, int]]]:
     """Lines (file name, number) of the reads and the writes of a listed kernel's dispatch, as its source is now."""
     file, helper = KERNELS[kernel]
     function = _function(file, kernel)
-    name, start = Path(file).name, function.lineno
+    name = Path(file).name
+    start = function.lineno
     writes = {(name, start), (name, function.body[-1].lineno)}
     if helper is not None:
         writes.add((Path(helper[0]).name, _function(*helper).lineno))
@@ -79,7 +80,9 @@ def is_dispatch(accesses: list[str]) -> bool:
         parsed = _ACCESS.match(access)
         if parsed is None or parsed[2] not in KERNELS:
             return False
-        kind, kernel, place = parsed[1], parsed[2], (parsed[3], int(parsed[4]))
+        kind = parsed[1]
+        kernel = parsed[2]
+        place = (parsed[3], int(parsed[4]))
         if place not in dispatch_lines(kernel)[kind]:
             return False
         kinds.add(kind)

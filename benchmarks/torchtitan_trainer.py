@@ -73,7 +73,9 @@ class Text(IterableDataset):
     """Sequences of the corpus from a step on; the same global batches on any number of ranks."""
 
     def __init__(self, rank: int, batch_size: int, seq_len: int, first_step: int) -> None:
-        self.corpus, self.seq_len, self.first_step = load_corpus(), seq_len, first_step
+        self.corpus = load_corpus()
+        self.seq_len = seq_len
+        self.first_step = first_step
         self.mine = range(rank * batch_size, (rank + 1) * batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -163,10 +165,8 @@ def small_qwen3(
 ) -> Trainer.Config:
     """torchtitan's debug configuration of Qwen3-MoE on bytes of the corpus, with these sizes of the model, on all
     ranks."""
-    rope, dim = (
-        CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6),
-        sizes["dim"],
-    )
+    rope = CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6)
+    dim = sizes["dim"]
     layers = _build_qwen3_moe_layers(
         n_layers=num_layers, attn_backend="flex", moe_comm_backend="standard", rope=rope, **sizes
     )
@@ -186,7 +186,8 @@ def small_qwen3(
     config.model_spec = replace(
         config.model_spec, model=model, parallelize_fn=stand_ins.parallelize
     )
-    config.tokenizer, config.dataloader = Bytes.Config(), Loader.Config()
+    config.tokenizer = Bytes.Config()
+    config.dataloader = Loader.Config()
     config.training = replace(
         config.training, local_batch_size=sequences, seq_len=context, steps=steps
     )
@@ -203,10 +204,8 @@ def small_qwen3(
 
 def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     """What a Trainer is to do."""
-    sizes, numbers = (
-        TINY if arguments.tiny else SIZES,
-        {"sequences": arguments.sequences, "context": arguments.context},
-    )
+    sizes = TINY if arguments.tiny else SIZES
+    numbers = {"sequences": arguments.sequences, "context": arguments.context}
     config = small_qwen3(sizes, num_layers=arguments.layers, steps=arguments.steps, **numbers)
     config.dump_folder = folder
     config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
@@ -230,7 +229,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = config_of(arguments, folder).build()
         trainer.train()
-        clock, is_main = trainer.metrics_processor, dist.get_rank() == 0
+        clock = trainer.metrics_processor
+        is_main = dist.get_rank() == 0
         trainer.close()
     num_tokens = NUM_RANKS * arguments.sequences * arguments.context
     half = clock.ends_s[len(clock.ends_s) // 2 - 1 :]

@@ -130,7 +130,8 @@ def train(arguments: argparse.Namespace, way: str, ranks: Ranks, folder: str) ->
     if way == "symmoe":
         heap = symmoe.SymmetricHeap(num_bytes=heap_bytes(arguments, num_ranks))
         swap_moe(model, heap)
-    clock, steps = Clock(arguments.warm_up), arguments.warm_up + arguments.steps
+    clock = Clock(arguments.warm_up)
+    steps = arguments.warm_up + arguments.steps
     settings = TrainingArguments(
         folder,
         max_steps=steps,
@@ -200,7 +201,8 @@ def run(arguments: argparse.Namespace) -> None:
     for way, runs in found.items():
         figures = {name: [run[name] for run in runs] for name in runs[0]}
         results.append({"way": way, "ranks": ranks.num_ranks} | figures | shape)
-        rate, loss = statistics.median(figures["tokens_per_s"]), min(figures["loss"])
+        rate = statistics.median(figures["tokens_per_s"])
+        loss = min(figures["loss"])
         print(
             f"{way:12s}{rate:12,.0f} tokens/s{loss:10.4f} loss {figures['losses'][0]}", flush=True
         )

@@ -71,9 +71,11 @@ def bench_deepep(problem: Problem, run: Run) -> list[Record]:
 def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
     """Both trips by themselves: forward with the layout, backward with the handle of the first. Collective."""
     buffer = open_buffer(problem)
-    topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
+    topk_idx = problem.topk_idx.long()
+    num_experts = problem.case.shape.num_experts
     x, probs, _, _ = problem.inputs
-    tokens, token_probs = x.detach(), probs.detach()
+    tokens = x.detach()
+    token_probs = probs.detach()
     first = _Trip(buffer, topk_idx, num_experts)
     arrived, _ = first.dispatch(tokens, token_probs)
 
@@ -96,8 +98,10 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
             max_error,
         )
 
-    goes_to, rank = Places.of(problem.routing).goes_to, problem.rank
-    leave, come = goes_to[rank].sum(0), goes_to[:, :, rank].sum(1)  # rows, by rank
+    goes_to = Places.of(problem.routing).goes_to
+    rank = problem.rank
+    leave = goes_to[rank].sum(0)
+    come = goes_to[:, :, rank].sum(1)  # rows, by rank
     packed = LocalRows.of(problem).packed  # both have their rows ordered by source rank and token
     sums = tokens.float() * goes_to[rank].sum(1).to(problem.device)[:, None]
     records = []

@@ -38,7 +38,8 @@ _COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
     """`host_us`: the median time until a step's call returns, with an idle GPU before it. On GPUs also its kernels,
     calls that wait for the GPU, copies from device to device and allocations. Collective."""
-    host_us, counted = list[float](), ("launches", "waits", "copies", "allocations")
+    host_us = list[float]()
+    counted = ("launches", "waits", "copies", "allocations")
     for _ in range(_HOST_STEPS):
         ranks.barrier()
         start = time.perf_counter()
@@ -139,7 +140,10 @@ class MemoryMeter:
     Synchronises, also to read the peak."""
 
     def __init__(self, device: torch.device, heap: SymmetricHeap | None) -> None:
-        self._on_gpu, self._heap, self._allocated, self._leased = device.type == "cuda", heap, 0, 0
+        self._on_gpu = device.type == "cuda"
+        self._heap = heap
+        self._allocated = 0
+        self._leased = 0
         if self._on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -86,18 +86,23 @@ def product(
 ) -> list[Variant]:
     """out [N, O] of rows [N, C] and weights [G, O, C]. widths: O, C."""
     O, C = widths
-    G, N = on_host.shape[1], int(on_host[1, -1])
-    ops, row_range = kernels.for_device(numbers.device), on_host.to(numbers.device)
+    G = on_host.shape[1]
+    N = int(on_host[1, -1])
+    ops = kernels.for_device(numbers.device)
+    row_range = on_host.to(numbers.device)
     spans = spans_of(on_host)
-    rows, row_scale = numbers.data(N, C), numbers.scale(N, num_blocks(C))
-    weight, weight_scale = numbers.data(G, O, C), numbers.scale(G, num_blocks(O), num_blocks(C))
+    rows = numbers.data(N, C)
+    row_scale = numbers.scale(N, num_blocks(C))
+    weight = numbers.data(G, O, C)
+    weight_scale = numbers.scale(G, num_blocks(O), num_blocks(C))
     out = torch.empty(N, O, dtype=BF16, device=numbers.device)
 
     def expected(g: int) -> torch.Tensor:
         by_row = weight_scale[g].repeat_interleave(BLOCK, 0)[:O]
         return dequantised(rows[spans[g]], row_scale[spans[g]]) @ dequantised(weight[g], by_row).T
 
-    left, right = Operand(rows, row_scale), Operand(weight, weight_scale)
+    left = Operand(rows, row_scale)
+    right = Operand(weight, weight_scale)
     kept = scattered(weight), scattered(weight_scale)  # tables only have their addresses
     tables = ScatteredWeight(*kernel_matrices(dict(zip(("weight", "scale"), kept, strict=True))))
 
@@ -116,9 +121,11 @@ def product(
         _checked(f"{name}, scattered", by_pointer, out, expected, spans),
     ]
     if numbers.device.type == "cuda":
-        by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
+        by_rows = row_scale[:, 0].contiguous()
+        by_columns = numbers.scale(G, O)
         options = {"offs": row_range[1], "out_dtype": BF16, "use_fast_accum": True}
-        x, y = numbers.normal(N, C), torch.empty_like(out)
+        x = numbers.normal(N, C)
+        y = torch.empty_like(out)
         is_dgrad = name.startswith("d")
         w = numbers.normal(G, C, O) if is_dgrad else numbers.normal(G, O, C)
         in_bf16 = ops.grouped_gemm_dgrad if is_dgrad else ops.grouped_gemm
@@ -137,18 +144,22 @@ def gradient(
 ) -> list[Variant]:
     """out [G, O, C] of dout [O, P] and rows [C, P], whose groups begin at multiples of BLOCK. widths: O, C."""
     O, C = widths
-    G, N = on_host.shape[1], int(on_host[1, -1])
-    ops, row_range = kernels.for_device(numbers.device), on_host.to(numbers.device)
+    G = on_host.shape[1]
+    N = int(on_host[1, -1])
+    ops = kernels.for_device(numbers.device)
+    row_range = on_host.to(numbers.device)
     lengths = on_host[1] - on_host[0]
     tiles = (lengths + BLOCK - 1) // BLOCK
     firsts = ((tiles.cumsum(0) - tiles) * BLOCK).tolist()
     spans = [slice(first, first + n) for first, n in zip(firsts, lengths.tolist(), strict=True)]
     P = int(tiles.sum()) * BLOCK
-    dout, rows = numbers.data(O, P), numbers.data(C, P)
+    dout = numbers.data(O, P)
+    rows = numbers.data(C, P)
     for span, end in zip(spans, [*firsts[1:], P], strict=True):
         for data in (dout, rows):
             data.view(torch.uint8)[:, span.stop : end] = 0
-    dout_scale, rows_scale = numbers.scale(P // BLOCK, O).t(), numbers.scale(P // BLOCK, C).t()
+    dout_scale = numbers.scale(P // BLOCK, O).t()
+    rows_scale = numbers.scale(P // BLOCK, C).t()
     operands = (Operand(dout, dout_scale), Operand(rows, rows_scale), row_range)
     out = torch.empty(G, O, C, dtype=BF16, device=numbers.device)
     main_grad = torch.zeros(G, O, C, dtype=FP32, device=numbers.device)
@@ -178,7 +189,9 @@ def gradient(
         _checked(f"{name}, add to scattered", add_to(table), main_grads, expected, spans),
     ]
     if numbers.device.type == "cuda":
-        x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
+        x = numbers.normal(N, C)
+        dy = numbers.normal(N, O)
+        dw = torch.empty_like(out)
         variants.append(
             _unchecked(f"{name}, bf16", lambda: ops.grouped_gemm_wgrad(dy, x, row_range, dw))
         )

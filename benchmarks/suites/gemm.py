@@ -63,18 +63,15 @@ def bench_products(
 
 def products(problem: Problem) -> list[Product]:
     """The products of a step on this rank's rows."""
-    ops, local, shape = (
-        kernels.for_device(problem.device),
-        LocalRows.of(problem),
-        problem.case.shape,
-    )
-    w1, w2, row_range, scale = (
-        problem.w1.detach(),
-        problem.w2.detach(),
-        local.row_range,
-        local.row_probs,
-    )
-    index, ends = local.row_to_packed_row, row_range[1]
+    ops = kernels.for_device(problem.device)
+    local = LocalRows.of(problem)
+    shape = problem.case.shape
+    w1 = problem.w1.detach()
+    w2 = problem.w2.detach()
+    row_range = local.row_range
+    scale = local.row_probs
+    index = local.row_to_packed_row
+    ends = row_range[1]
     num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
 
@@ -84,11 +81,15 @@ def products(problem: Problem) -> list[Product]:
     def blank(*size: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=problem.device)
 
-    rows, d_rows_in = local.packed[index.long()], local.d_packed[index.long()]
-    h_in, a_in = normal(num_rows, width), normal(num_rows, shape.ffn)
+    rows = local.packed[index.long()]
+    d_rows_in = local.d_packed[index.long()]
+    h_in = normal(num_rows, width)
+    a_in = normal(num_rows, shape.ffn)
     h, dh, a, da = (blank(num_rows, columns) for columns in (width, width, shape.ffn, shape.ffn))
-    out, dscale = blank(num_rows, shape.hidden), blank(num_rows, dtype=torch.float32)
-    dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
+    out = blank(num_rows, shape.hidden)
+    dscale = blank(num_rows, dtype=torch.float32)
+    dw1 = torch.empty_like(w1)
+    dw2 = torch.empty_like(w2)
     workspace = blank(
         ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32
     )
@@ -107,7 +108,8 @@ def products(problem: Problem) -> list[Product]:
         return [hidden, swiglu(hidden, scale)]
 
     def dfc2_reference(g: int) -> list[torch.Tensor]:
-        hidden, factor = of(h_in, g).requires_grad_(), of(scale, g).clone().requires_grad_()
+        hidden = of(h_in, g).requires_grad_()
+        factor = of(scale, g).clone().requires_grad_()
         gate, up = hidden.chunk(2, dim=1)
         value = torch.nn.functional.silu(gate) * up * factor[:, None]
         gradients = torch.autograd.grad(value, (hidden, factor), of(d_rows_in, g) @ w2[g].float())
@@ -149,7 +151,8 @@ def products(problem: Problem) -> list[Product]:
         flops = 2 * num_products * problem.case.num_slots * shape.hidden * shape.ffn
         return Product(direction, flops, variants, other)
 
-    wgrad2, wgrad1 = wgrad(d_rows_in, a_in), wgrad(h_in, rows)
+    wgrad2 = wgrad(d_rows_in, a_in)
+    wgrad1 = wgrad(h_in, rows)
     return [
         pair(
             "fc1",
@@ -266,13 +269,15 @@ def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[s
         outputs: as in Product.
     """
     busy = [g for g, span in enumerate(spans) if span.stop > span.start]
-    sampled, errors = busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)], []
+    sampled = busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)]
+    errors = []
     for n, output in enumerate(outputs):
         got = [output[g] if output.ndim == 3 else output[spans[g]] for g in sampled]
         expected = [reference(g)[n] for g in sampled]
         if output.ndim == 1 and sampled:
             # One number for each row: a few are small by chance, and off by more than they are.
-            got, expected = [torch.cat(got)], [torch.cat(expected)]
+            got = [torch.cat(got)]
+            expected = [torch.cat(expected)]
         errors += [relative_error(*pair) for pair in zip(got, expected, strict=True)]
     return largest(errors)
 
@@ -291,7 +296,8 @@ def swiglu_grad(da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor) -> list[
     """Gradients of :func:`swiglu` by h and, in fp32, by the scale, with its result between them."""
     gate, up = h.chunk(2, dim=1)
     silu = torch.nn.functional.silu(gate)
-    value, scale = silu * up, scale.to(h.dtype)[:, None]
+    value = silu * up
+    scale = scale.to(h.dtype)[:, None]
     ds = da * scale
     dh = torch.cat([torch.ops.aten.silu_backward(ds * up, gate), ds * silu], dim=1)
     return [dh, value * scale, (da * value).sum(dim=1, dtype=torch.float32)]

@@ -190,7 +190,8 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     ).items():
         launched = of_step(variant.once, problem, run.ranks)
         for column, direction in enumerate(variant.directions):
-            taken, flops = times[name][:, column], (1 + column) * layer.flops
+            taken = times[name][:, column]
+            flops = (1 + column) * layer.flops
             figures: Record = {
                 "tflops": tflops(flops, taken),
                 "error": errors[name],
@@ -211,7 +212,8 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
 
 def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]], dict[str, str]]:
     """Variants by name, with what their records say about them; and why others cannot have these sizes."""
-    variants, skipped = dict[str, tuple[Variant, Record]](), dict[str, str]()
+    variants = dict[str, tuple[Variant, Record]]()
+    skipped = dict[str, str]()
     for key, choice in CHOICES.items():
         name = f"{layer.name}, {key}"
         unfit = precision_problem(choice.recipe, hidden=shape.hidden, ffn=shape.ffn)
@@ -227,7 +229,8 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
 
 def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     """Yardsticks by name, and why this machine cannot run others."""
-    usable, skipped = dict[str, Variant](), dict[str, str]()
+    usable = dict[str, Variant]()
+    skipped = dict[str, str]()
     of_linear = _LINEAR_YARDSTICKS if len(layer.weights) == 1 else {}
     for name, make in ({_stock_name(layer): stock_variant} | of_linear).items():
         try:
@@ -249,7 +252,9 @@ def stock_variant(name: str, layer: Layer) -> Variant:
 
 
 def _linear(problem: Problem) -> Layer:
-    shape, local, w1 = problem.case.shape, LocalRows.of(problem), problem.w1
+    shape = problem.case.shape
+    local = LocalRows.of(problem)
+    w1 = problem.w1
     rows = _in_order(problem, local.packed).requires_grad_()
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
     d_out = torch.randn(
@@ -270,11 +275,12 @@ def _linear(problem: Problem) -> Layer:
 
 
 def _mlp(problem: Problem) -> Layer:
-    shape, local, w1, w2 = problem.case.shape, LocalRows.of(problem), problem.w1, problem.w2
-    rows, scale = (
-        _in_order(problem, local.packed).requires_grad_(),
-        local.row_probs.clone().requires_grad_(),
-    )
+    shape = problem.case.shape
+    local = LocalRows.of(problem)
+    w1 = problem.w1
+    w2 = problem.w2
+    rows = _in_order(problem, local.packed).requires_grad_()
+    scale = local.row_probs.clone().requires_grad_()
     return Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, len(w1), shape.hidden, shape.ffn),

@@ -66,12 +66,16 @@ def bench_layer(
     suite: str = "layer",
 ) -> list[Record]:
     """Eager and replayed steps of these choices, only the GEMMs, and the stock layer. Collective."""
-    reference, on_gpu, records = Reference(problem), problem.device.type == "cuda", list[Record]()
+    reference = Reference(problem)
+    on_gpu = problem.device.type == "cuda"
+    records = list[Record]()
     possible = {
         name: choice for name, choice in choices.items() if on_gpu or not choice.captured
     }  # no graphs on CPUs
     together = [name for name, choice in possible.items() if not choice.apart]
-    times, errors, figures_of = dict[str, Any](), dict[str, float](), dict[str, Sequence[Record]]()
+    times = dict[str, Any]()
+    errors = dict[str, float]()
+    figures_of = dict[str, Sequence[Record]]()
     for names in (together, *([name] for name, choice in possible.items() if choice.apart)):
         yardsticks = (
             [experts_only(problem, reference), stock_step(problem, reference).eager()]
@@ -88,7 +92,8 @@ def bench_layer(
                 name: of_choice(problem, run, possible[name], variant)
                 for name, variant in ours.items()
             }
-            times, errors = times | measured[0], errors | measured[1]
+            times = times | measured[0]
+            errors = errors | measured[1]
         ours.clear()  # ends the graphs before their memory is freed
         run.heap.release_graphs()
     for name, taken in times.items():
@@ -120,7 +125,8 @@ def of_choice(
         meter = MemoryMeter(run.ranks.device, run.heap)
         variant.call(clock_for(run.ranks.device))
         memory = meter.peak()
-    plan, config = plan_of(run, problem), choice.config(problem.case.shape)
+    plan = plan_of(run, problem)
+    config = choice.config(problem.case.shape)
     found = []
     for direction in DIRECTIONS:
         # Rows that leave a rank in dispatch and arrive in combine.
@@ -148,14 +154,17 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
 
     Rows lie in the order of the experts, also if the layer gathers them: the best that the GEMMs could do. Local.
     """
-    num_rows, splits = max(1, problem.num_rows), problem.routing.splits[problem.rank]
+    num_rows = max(1, problem.num_rows)
+    splits = problem.routing.splits[problem.rank]
     token, slot = (index.to(problem.device) for index in rows_of(problem.routing, problem.rank))
     row_range = torch.stack((splits.cumsum(0) - splits, splits.cumsum(0))).int().to(problem.device)
     received, d_out, probs = all_tokens(problem)
-    fc1, fc2 = LayerWeights(problem.w1.detach()), LayerWeights(problem.w2.detach())
+    fc1 = LayerWeights(problem.w1.detach())
+    fc2 = LayerWeights(problem.w2.detach())
     weights = ExpertWeights(fc1, fc2, Activation())
     rows = ExpertRows(received[token], row_range, probs.reshape(-1)[slot])
-    d_out, kept = d_out[token], list[SavedActivations]()
+    d_out = d_out[token]
+    kept = list[SavedActivations]()
     out = received.new_empty((num_rows, problem.case.shape.hidden))
     d_rows = torch.empty_like(out)
 
@@ -167,10 +176,8 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     def backward(
         new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dw1, dw2 = (
-            new(problem.w1),
-            new(problem.w2),
-        )  # as large as the experts: not kept between calls
+        dw1 = new(problem.w1)
+        dw2 = new(problem.w2)  # as large as the experts: not kept between calls
         step = ExpertsBackward(rows, weights, kept.pop(), d_out)
         step.input_gradient(d_rows)
         step.w2_gradient(dw2, False)

@@ -134,7 +134,8 @@ def _layer(device: torch.device) -> Layer:
     w1 = normal(GROUPS, 2 * FFN, HIDDEN, scale=HIDDEN**-0.5).requires_grad_()
     w2 = normal(GROUPS, HIDDEN, FFN, scale=FFN**-0.5).requires_grad_()
     splits = torch.full((GROUPS,), ROWS_PER_GROUP)
-    on_device, experts = splits.to(device), torch_experts(w1, w2)
+    on_device = splits.to(device)
+    experts = torch_experts(w1, w2)
     return Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, GROUPS, HIDDEN, FFN),
@@ -210,7 +211,8 @@ def pointer_variants(
         )
         return list(draw)
 
-    everyone, shapes = range(num_experts), shapes[:1] if loaded == "one layer" else shapes
+    everyone = range(num_experts)
+    shapes = shapes[:1] if loaded == "one layer" else shapes
     weights = [matrices(rows, columns // in_byte) for rows, columns in shapes]
     scales = [matrices(rows, -(-columns // block)) for rows, columns in shapes if layout]
     all_weights, all_scales = (
@@ -281,7 +283,8 @@ def _looked_at(packed: PackedPointers, sizes: list[int]) -> Loaded:
     pointers = [packed.fc1, packed.fc2]
     if packed.fc1_scales is None or packed.fc2_scales is None or packed.swizzled is None:
         return torch.cat(pointers), []
-    of_scales, memory = torch.cat([packed.fc1_scales, packed.fc2_scales]), packed.swizzled.view(-1)
+    of_scales = torch.cat([packed.fc1_scales, packed.fc2_scales])
+    memory = packed.swizzled.view(-1)
     starts = (of_scales - memory.data_ptr()).tolist()
     return torch.cat([*pointers, of_scales]), [
         memory[s : s + n] for s, n in zip(starts, sizes, strict=True)

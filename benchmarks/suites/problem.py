@@ -164,7 +164,9 @@ class LocalRows(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> LocalRows:
-        routing, rank, tokens = problem.routing, problem.rank, all_tokens(problem)
+        routing = problem.routing
+        rank = problem.rank
+        tokens = all_tokens(problem)
         token_of_packed, row_to_packed = (
             each.to(problem.device) for each in packed_rows_of(routing, rank)
         )
@@ -187,7 +189,8 @@ def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest relative error of any row of [., .]; 0 without rows."""
     if not expected.numel():
         return 0.0
-    got, expected = got.detach().float(), expected.detach().float()
+    got = got.detach().float()
+    expected = expected.detach().float()
     difference = (got - expected).norm(dim=1)
     size = expected.norm(dim=1)
     return float(torch.where((difference == 0) & (size == 0), 0.0, difference / size).max())

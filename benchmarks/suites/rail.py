@@ -69,7 +69,8 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
     for name, (preset, num_bytes) in sizes.items():
         times, errors = measure(run, [exchange(name, heap, num_bytes)], align=align_ahead)
-        ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
+        ms = times[name][:, 1]
+        wire_bytes = num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "error": errors[name]}
         found.append(
             new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known)

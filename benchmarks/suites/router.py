@@ -103,6 +103,7 @@ def _error(
     x: torch.Tensor, weight: torch.Tensor, logits: list[torch.Tensor], *_: torch.Tensor
 ) -> float:
     """Of some logits of the first input."""
-    x, weight = x.detach()[:_SAMPLED_TOKENS].double(), weight.double()
+    x = x.detach()[:_SAMPLED_TOKENS].double()
+    weight = weight.double()
     off = (logits[0].detach()[:_SAMPLED_TOKENS] - x @ weight.t()).abs()
     return float((off / (x.abs() @ weight.abs().t())).max())

@@ -174,7 +174,8 @@ class Step:
 def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
-    run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
+    run_experts = torch_experts(w1, w2)
+    num_experts = problem.case.shape.num_experts
 
     def forward() -> torch.Tensor:
         return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
@@ -184,7 +185,8 @@ def stock_step(problem: Problem, reference: Reference) -> Step:
 
 def bench_steps(problem: Problem, run: Run) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
-    reference, errors = Reference(problem), dict[str, float]()
+    reference = Reference(problem)
+    errors = dict[str, float]()
     calls: dict[str, Callable[[], object]] = {}
     for name, choice in (LAYERS | EXPERTS | {STOCK: Choice()}).items():
         if choice.captured and problem.device.type != "cuda":  # there are no graphs on CPUs
@@ -236,7 +238,8 @@ def layer_step(
 ) -> Step:
     """A step of a layer, whose own router decides where tokens go, or only of its experts, with the case's routing.
     Checked are the experts."""
-    capacity, num_slots = problem.static_capacity if choice.static else None, problem.case.num_slots
+    capacity = problem.static_capacity if choice.static else None
+    num_slots = problem.case.num_slots
     if (
         capacity is not None and routes
     ):  # the layer's own router decides, whatever the case's skew is

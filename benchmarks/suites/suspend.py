@@ -32,7 +32,8 @@ def held_mib(device: torch.device) -> float:
 def bench_suspend(problem: Problem, run: Run) -> list[Record]:
     """Records of the run's heap, whatever the problem is. Collective."""
     heap, ranks = run.heap, run.ranks
-    times, given_back = {"suspend": list[float](), "resume": list[float]()}, list[float]()
+    times = {"suspend": list[float](), "resume": list[float]()}
+    given_back = list[float]()
     for _ in range(run.repetitions):
         with heap.lease((heap.memory.arena.largest_free_bytes,), torch.uint8) as lease:
             lease.tensor.fill_(1)
@@ -44,7 +45,8 @@ def bench_suspend(problem: Problem, run: Run) -> list[Record]:
             times_ms.append(ranks.largest((time.perf_counter() - start) * 1e3))
             if name == "suspend":
                 given_back.append(-ranks.largest(held_mib(ranks.device) - held))
-    gib, back = heap.num_bytes / 2**30, min(given_back)
+    gib = heap.num_bytes / 2**30
+    back = min(given_back)
     about = {
         "suite": "suspend",
         "variant": f"{gib:g} GiB, {back:.0f} MiB back",

@@ -139,7 +139,8 @@ def measure(
     Args:
         align: runs before every call.
     """
-    ranks, clock = run.ranks, clock or clock_for(run.ranks.device)
+    ranks = run.ranks
+    clock = clock or clock_for(run.ranks.device)
     errors = {v.name: largest_error(v.name, v.verify(), v.max_error, ranks) for v in variants}
     for variant in variants:
         for _ in range(WARM_UP):

@@ -56,7 +56,8 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
 
 def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
     """Both layouts; forward with slots and probs, backward only rows. In bf16, and quantised by the sender."""
-    hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
+    hidden = problem.case.shape.hidden
+    plan = plan_of(run, problem)
     sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
     with ExitStack() as stack:
         packed = stack.enter_context(
@@ -87,7 +88,8 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
     """Both orders; forward only rows, backward with a value per row."""
-    hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
+    hidden = problem.case.shape.hidden
+    plan = plan_of(run, problem)
     received = {
         order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")
     }
@@ -154,7 +156,8 @@ def _yardsticks(
 
 def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -> Variant:
     def verify() -> float:
-        plan, places = plan_of(run, problem, capacity), Places.of(problem.routing)
+        plan = plan_of(run, problem, capacity)
+        places = Places.of(problem.routing)
         wrong = (plan.slot_to_row.cpu() != places.slot_to_row[problem.rank]).sum()
         wrong += (plan.slot_to_rank.cpu() != places.slot_to_rank[problem.rank]).sum()
         return float(wrong + (plan.splits.cpu() != problem.routing.splits[problem.rank]).sum())
@@ -170,7 +173,9 @@ def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def _dispatch_variant(
     layout: str, problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None = None
 ) -> Variant:
-    x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
+    x = problem.tokens.x.detach()
+    dy = problem.tokens.dy
+    probs = problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
         with dispatch(_encoded(x, wire), plan, rows, probs, layout=layout) as arrival:
@@ -248,7 +253,8 @@ def stock_all_to_all(problem: Problem, run: Run) -> Variant:
         return all_to_all(rows, exchange.received, exchange.sent)
 
     def verify() -> float:
-        arrived, local = step()[exchange.local_order], LocalRows.of(problem)
+        arrived = step()[exchange.local_order]
+        local = LocalRows.of(problem)
         return _differing(arrived, local.packed[local.row_to_packed_row.long()])
 
     return Variant(STOCK, ("forward",), in_steps(step), verify)
@@ -309,7 +315,8 @@ def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack
     Raises:
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
     """
-    ranks, matrix = run.ranks, run.ranks.gather(sent)
+    ranks = run.ranks
+    matrix = run.ranks.gather(sent)
     np.fill_diagonal(matrix, 0)
     # Where each rank's bytes lie at their destination; leases are of one size everywhere, as peer() needs.
     first = np.cumsum(matrix, axis=0) - matrix
@@ -330,7 +337,8 @@ def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack
     offset = 0
     for step in range(1, ranks.num_ranks):  # the next rank first: not all write to the same one
         peer = (ranks.rank + step) % ranks.num_ranks
-        begin, size = int(first[ranks.rank, peer]), int(matrix[ranks.rank, peer])
+        begin = int(first[ranks.rank, peer])
+        size = int(matrix[ranks.rank, peer])
         here = source.tensor[offset : offset + size]
         pairs.append((target.peer(peer)[begin : begin + size], here))
         offset += size
