@@ -19,7 +19,7 @@ from suites.records import Record
 from suites.reference import Reference
 from suites.steps import Forward, Step, records_of
 from suites.stock_torch import ByHand, torch_experts
-from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
+from suites.timing import DIRECTIONS, Run, Variant, in_steps
 from suites.trips import trip_records
 
 NAME = "deepep"
@@ -64,7 +64,7 @@ def step_of(problem: Problem, buffer: Any) -> Step:
 def bench_deepep(problem: Problem, run: Run) -> list[Record]:
     """The records of whole steps, each following itself, and of what one holds. Collective."""
     step = step_of(problem, open_buffer(problem))
-    held = step_record(problem, step, run.ranks)
+    held = step_record(problem, step, run)
     return [*records_of(problem, run, {NAME: step.results}, {NAME: held["error"]}), held]
 
 
@@ -74,19 +74,12 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
     topk_idx = problem.topk_idx.long()
     num_experts = problem.case.shape.num_experts
     x, probs, _, _ = problem.inputs
-    tokens = x.detach()
-    token_probs = probs.detach()
+    tokens, token_probs = x.detach(), probs.detach()
     first = _Trip(buffer, topk_idx, num_experts)
     arrived, _ = first.dispatch(tokens, token_probs)
 
     def dispatch() -> torch.Tensor:
         return _Trip(buffer, topk_idx, num_experts).dispatch(tokens, token_probs)[0]
-
-    def dispatch_again() -> torch.Tensor:
-        return first.dispatch_again(tokens)
-
-    def combine() -> torch.Tensor:
-        return first.combine(arrived)[0]
 
     def variant(expected: torch.Tensor, max_error: float, *steps: Forward) -> Variant:
         directions = DIRECTIONS[: len(steps)]
@@ -100,18 +93,17 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
 
     goes_to = Places.of(problem.routing).goes_to
     rank = problem.rank
-    leave = goes_to[rank].sum(0)
-    come = goes_to[:, :, rank].sum(1)  # rows, by rank
     packed = LocalRows.of(problem).packed  # both have their rows ordered by source rank and token
     sums = tokens.float() * goes_to[rank].sum(1).to(problem.device)[:, None]
+    both_ways = variant(packed, 0.0, dispatch, lambda: first.dispatch_again(tokens))
+    back = variant(sums, MAX_ERROR, lambda: first.combine(arrived)[0])
     records = []
-    for suite, moved, measured in (
-        ("dispatch", leave, variant(packed, 0.0, dispatch, dispatch_again)),
-        ("combine", come, variant(sums, MAX_ERROR, combine)),
+    for suite, moved_rows, measured in (  # to or from each rank
+        ("dispatch", goes_to[rank].sum(0), both_ways),
+        ("combine", goes_to[:, :, rank].sum(1), back),
     ):
-        times, errors = measure(run, [measured], align=align_ahead)
-        moved_bytes = {NAME: (moved * x.shape[1] * x.element_size()).numpy()}
-        records += trip_records(suite, problem, run, times, errors, moved_bytes)
+        moved = {NAME: (moved_rows * x.shape[1] * x.element_size()).numpy()}
+        records += trip_records(suite, problem, run, [measured], moved)
     return records
 
 

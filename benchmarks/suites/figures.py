@@ -39,7 +39,6 @@ def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
     """`host_us`: the median time until a step's call returns, with an idle GPU before it. On GPUs also its kernels,
     calls that wait for the GPU, copies from device to device and allocations. Collective."""
     host_us = list[float]()
-    counted = ("launches", "waits", "copies", "allocations")
     for _ in range(_HOST_STEPS):
         ranks.barrier()
         start = time.perf_counter()
@@ -47,18 +46,17 @@ def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
         host_us.append((time.perf_counter() - start) * 1e6)
     figures: Record = {"host_us": rounded(statistics.median(host_us))}
     if ranks.device.type != "cuda":
-        return figures | dict.fromkeys(counted)
+        return figures | dict.fromkeys(("launches", "waits", "copies", "allocations"))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     step()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
-    counts = (
-        trace.kernels.total(),
-        trace.waits.total(),
-        trace.copies_on_device.total(),
-        allocations,
-    )
-    return figures | dict(zip(counted, counts, strict=True))
+    return figures | {
+        "launches": trace.kernels.total(),
+        "waits": trace.waits.total(),
+        "copies": trace.copies_on_device.total(),
+        "allocations": allocations,
+    }
 
 
 @dataclass(frozen=True)
@@ -139,17 +137,15 @@ class MemoryMeter:
     """Bytes beyond what was there when the meter was made: ordinary memory, which only GPUs count, and the heap's.
     Synchronises, also to read the peak."""
 
-    def __init__(self, device: torch.device, heap: SymmetricHeap | None) -> None:
+    def __init__(self, device: torch.device, heap: SymmetricHeap) -> None:
         self._on_gpu = device.type == "cuda"
         self._heap = heap
+        self._leased = heap.memory.arena.high_water_bytes = heap.leased_bytes
         self._allocated = 0
-        self._leased = 0
         if self._on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._allocated = torch.cuda.memory_allocated()
-        if heap is not None:
-            self._leased = heap.memory.arena.high_water_bytes = heap.leased_bytes
 
     def held(self) -> dict[str, int | None]:
         """Now."""
@@ -157,7 +153,7 @@ class MemoryMeter:
             "held_ordinary_bytes": torch.cuda.memory_allocated() - self._allocated
             if self._on_gpu
             else None,
-            "held_heap_bytes": 0 if self._heap is None else self._heap.leased_bytes - self._leased,
+            "held_heap_bytes": self._heap.leased_bytes - self._leased,
         }
 
     def peak(self) -> dict[str, int | None]:
@@ -168,7 +164,5 @@ class MemoryMeter:
             "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - self._allocated
             if self._on_gpu
             else None,
-            "peak_heap_bytes": 0
-            if self._heap is None
-            else self._heap.high_water_bytes - self._leased,
+            "peak_heap_bytes": self._heap.high_water_bytes - self._leased,
         }

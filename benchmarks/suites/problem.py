@@ -162,14 +162,17 @@ class LocalRows(NamedTuple):
     row_range: torch.Tensor
     row_probs: torch.Tensor
 
+    def in_order(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed rows as rows lie, in the order of the experts."""
+        return packed[self.row_to_packed_row.long()]
+
     @classmethod
     def of(cls, problem: Problem) -> LocalRows:
         routing = problem.routing
         rank = problem.rank
         tokens = all_tokens(problem)
-        token_of_packed, row_to_packed = (
-            each.to(problem.device) for each in packed_rows_of(routing, rank)
-        )
+        packed = packed_rows_of(routing, rank)
+        token_of_packed, row_to_packed = (each.to(problem.device) for each in packed)
         ends = routing.splits[rank].cumsum(0)
         return cls(
             packed=tokens.x[token_of_packed],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from suites.problem import Problem
-from suites.records import rounded
+from suites.records import Record, case_record, rounded
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.errors import WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -25,6 +25,7 @@ from symmoe.torch_internals import gpu_sleep
 DIRECTIONS = ("forward", "backward")
 BLOCK = 10
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
+Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
 Mark = Any  # a point in time: a HostEvent or a torch.cuda.Event
 Clock = Callable[[], Mark]  # takes the point in time that is now
 
@@ -132,7 +133,7 @@ def measure(
     clock: Clock | None = None,
     align: Callable[[Ranks], None] = align,
     block: int = BLOCK,
-) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
+) -> tuple[Times, dict[str, float]]:
     """(milliseconds [repetitions, directions], the largest of all ranks, relative error) of every variant, by name.
     Collective. Raises WrongResult on every rank if one is wrong on any.
 
@@ -163,6 +164,19 @@ def measure(
     ranks.barrier()
     own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
     return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+
+
+def timed_records(
+    problem: Problem, suite: str, times: Times, figures_of: Callable[[str, int], Record]
+) -> list[Record]:
+    """A record of every variant and direction. figures_of: what it has besides times, by name and column of these."""
+    return [
+        case_record(
+            problem, suite, name, DIRECTIONS[column], taken[:, column], **figures_of(name, column)
+        )
+        for name, taken in times.items()
+        for column in range(taken.shape[1])
+    ]
 
 
 def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
