@@ -317,8 +317,11 @@ def main() -> int:
         logs = dict(zip(to_do, jobs.map(lambda run: run.train(env), to_do), strict=True))
     failed = [{"way": run.way, "seed": run.seed, "log": log} for run, log in logs.items() if log]
     ended = [run for run in runs if not logs.get(run)]
-    curves = {way: {run.seed: run.steps() for run in ended if run.way == way} for way in WAYS}
-    curves = {way: by_seed for way, by_seed in curves.items() if by_seed}
+    curves = {
+        way: {run.seed: run.steps() for run in ended if run.way == way}
+        for way in WAYS
+        if any(run.way == way for run in ended)
+    }
     results = results_of(curves)
     if options.json:
         record = {"env": env, "results": results, "failed": failed, "kept": kept}

@@ -186,17 +186,8 @@ def ceilings() -> Iterable[list[object]]:
 
 def variants() -> Iterable[list[object]]:
     name = "variants-h200-ep2"
-    rows = (
-        "static",
-        "packed",
-        "expert-major",
-        "order=slot",
-        "stash=rows",
-        "stash=hidden",
-        "stash=none",
-        "public parts",
-    )
-    for variant in rows:
+    layouts = ("static", "packed", "expert-major", "order=slot")
+    for variant in (*layouts, "stash=rows", "stash=hidden", "stash=none", "public parts"):
         cells = []
         for preset in PRESETS:
             one = pick(name, variant=variant, preset=preset, direction="forward")
@@ -229,13 +220,10 @@ def trips() -> Iterable[list[object]]:
 
 
 def router() -> Iterable[list[object]]:
-    def short(error: float) -> str:
-        number, exponent = f"{error:.1e}".split("e")
-        return f"{number}e{int(exponent)}"
-
     for preset, found in load("router-h200")["results"].items():
         both = (f"{one['forward_us']:.0f} / {one['backward_us']:.0f}" for one in found.values())
-        yield [preset, *both, ", ".join(short(one["error"]) for one in found.values())]
+        errors = (f"{one['error']:.1e}".replace("e-0", "e-") for one in found.values())
+        yield [preset, *both, ", ".join(errors)]
 
 
 PRODUCTS = {
@@ -471,21 +459,15 @@ def failures() -> Iterable[str]:
 
 
 def sanitizer(text: str) -> Iterable[list[object]]:
-    for tool in ("memcheck", "initcheck", "synccheck"):
-        yield [
-            tool,
-            *re.search(
-                rf"^{tool}: .*?(\d+) errors; tests: (\d+) passed", text, re.MULTILINE
-            ).groups(),
-        ]
-    hazards, passed = re.search(
-        r"^racecheck: .*?(\d+) hazards .*?tests: (\d+) passed", text, re.MULTILINE
-    ).groups()
-    yield [
-        f"racecheck ({re.search(r'^racecheck: (.*others)', text, re.MULTILINE)[1]})",
-        hazards,
-        passed,
-    ]
+    reports = re.search(r"^racecheck: (.*others)", text, re.MULTILINE)[1]
+    for tool, what, note in (
+        ("memcheck", "errors;", ""),
+        ("initcheck", "errors;", ""),
+        ("synccheck", "errors;", ""),
+        ("racecheck", "hazards .*?", f" ({reports})"),
+    ):
+        counts = re.search(rf"^{tool}: .*?(\d+) {what} ?tests: (\d+) passed", text, re.MULTILINE)
+        yield [tool + note, *counts.groups()]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

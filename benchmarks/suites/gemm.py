@@ -46,18 +46,17 @@ def bench_products(
     records = []
     for product in products:
         times, errors = measure(run, product.variants, align=align_ahead)
+        speeds = {name: tflops(product.flops, taken) for name, taken in times.items()}
         for variant in product.variants:
-            taken = times[variant.name][:, 0]
+            name = variant.name
             figures: Record = {
-                "tflops": tflops(product.flops, taken),
-                "error": errors[variant.name] if variant.max_error else None,
+                "tflops": speeds[name],
+                "error": errors[name] if variant.max_error else None,
             }
-            if product.stock not in (None, variant.name):
-                stock_tflops = tflops(product.flops, times[product.stock][:, 0])
-                figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
-            records.append(
-                case_record(problem, suite, variant.name, product.direction, taken, **figures)
-            )
+            if product.stock not in (None, name):
+                figures |= {"stock_tflops": speeds[product.stock], "yardstick": "stock_tflops"}
+            about = (problem, suite, name, product.direction)
+            records.append(case_record(*about, times[name][:, 0], **figures))
     return records
 
 
@@ -66,11 +65,8 @@ def products(problem: Problem) -> list[Product]:
     ops = kernels.for_device(problem.device)
     local = LocalRows.of(problem)
     shape = problem.case.shape
-    w1 = problem.w1.detach()
-    w2 = problem.w2.detach()
-    row_range = local.row_range
-    scale = local.row_probs
-    index = local.row_to_packed_row
+    w1, w2 = (weight.detach() for weight in (problem.w1, problem.w2))
+    _, _, index, row_range, scale = local
     ends = row_range[1]
     num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
@@ -81,19 +77,16 @@ def products(problem: Problem) -> list[Product]:
     def blank(*size: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=problem.device)
 
-    rows = local.packed[index.long()]
-    d_rows_in = local.d_packed[index.long()]
-    h_in = normal(num_rows, width)
-    a_in = normal(num_rows, shape.ffn)
+    rows, d_rows_in = (local.in_order(packed) for packed in (local.packed, local.d_packed))
+    h_in, a_in = (normal(num_rows, columns) for columns in (width, shape.ffn))
     h, dh, a, da = (blank(num_rows, columns) for columns in (width, width, shape.ffn, shape.ffn))
     out = blank(num_rows, shape.hidden)
     dscale = blank(num_rows, dtype=torch.float32)
-    dw1 = torch.empty_like(w1)
-    dw2 = torch.empty_like(w2)
+    dw1, dw2 = (torch.empty_like(weight) for weight in (w1, w2))
     workspace = blank(
         ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32
     )
-    spans = spans_of(local.row_range)
+    spans = spans_of(row_range)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
         return tensor[spans[g]].float()
@@ -272,13 +265,13 @@ def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[s
     sampled = busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)]
     errors = []
     for n, output in enumerate(outputs):
-        got = [output[g] if output.ndim == 3 else output[spans[g]] for g in sampled]
-        expected = [reference(g)[n] for g in sampled]
+        pairs = [
+            (output[g] if output.ndim == 3 else output[spans[g]], reference(g)[n]) for g in sampled
+        ]
         if output.ndim == 1 and sampled:
             # One number for each row: a few are small by chance, and off by more than they are.
-            got = [torch.cat(got)]
-            expected = [torch.cat(expected)]
-        errors += [relative_error(*pair) for pair in zip(got, expected, strict=True)]
+            pairs = [tuple(map(torch.cat, zip(*pairs, strict=True)))]
+        errors += [relative_error(*pair) for pair in pairs]
     return largest(errors)
 
 

@@ -23,11 +23,11 @@ from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
 from suites.layer import E4M3_ERROR
 from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem
-from suites.records import Record, case_record, tflops
+from suites.records import Record, tflops
 from suites.reference import expert_outputs
 from suites.steps import Step
 from suites.stock_torch import grouped_mm, torch_experts
-from suites.timing import Run, Variant, in_steps, measure, median_ms
+from suites.timing import Run, Variant, in_steps, measure, median_ms, timed_records
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
@@ -76,12 +76,11 @@ class Choice:
         }
 
 
-CHOICES = {f"{_WORKING}, host splits": Choice(host_splits=True)}
-for _name, _recipe in {_WORKING: None, **PRECISIONS}.items():
-    CHOICES |= {
-        _name: Choice(recipe=_recipe),
-        f"{_name}, scattered": Choice(recipe=_recipe, scattered=True),
-    }
+CHOICES = {f"{_WORKING}, host splits": Choice(host_splits=True)} | {
+    f"{name}{', scattered' * scattered}": Choice(recipe=recipe, scattered=scattered)
+    for name, recipe in {_WORKING: None, **PRECISIONS}.items()
+    for scattered in (False, True)
+}
 
 
 @dataclass(frozen=True)
@@ -182,32 +181,31 @@ def bench_grouped(problem: Problem, run: Run) -> list[Record]:
 def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     ours, skipped = _ours(layer, problem.case.shape)
     others, unusable = _others(layer)
-    times, errors = measure(run, [*(variant for variant, _ in ours.values()), *others.values()])
+    variants = ours | {name: (variant, {}) for name, variant in others.items()}
+    times, errors = measure(run, [variant for variant, _ in variants.values()])
     stock = times.get(_stock_name(layer))
-    records = []
-    for name, (variant, about) in (
-        ours | {name: (variant, {}) for name, variant in others.items()}
-    ).items():
-        launched = of_step(variant.once, problem, run.ranks)
-        for column, direction in enumerate(variant.directions):
-            taken = times[name][:, column]
-            flops = (1 + column) * layer.flops
-            figures: Record = {
-                "tflops": tflops(flops, taken),
-                "error": errors[name],
-                "skipped": skipped | unusable,
-                **about,
-                **launched,
-            }
-            if name in ours and stock is not None:
-                against = stock[:, column]
-                figures |= {
-                    "stock_tflops": tflops(flops, against),
-                    "stock_ms": median_ms(against),
-                    "yardstick": "stock_tflops",
-                }
-            records.append(case_record(problem, "grouped", name, direction, taken, **figures))
-    return records
+    about_of = {
+        name: about | of_step(variant.once, problem, run.ranks)
+        for name, (variant, about) in variants.items()
+    }
+
+    def figures(name: str, column: int) -> Record:
+        flops = (1 + column) * layer.flops
+        known: Record = {
+            "tflops": tflops(flops, times[name][:, column]),
+            "error": errors[name],
+            "skipped": skipped | unusable,
+            **about_of[name],
+        }
+        if name not in ours or stock is None:
+            return known
+        return known | {
+            "stock_tflops": tflops(flops, stock[:, column]),
+            "stock_ms": median_ms(stock[:, column]),
+            "yardstick": "stock_tflops",
+        }
+
+    return timed_records(problem, "grouped", times, figures)
 
 
 def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]], dict[str, str]]:
@@ -255,7 +253,7 @@ def _linear(problem: Problem) -> Layer:
     shape = problem.case.shape
     local = LocalRows.of(problem)
     w1 = problem.w1
-    rows = _in_order(problem, local.packed).requires_grad_()
+    rows = local.in_order(local.packed).requires_grad_()
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
     d_out = torch.randn(
         problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device
@@ -277,27 +275,21 @@ def _linear(problem: Problem) -> Layer:
 def _mlp(problem: Problem) -> Layer:
     shape = problem.case.shape
     local = LocalRows.of(problem)
-    w1 = problem.w1
-    w2 = problem.w2
-    rows = _in_order(problem, local.packed).requires_grad_()
+    _, _, w1, w2 = problem.inputs
+    rows = local.in_order(local.packed).requires_grad_()
     scale = local.row_probs.clone().requires_grad_()
     return Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, len(w1), shape.hidden, shape.ffn),
         inputs=(rows, scale),
         weights=(w1, w2),
-        d_out=_in_order(problem, local.d_packed),
+        d_out=local.in_order(local.d_packed),
         splits=problem.routing.splits[problem.rank],
         spans=spans_of(local.row_range),
         expected=expert_outputs,
         stock=lambda: torch_experts(w1, w2)(rows, scale, local.row_range[1]),
         flops=problem.case.forward_flops,
     )
-
-
-def _in_order(problem: Problem, packed: torch.Tensor) -> torch.Tensor:
-    """Rows in the order of the experts."""
-    return packed[LocalRows.of(problem).row_to_packed_row.long()]
 
 
 def _scaled_grouped_mm(name: str, layer: Layer) -> Variant:

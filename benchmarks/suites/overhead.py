@@ -203,15 +203,10 @@ def pointer_variants(
     layout, in_byte, block = _SCALES.get(loaded, (None, 1, 1))
     generator = torch.Generator(device).manual_seed(0)
 
-    def matrices(num_rows: int, num_columns: int) -> Matrices:
-        size = (num_rows, num_columns)
-        draw = (
-            torch.randint(256, size, dtype=torch.uint8, generator=generator, device=device)
-            for _ in everyone
-        )
-        return list(draw)
+    def matrices(*size: int) -> Matrices:
+        numbers = {"dtype": torch.uint8, "generator": generator, "device": device}
+        return [torch.randint(256, size, **numbers) for _ in range(num_experts)]
 
-    everyone = range(num_experts)
     shapes = shapes[:1] if loaded == "one layer" else shapes
     weights = [matrices(rows, columns // in_byte) for rows, columns in shapes]
     scales = [matrices(rows, -(-columns // block)) for rows, columns in shapes if layout]
@@ -247,11 +242,13 @@ def pointer_variants(
     others = zip(yardsticks(loaded), (by_torch, by_copies), strict=True)
     theirs = [variant(name, load, lambda result: result) for name, load in others]
     if loaded != "one layer":
-        sizes = [tiles.numel() for tiles in expected]
+        fc1_scales, fc2_scales = scales or (None, None)
         packed = variant(
             f"pack_weight_ptrs, {loaded}",
-            lambda: _pack(weights, scales, layout),
-            lambda got: _looked_at(got, sizes),
+            lambda: pack_weight_ptrs(
+                *weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout
+            ),
+            lambda got: _looked_at(got, [tiles.numel() for tiles in expected]),
         )
         return [packed, *theirs]
     on_host = torch.tensor([tensor.data_ptr() for tensor in all_weights]).numpy().tobytes()
@@ -271,24 +268,15 @@ def pointer_variants(
     ]
 
 
-def _pack(
-    weights: list[Matrices], scales: list[Matrices], layout: Swizzle | None
-) -> PackedPointers:
-    fc1_scales, fc2_scales = scales or (None, None)
-    return pack_weight_ptrs(*weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout)
-
-
 def _looked_at(packed: PackedPointers, sizes: list[int]) -> Loaded:
     """What the addresses of swizzled scales point at is taken from the memory that holds it."""
     pointers = [packed.fc1, packed.fc2]
-    if packed.fc1_scales is None or packed.fc2_scales is None or packed.swizzled is None:
+    if packed.swizzled is None:
         return torch.cat(pointers), []
     of_scales = torch.cat([packed.fc1_scales, packed.fc2_scales])
     memory = packed.swizzled.view(-1)
-    starts = (of_scales - memory.data_ptr()).tolist()
-    return torch.cat([*pointers, of_scales]), [
-        memory[s : s + n] for s, n in zip(starts, sizes, strict=True)
-    ]
+    starts = zip((of_scales - memory.data_ptr()).tolist(), sizes, strict=True)
+    return torch.cat([*pointers, of_scales]), [memory[s : s + n] for s, n in starts]
 
 
 def _swizzled(scale: torch.Tensor) -> torch.Tensor:

@@ -58,24 +58,27 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     Raises:
         ArgumentError: on every rank, if it does not.
     """
-    heap, case, found = run.heap, problem.case, []
+    heap, case = run.heap, problem.case
     if heap.nodes is None:
         raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
-    known = {"suite": "rail", "ep": heap.num_ranks, "nodes": heap.topology.num_nodes}
-    sizes: dict[str, tuple[str | None, int]] = {
-        name: (None, num_bytes) for name, num_bytes in SIZES.items()
+    known = {
+        "suite": "rail",
+        "ep": heap.num_ranks,
+        "nodes": heap.topology.num_nodes,
+        "direction": "forward",
     }
-    num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
-    sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
-    for name, (preset, num_bytes) in sizes.items():
+    dispatched = f"{case.shape.name}, {case.num_tokens} tokens"
+    sizes = SIZES | {dispatched: case.num_tokens * case.shape.hidden * DTYPE.itemsize}
+    found = []
+    for name, num_bytes in sizes.items():
         times, errors = measure(run, [exchange(name, heap, num_bytes)], align=align_ahead)
-        ms = times[name][:, 1]
-        wire_bytes = num_bytes * (heap.topology.num_nodes - 1)
-        figures = {"wire_bytes": wire_bytes, "error": errors[name]}
-        found.append(
-            new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known)
-        )
-    return [*found, new_record(_meetings_ms(run), variant="meeting", direction="forward", **known)]
+        figures = {
+            "preset": case.shape.name if name == dispatched else None,
+            "wire_bytes": num_bytes * (heap.topology.num_nodes - 1),
+            "error": errors[name],
+        }
+        found.append(new_record(times[name][:, 1], variant=name, **figures, **known))
+    return [*found, new_record(_meetings_ms(run), variant="meeting", **known)]
 
 
 def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
