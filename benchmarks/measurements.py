@@ -460,14 +460,10 @@ def failures() -> Iterable[str]:
 
 def sanitizer(text: str) -> Iterable[list[object]]:
     reports = re.search(r"^racecheck: (.*others)", text, re.MULTILINE)[1]
-    for tool, what, note in (
-        ("memcheck", "errors;", ""),
-        ("initcheck", "errors;", ""),
-        ("synccheck", "errors;", ""),
-        ("racecheck", "hazards .*?", f" ({reports})"),
-    ):
-        counts = re.search(rf"^{tool}: .*?(\d+) {what} ?tests: (\d+) passed", text, re.MULTILINE)
-        yield [tool + note, *counts.groups()]
+    for tool in ("memcheck", "initcheck", "synccheck", "racecheck"):
+        found = rf"^{tool}: .*?(\d+) (?:errors|hazards).*?; tests: (\d+) passed"
+        note = f" ({reports})" if tool == "racecheck" else ""
+        yield [tool + note, *re.search(found, text, re.MULTILINE).groups()]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -54,8 +54,15 @@ from torchtitan.trainer import Trainer
 
 from symmoe.tools.shapes import Options
 
-SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
-SIZES |= {"num_experts": 128, "top_k": 8}
+SIZES = {
+    "dim": 2048,
+    "n_heads": 32,
+    "n_kv_heads": 4,
+    "head_dim": 128,
+    "moe_hidden_dim": 768,
+    "num_experts": 128,
+    "top_k": 8,
+}
 TINY = {
     "dim": 64,
     "n_heads": 4,
@@ -205,8 +212,13 @@ def small_qwen3(
 def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     """What a Trainer is to do."""
     sizes = TINY if arguments.tiny else SIZES
-    numbers = {"sequences": arguments.sequences, "context": arguments.context}
-    config = small_qwen3(sizes, num_layers=arguments.layers, steps=arguments.steps, **numbers)
+    config = small_qwen3(
+        sizes,
+        num_layers=arguments.layers,
+        sequences=arguments.sequences,
+        context=arguments.context,
+        steps=arguments.steps,
+    )
     config.dump_folder = folder
     config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
     config.optimizer = default_adamw(lr=3e-4)
@@ -232,10 +244,9 @@ def main() -> None:
         clock = trainer.metrics_processor
         is_main = dist.get_rank() == 0
         trainer.close()
-    num_tokens = NUM_RANKS * arguments.sequences * arguments.context
     half = clock.ends_s[len(clock.ends_s) // 2 - 1 :]
-    seconds = [after - before for before, after in itertools.pairwise(half)]
-    rate = round(num_tokens / statistics.median(seconds))
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(half))
+    rate = round(NUM_RANKS * arguments.sequences * arguments.context / seconds)
     if is_main:
         shown = {
             step: round(clock.losses[step - 1], 4)
@@ -243,24 +254,19 @@ def main() -> None:
         }
         print(f"{arguments.way:10s}{rate:12,d} tokens/s, losses {shown}", flush=True)
         if arguments.json is not None:
-            env = machine(
-                torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-            )
-            env |= {
-                "torchtitan": torchtitan.__version__,
-                "command": " ".join(["torchrun", *sys.argv]),
-            }
             result = {
                 "way": arguments.way,
                 "ranks": NUM_RANKS,
                 "tokens_per_s": rate,
                 "losses": shown,
-            } | env
+                **machine(torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)),
+                "torchtitan": torchtitan.__version__,
+                "command": " ".join(["torchrun", *sys.argv]),
+                "layers": arguments.layers,
+                "steps": arguments.steps,
+            }
             with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps(result | {"layers": arguments.layers, "steps": arguments.steps})
-                    + "\n"
-                )
+                file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -140,9 +140,8 @@ def directed(timeline: Timeline) -> Timeline:
 
 def _directed(events: Sequence[Event]) -> Iterator[Event]:
     """Communication and the rest are in separate lanes; two of a kind that run at the same time get two lanes."""
-    marks = [
-        event.begin_us for event in events if SLEEP_KERNEL in event.name
-    ]  # a step does not launch it
+    # A step does not launch this kernel.
+    marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]
     ends: dict[str, list[float]] = {"compute": [], "communication": []}
     for event in events:
         if SLEEP_KERNEL not in event.name:

@@ -46,10 +46,19 @@ SIZES = {
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
 }
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 WAYS = ("symmoe", "grouped_mm", "eager")
 LOSSES_NEAR = 0.02  # relative
 
@@ -102,14 +111,13 @@ def now() -> float:
 
 
 def config_of(arguments: argparse.Namespace, way: str) -> transformers.Qwen3MoeConfig:
-    sizes = TINY | TINY_HEADS if arguments.tiny else SIZES | HEADS
     return transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         num_hidden_layers=arguments.layers,
         max_position_embeddings=arguments.context,
         norm_topk_prob=True,
         experts_implementation="eager" if way == "eager" else "grouped_mm",
-        **sizes,
+        **(TINY if arguments.tiny else SIZES),
     )
 
 
@@ -159,9 +167,8 @@ def train(arguments: argparse.Namespace, way: str, ranks: Ranks, folder: str) ->
         heap.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    rate = round(
-        num_ranks * arguments.sequences * arguments.context * arguments.steps / clock.seconds
-    )
+    num_tokens = num_ranks * arguments.sequences * arguments.context * arguments.steps
+    rate = round(num_tokens / clock.seconds)
     return {"tokens_per_s": rate, "loss": loss, "losses": clock.losses}
 
 
@@ -173,15 +180,13 @@ def heap_bytes(arguments: argparse.Namespace, num_ranks: int) -> int:
         num_experts=sizes["num_experts"],
         top_k=sizes["num_experts_per_tok"],
     )
-    num_tokens = arguments.sequences * arguments.context
-    plan = symmoe.plan_memory(
+    return symmoe.plan_memory(
         shape,
         num_ranks=num_ranks,
-        num_tokens=num_tokens,
+        num_tokens=arguments.sequences * arguments.context,
         num_layers=arguments.layers,
         routing="worst",
-    )
-    return plan.heap_bytes
+    ).heap_bytes
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -202,10 +207,8 @@ def run(arguments: argparse.Namespace) -> None:
         figures = {name: [run[name] for run in runs] for name in runs[0]}
         results.append({"way": way, "ranks": ranks.num_ranks} | figures | shape)
         rate = statistics.median(figures["tokens_per_s"])
-        loss = min(figures["loss"])
-        print(
-            f"{way:12s}{rate:12,.0f} tokens/s{loss:10.4f} loss {figures['losses'][0]}", flush=True
-        )
+        shown = f"{min(figures['loss']):10.4f} loss {figures['losses'][0]}"
+        print(f"{way:12s}{rate:12,.0f} tokens/s{shown}", flush=True)
     every = [run["loss"] for runs in found.values() for run in runs]
     if max(every) - min(every) > LOSSES_NEAR * min(every):
         sys.exit(f"the ways have different losses: {every}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 
 from suites.problem import Problem
 from suites.records import Record, rounded
+from suites.timing import host_times_ms
 from symmoe.dispatch.plan import Plan
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks, Step
@@ -38,13 +38,8 @@ _COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
     """`host_us`: the median time until a step's call returns, with an idle GPU before it. On GPUs also its kernels,
     calls that wait for the GPU, copies from device to device and allocations. Collective."""
-    host_us = list[float]()
-    for _ in range(_HOST_STEPS):
-        ranks.barrier()
-        start = time.perf_counter()
-        step()
-        host_us.append((time.perf_counter() - start) * 1e6)
-    figures: Record = {"host_us": rounded(statistics.median(host_us))}
+    host_ms = statistics.median(host_times_ms(step, ranks, _HOST_STEPS))
+    figures: Record = {"host_us": rounded(host_ms * 1e3)}
     if ranks.device.type != "cuda":
         return figures | dict.fromkeys(("launches", "waits", "copies", "allocations"))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from suites.problem import DTYPE, Problem
 from suites.records import Record, new_record, rounded
 from suites.reference import expert_outputs
 from suites.stock_torch import swiglu, torch_experts
-from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
+from suites.timing import HostEvent, Run, Variant, host_times_ms, in_steps, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.pointers import (
     PackedPointers,
@@ -79,15 +78,14 @@ def bench_overhead(problem: Problem, run: Run) -> list[Record]:
 
 def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
     """Host time of a call that follows others of its kind: the median of blocks."""
-    times_us = []
-    for _ in range(min(5, run.repetitions)):
-        run.ranks.barrier()
-        start = time.perf_counter()
+
+    def calls() -> None:
         for _ in range(num_calls):
             variant.once()
-        times_us.append((time.perf_counter() - start) * 1e6 / num_calls)
+
+    times_ms = host_times_ms(calls, run.ranks, min(5, run.repetitions))
     run.ranks.barrier()
-    return rounded(statistics.median(times_us))
+    return rounded(statistics.median(times_ms) * 1e3 / num_calls)
 
 
 def _time(

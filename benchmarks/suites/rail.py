@@ -7,15 +7,13 @@ the time that the hosts spend in it.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from suites.problem import DTYPE, Problem
 from suites.records import Record, new_record
-from suites.timing import Run, Variant, align_ahead, in_steps, measure
+from suites.timing import Run, Variant, align_ahead, host_times_ms, in_steps, measure
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
@@ -83,12 +81,9 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
 
 def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
     """Of the slowest rank."""
-    times = np.empty(run.repetitions)
-    for n in range(run.repetitions):
+    times_ms = list[float]()
+    for _ in range(run.repetitions):
         run.heap.barrier(PHASE)
-        run.ranks.barrier()
-        start = time.perf_counter()
-        nodes_of(run.heap).meet(PHASE)
-        times[n] = (time.perf_counter() - start) * 1e3
+        times_ms += host_times_ms(lambda: nodes_of(run.heap).meet(PHASE), run.ranks)
     run.heap.synchronize()
-    return np.asarray(run.ranks.gather(times).max(0))
+    return np.asarray(run.ranks.gather(np.array(times_ms)).max(0))

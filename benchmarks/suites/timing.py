@@ -179,6 +179,17 @@ def timed_records(
     ]
 
 
+def host_times_ms(call: Callable[[], object], ranks: Ranks, repetitions: int = 1) -> list[float]:
+    """Milliseconds until a call returns on this host, each time after all ranks have met, with idle devices."""
+    times_ms = []
+    for _ in range(repetitions):
+        ranks.barrier()
+        start = time.perf_counter()
+        call()
+        times_ms.append((time.perf_counter() - start) * 1e3)
+    return times_ms
+
+
 def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
     """The largest relative error of any rank. Collective. Raises WrongResult on every rank if it is more than
     `max_error`."""
