@@ -135,9 +135,9 @@ def host(name: str) -> str:
         (kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192))
         for kind in KINDS[:4]
     )
-    head = ["qwen3-30b, a step", "host us after a pause", *keys]
     return table(
-        head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows)
+        ["qwen3-30b, a step", "host us after a pause", *keys],
+        ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows),
     )
 
 
@@ -178,10 +178,12 @@ def layers() -> Iterable[list[object]]:
 
 def ceilings() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
-        of = {"suite": "layer", "preset": preset}
-        alone = both_ways(name, variant="gemms alone", **of)
-        figures = [f"{one['ms_median']:.2f} / {one['tflops']:.0f}" for one in alone]
-        yield [preset, num_ranks, *figures, both_ms(name, variant="stock torch", **of)]
+        figures = [
+            f"{one['ms_median']:.2f} / {one['tflops']:.0f}"
+            for one in both_ways(name, suite="layer", preset=preset, variant="gemms alone")
+        ]
+        stock = both_ms(name, suite="layer", preset=preset, variant="stock torch")
+        yield [preset, num_ranks, *figures, stock]
 
 
 def variants() -> Iterable[list[object]]:

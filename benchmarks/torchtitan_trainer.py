@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +39,7 @@ import torchtitan
 from lm.data import VOCABULARY, load_corpus, train_batch
 from suites.cases import parser_of
 from suites.records import machine
+from suites.timing import now_s
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -150,10 +150,8 @@ class Clock(MetricsProcessor):
 
     def log(self, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
         super().log(step, global_avg_loss, *args, **kwargs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self.losses.append(global_avg_loss)
-        self.ends_s.append(time.perf_counter())
+        self.ends_s.append(now_s())
 
 
 OPTIONS: Options = {

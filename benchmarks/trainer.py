@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,8 @@ import torch
 import transformers
 from lm.data import VOCABULARY, load_corpus, train_batch
 from suites.cases import names_of, run_program
-from suites.records import measured_on
+from suites.records import measured_on, save
+from suites.timing import now_s
 from transformers import TrainerCallback, TrainingArguments
 
 import symmoe
@@ -99,15 +98,9 @@ class Clock(TrainerCallback):
         self, args: object, state: transformers.TrainerState, control: object, **_: object
     ) -> None:
         if state.global_step == self._warm_up:
-            self._start = now()
+            self._start = now_s()
         elif state.global_step == state.max_steps:
-            self.seconds = now() - self._start
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+            self.seconds = now_s() - self._start
 
 
 def config_of(arguments: argparse.Namespace, way: str) -> transformers.Qwen3MoeConfig:
@@ -214,9 +207,7 @@ def run(arguments: argparse.Namespace) -> None:
         sys.exit(f"the ways have different losses: {every}")
     if arguments.json is not None:
         env = measured_on(ranks) | {"transformers": transformers.__version__}
-        arguments.json.write_text(
-            json.dumps({"env": env, "results": results}, indent=1) + "\n", encoding="utf-8"
-        )
+        save({"env": env, "results": results}, arguments.json)
 
 
 if __name__ == "__main__":

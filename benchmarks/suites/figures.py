@@ -84,9 +84,8 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
     Args:
         row_numel: elements from which a copy by a torch operator counts.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+    with torch.profiler.profile(record_shapes=True) as profiler:
         with torch.profiler.record_function(_TRACED):
             step()
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace

@@ -49,8 +49,8 @@ def products(problem: Problem) -> Iterator[Product]:
         ("wgrad1", gradient, "backward", (2 * ffn, hidden)),
         ("wgrad2", gradient, "backward", (hidden, ffn)),
     ):
-        flops = 2 * problem.num_rows * math.prod(widths)
-        yield Product(direction, flops, make(name, *widths, rows), None)
+        variants = make(name, *widths, rows)
+        yield Product(direction, 2 * problem.num_rows * math.prod(widths), variants, None)
 
 
 class Rows:

@@ -133,11 +133,11 @@ def products(problem: Problem) -> list[Product]:
             call()
             return groups_error(reference, outputs, spans)
 
-        def verify_stock() -> float:
-            return groups_error(reference, stock(), spans)
-
         other = f"{name} {STOCK}"
-        ways = ((name, call, verify), (other, stock, verify_stock))
+        ways = (
+            (name, call, verify),
+            (other, stock, lambda: groups_error(reference, stock(), spans)),
+        )
         variants = [
             Variant(n, ("forward",), in_steps(do), check, MAX_ERROR) for n, do, check in ways
         ]

@@ -34,7 +34,6 @@ from suites.timing import (
     plan_of,
     timed_records,
 )
-from symmoe.dispatch.plan import Plan
 from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, SavedActivations
 from symmoe.grouped.linear import cache_quantized_weights
 from symmoe.grouped.mlp import GroupedMLP
@@ -68,10 +67,11 @@ def bench_layer(
 ) -> list[Record]:
     """Eager and replayed steps of these choices, only the GEMMs, and the stock layer. Collective."""
     reference = Reference(problem)
-    on_gpu = problem.device.type == "cuda"
-    possible = {
-        name: choice for name, choice in choices.items() if on_gpu or not choice.captured
-    }  # no graphs on CPUs
+    possible = {  # no graphs on CPUs
+        name: choice
+        for name, choice in choices.items()
+        if problem.device.type == "cuda" or not choice.captured
+    }
     together = [name for name, choice in possible.items() if not choice.apart]
     times: Times = {}
     errors = dict[str, float]()
@@ -181,10 +181,12 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
         d_rows.fill_(torch.nan)
         forward()
         gradients = backward(partial(torch.full_like, fill_value=torch.nan))
-        pairs = [(out[e.rows], e.out) for e in reference.experts]
-        pairs += [(d_rows[e.rows], e.d_rows) for e in reference.experts]
-        rows = [row_error(*pair) for pair in pairs]  # before they are summed
-        return largest([*rows, reference.weight_error(*gradients)])
+        errors = [  # of rows, before they are summed
+            row_error(got[e.rows], expected)
+            for e in reference.experts
+            for got, expected in ((out, e.out), (d_rows, e.d_rows))
+        ]
+        return largest([*errors, reference.weight_error(*gradients)])
 
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
@@ -198,13 +200,11 @@ class PublicParts(Choice):
     def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
         x, probs, _, _ = problem.inputs
 
-        def buffer(plan: Plan, name: str) -> torch.Tensor:
-            return run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
-
         def forward() -> torch.Tensor:
             plan = plan_of(run, problem, problem.static_capacity)
             received, out, d_out, d_rows = (
-                buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows")
+                run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
+                for name in ("rows", "out", "d_out", "d_rows")
             )
             rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
             y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)

@@ -57,11 +57,8 @@ class Problem:
         self.num_rows = int(self.routing.num_rows[self.rank])  # N
         self.topk_idx = self.routing.topk_idx[self.rank].int().to(self.device)
         self.tokens = self.tokens_of(self.rank)
-        shape, count = case.shape, self.experts_per_rank
-        self.w1 = torch.empty(count, 2 * shape.ffn, shape.hidden, dtype=DTYPE, device=self.device)
-        self.w2 = torch.empty(count, shape.hidden, shape.ffn, dtype=DTYPE, device=self.device)
-        for local in range(count):
-            self.w1[local], self.w2[local] = self.weights_of(self.first_expert + local)
+        mine = range(self.first_expert, self.first_expert + self.experts_per_rank)
+        self.w1, self.w2 = map(torch.stack, zip(*map(self.weights_of, mine), strict=True))
         for tensor in self.inputs:
             tensor.requires_grad_()
 
@@ -102,9 +99,10 @@ class Problem:
 
 def routing_of(case: Case, num_ranks: int) -> Routing:
     """The routing of all ranks."""
-    seeds = (_seed(_EXPERTS_OF_TOKENS, rank) for rank in range(num_ranks))
-    choices = [choose_experts(case, torch.Generator().manual_seed(seed)) for seed in seeds]
-    return Routing(choices, case.shape.num_experts)
+    generators = (
+        torch.Generator().manual_seed(_seed(_EXPERTS_OF_TOKENS, rank)) for rank in range(num_ranks)
+    )
+    return Routing([choose_experts(case, each) for each in generators], case.shape.num_experts)
 
 
 def order_of(routing: Routing) -> torch.Tensor:
@@ -137,8 +135,7 @@ class Places(NamedTuple):
     def of(cls, routing: Routing) -> Places:
         num_ranks, experts_per_rank = routing.splits.shape
         slot_to_rank = routing.topk_idx // experts_per_rank
-        place = torch.empty_like(order := order_of(routing))
-        place[order] = torch.arange(place.numel())
+        place = order_of(routing).argsort()
         first_row = torch.tensor([0, *routing.num_rows]).cumsum(0)
         slot_to_row = place.view_as(slot_to_rank) - first_row[slot_to_rank]
         goes_to = torch.stack([(slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)

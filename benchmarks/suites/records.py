@@ -196,8 +196,8 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def save(records: list[Record], path: str) -> None:
-    """Writes records to a file."""
+def save(records: list[Record] | Record, path: str | Path) -> None:
+    """Writes records, or one of a whole run, to a file."""
     Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 

@@ -174,11 +174,11 @@ class Step:
 def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
+    sizes = problem.case.shape.num_experts, problem.num_ranks
     run_experts = torch_experts(w1, w2)
-    num_experts = problem.case.shape.num_experts
 
     def forward() -> torch.Tensor:
-        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+        return stock_layer(x, probs, problem.topk_idx, run_experts, *sizes)
 
     return Step(STOCK, forward, problem.inputs, problem.tokens.dy, reference.step_error)
 
@@ -212,11 +212,12 @@ def records_of(
 ) -> list[Record]:
     """Times steps in a row; a record of each. Collective."""
     times = times_in_a_row_ms(calls, run.ranks, run.repetitions)
-    flops, records = 3 * problem.case.forward_flops, []
+    speeds = {name: tflops(3 * problem.case.forward_flops, ms) for name, ms in times.items()}
+    records = []
     for name, call in calls.items():
-        figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
+        figures: Record = {"tflops": speeds[name], "error": errors[name]}
         if name != STOCK and STOCK in times:
-            figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
+            figures |= {"stock_tflops": speeds[STOCK], "yardstick": "stock_tflops"}
         figures |= of_step(call, problem, run.ranks)
         records.append(case_record(problem, "steps", name, "step", times[name], **figures))
     return records

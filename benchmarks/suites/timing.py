@@ -179,6 +179,13 @@ def timed_records(
     ]
 
 
+def now_s() -> float:
+    """Seconds on the host's clock once the GPU, if there is one, is idle."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def host_times_ms(call: Callable[[], object], ranks: Ranks, repetitions: int = 1) -> list[float]:
     """Milliseconds until a call returns on this host, each time after all ranks have met, with idle devices."""
     times_ms = []

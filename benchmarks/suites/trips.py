@@ -314,16 +314,16 @@ def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack
         raise SymmoeError(
             f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}"
         )
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # destination, source
+    # The next rank first: not all write to the same one.
+    peers = [(ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]
+    sizes = matrix[ranks.rank, peers].tolist()
+    begins = first[ranks.rank, peers].tolist()
+    targets = [
+        target.peer(peer)[begin : begin + size]
+        for peer, begin, size in zip(peers, begins, sizes, strict=True)
+    ]
+    pairs = [*zip(targets, source.tensor[: sum(sizes)].split(sizes), strict=True)]
     stack.callback(pairs.clear)
-    offset = 0
-    for step in range(1, ranks.num_ranks):  # the next rank first: not all write to the same one
-        peer = (ranks.rank + step) % ranks.num_ranks
-        begin = int(first[ranks.rank, peer])
-        size = int(matrix[ranks.rank, peer])
-        here = source.tensor[offset : offset + size]
-        pairs.append((target.peer(peer)[begin : begin + size], here))
-        offset += size
 
     def copy() -> None:
         for destination, its_source in pairs:
