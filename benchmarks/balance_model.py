@@ -118,14 +118,6 @@ def predict(
                 [place(counts[:, order], num_replica_slots) for order in its]
             ).mean(0)
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
-            what = {
-                "model": True,
-                "shape": name,
-                "ep": num_ranks,
-                "zipf": exponent,
-                "experts": where,
-                "places": num_replica_slots,
-            }
             results = {
                 "load": before,
                 "balanced_load": after,
@@ -134,7 +126,17 @@ def predict(
                 "ms": rates["base"] + rates["slope"] * before,
                 "balanced_ms": rates["base"] + rates["slope"] * after + moving,
             }
-            found.append(what | {key: round(float(x), 3) for key, x in results.items()})
+            found.append(
+                {
+                    "model": True,
+                    "shape": name,
+                    "ep": num_ranks,
+                    "zipf": exponent,
+                    "experts": where,
+                    "places": num_replica_slots,
+                    **{key: round(float(x), 3) for key, x in results.items()},
+                }
+            )
     return found
 
 

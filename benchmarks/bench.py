@@ -132,8 +132,14 @@ def run(args: argparse.Namespace) -> None:
             config_of(shape).experts_per_rank(ranks.num_ranks)
         facts = measured_on(ranks)
         records = list[Record]()
-        shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
-        _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))
+        _say(
+            ranks,
+            ", ".join(
+                f"{key} {facts[key]}"
+                for key in ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
+                if facts[key]
+            ),
+        )
         num_bytes = int((args.heap_gib or 0) * 2**30) or max(
             SUITES[name].heap_bytes(
                 case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows)

@@ -63,7 +63,7 @@ def both_ms(name: str, **fields: object) -> str:
 
 def machine(row: Record) -> str:
     nvshmem = re.sub(r"nvidia-nvshmem-cu13 (.*), .*", r"NVSHMEM \1", row.get("nvshmem") or "")
-    driver = f"driver {row['driver']}" if row["driver"] else ""
+    driver = row["driver"] and f"driver {row['driver']}"
     parts = (row["gpu"], driver, f"torch {row['torch']}", f"Triton {row['triton']}", nvshmem)
     return ", ".join(filter(None, parts)).replace(H200, "H200")
 

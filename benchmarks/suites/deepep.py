@@ -37,13 +37,12 @@ def open_buffer(problem: Problem) -> Any:
 
 def step_of(problem: Problem, buffer: Any) -> Step:
     """A whole step, without a router."""
-    num_experts = problem.case.shape.num_experts
     x, probs, w1, w2 = problem.inputs
     experts = torch_experts(w1, w2)
 
     def forward() -> torch.Tensor:
         # The plan is a part of a step of ours: so is the conversion of the choice here.
-        trip = _Trip(buffer, problem.topk_idx.long(), num_experts)
+        trip = _Trip(buffer, problem.topk_idx.long(), problem.case.shape.num_experts)
         arrived, arrived_probs = ByHand.apply(
             trip.dispatch,
             lambda d_rows, d_probs: trip.combine(d_rows.contiguous(), d_probs.contiguous()),

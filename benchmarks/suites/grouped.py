@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,9 +173,7 @@ class Layer:
 
 def bench_grouped(problem: Problem, run: Run) -> list[Record]:
     """Both modules in all precisions, with torch's grouped products and Transformer Engine to compare with."""
-    return [
-        record for layer_of in (_linear, _mlp) for record in _bench(layer_of(problem), problem, run)
-    ]
+    return [record for layer in _layers(problem) for record in _bench(layer, problem, run)]
 
 
 def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
@@ -249,46 +247,39 @@ def stock_variant(name: str, layer: Layer) -> Variant:
     return layer.variant(name, layer.stock, [[weight] for weight in layer.weights])
 
 
-def _linear(problem: Problem) -> Layer:
-    shape = problem.case.shape
-    local = LocalRows.of(problem)
-    w1 = problem.w1
-    rows = local.in_order(local.packed).requires_grad_()
-    generator = torch.Generator(problem.device).manual_seed(problem.rank)
-    d_out = torch.randn(
-        problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device
-    )
-    return Layer(
-        name="GroupedLinear",
-        make=functools.partial(GroupedLinear, len(w1), shape.hidden, w1.shape[1], bias=False),
-        inputs=(rows,),
-        weights=(w1,),
-        d_out=d_out,
-        splits=problem.routing.splits[problem.rank],
-        spans=spans_of(local.row_range),
-        expected=lambda x, w: x @ w.t(),
-        stock=lambda: grouped_mm(rows, w1.transpose(1, 2), local.row_range[1]),
-        flops=2 * problem.case.num_slots * shape.hidden * w1.shape[1],
-    )
-
-
-def _mlp(problem: Problem) -> Layer:
+def _layers(problem: Problem) -> Iterator[Layer]:
+    """Both, on the same rows."""
     shape = problem.case.shape
     local = LocalRows.of(problem)
     _, _, w1, w2 = problem.inputs
     rows = local.in_order(local.packed).requires_grad_()
     scale = local.row_probs.clone().requires_grad_()
-    return Layer(
+    generator = torch.Generator(problem.device).manual_seed(problem.rank)
+    splits = {
+        "splits": problem.routing.splits[problem.rank],
+        "spans": spans_of(local.row_range),
+    }
+    yield Layer(
+        name="GroupedLinear",
+        make=functools.partial(GroupedLinear, len(w1), shape.hidden, w1.shape[1], bias=False),
+        inputs=(rows,),
+        weights=(w1,),
+        d_out=rows.new_empty(len(rows), w1.shape[1]).normal_(generator=generator),
+        expected=lambda x, w: x @ w.t(),
+        stock=lambda: grouped_mm(rows, w1.transpose(1, 2), local.row_range[1]),
+        flops=2 * problem.case.num_slots * shape.hidden * w1.shape[1],
+        **splits,
+    )
+    yield Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, len(w1), shape.hidden, shape.ffn),
         inputs=(rows, scale),
         weights=(w1, w2),
         d_out=local.in_order(local.d_packed),
-        splits=problem.routing.splits[problem.rank],
-        spans=spans_of(local.row_range),
         expected=expert_outputs,
         stock=lambda: torch_experts(w1, w2)(rows, scale, local.row_range[1]),
         flops=problem.case.forward_flops,
+        **splits,
     )
 
 
@@ -358,10 +349,10 @@ class CopiesOf(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.overloadpacket in _DISPATCHED_COPIES:
-            sources = (
-                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-            )
             self.num_bytes += sum(
-                s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages
+                leaf.nbytes
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, torch.Tensor)
+                and leaf.untyped_storage().data_ptr() in self._storages
             )
         return func(*args, **(kwargs or {}))

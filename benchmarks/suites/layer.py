@@ -26,7 +26,6 @@ from suites.timing import (
     Run,
     Times,
     Variant,
-    clock_for,
     in_steps,
     largest,
     measure,
@@ -118,7 +117,7 @@ def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> l
     memory: dict[str, int | None] = {}
     if not variant.reuses_marks:
         meter = MemoryMeter(run.ranks.device, run.heap)
-        variant.call(clock_for(run.ranks.device))
+        variant.once()
         memory = meter.peak()
     plan = plan_of(run, problem)
     config = choice.config(problem.case.shape)
@@ -139,9 +138,14 @@ def _variant(
 ) -> Variant:
     experts = make_experts(problem, choice.precision)
     blocks.enter_context(choice.block(experts))
-    forward = choice.forward(problem, run, experts)
-    inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
-    step = Step(name, forward, inputs, problem.tokens.dy, reference.step_error, choice.max_error)
+    step = Step(
+        name,
+        choice.forward(problem, run, experts),
+        (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight),
+        problem.tokens.dy,
+        reference.step_error,
+        choice.max_error,
+    )
     return step.captured() if choice.captured else step.eager()
 
 
@@ -249,14 +253,18 @@ def precision_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
 
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
     """FP8 steps and bf16 steps."""
-    choices = PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}
-    return bench_layer(problem, run, choices, "precision")
+    auto = picked(PRECISION[AUTO], problem)
+    return bench_layer(problem, run, PRECISION | {AUTO: auto}, "precision")
 
 
 def picked(choice: Choice, problem: Problem) -> Choice:
     """The choice with the precision that choose_precision decides on."""
-    numbers = {"num_ranks": problem.num_ranks, "num_tokens": problem.case.num_tokens}
-    config = choose_precision(choice.config(problem.case.shape), **numbers, device=problem.device)
+    config = choose_precision(
+        choice.config(problem.case.shape),
+        num_ranks=problem.num_ranks,
+        num_tokens=problem.case.num_tokens,
+        device=problem.device,
+    )
     options = {**choice.options, "quantized_wire": config.quantized_wire}
     max_error = MAX_ERROR if config.precision is None else choice.max_error
     return replace(choice, precision=config.precision, options=options, max_error=max_error)

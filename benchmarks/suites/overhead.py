@@ -169,8 +169,7 @@ def _linear_loop(layer: Layer) -> Variant:
         parts = zip(*linears, *(tensor.split(sizes) for tensor in layer.inputs), strict=True)
         return torch.cat([fc2(swiglu(fc1(x), s)) for fc1, fc2, x, s in parts])
 
-    weights = [[linear.weight for linear in of_layer] for of_layer in linears]
-    return layer.variant(LINEAR_LOOP, forward, weights)
+    return layer.variant(LINEAR_LOOP, forward, [[fc.weight for fc in its] for its in linears])
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:

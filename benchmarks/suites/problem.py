@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
 class Routing:
     """The routing of all ranks, from the choice of every rank, int64 [T, K]; on the CPU. topk_idx: int64 [R, T, K];
-    splits: int64 [R, e], rows of every expert; num_rows: N of every rank."""
+    splits: int64 [R, e], rows of every expert; num_rows: N of every rank; order: slots [R * T * K] as rows lie."""
 
     def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
         self.topk_idx = torch.stack(topk_idx)
@@ -37,6 +37,7 @@ class Routing:
             len(topk_idx), -1
         )
         self.num_rows = self.splits.sum(1).tolist()
+        self.order = self.topk_idx.reshape(-1).argsort(stable=True)
 
 
 class Problem:
@@ -105,14 +106,9 @@ def routing_of(case: Case, num_ranks: int) -> Routing:
     return Routing([choose_experts(case, each) for each in generators], case.shape.num_experts)
 
 
-def order_of(routing: Routing) -> torch.Tensor:
-    """Slots of all ranks [R * T * K] as rows lie."""
-    return routing.topk_idx.reshape(-1).argsort(stable=True)
-
-
 def rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(token, slot) of every row of a rank: int64 [N], counted over all ranks' tokens [R * T] and slots."""
-    slots = order_of(routing).split(routing.num_rows)[rank]
+    slots = routing.order.split(routing.num_rows)[rank]
     return slots // routing.topk_idx.shape[2], slots
 
 
@@ -135,7 +131,7 @@ class Places(NamedTuple):
     def of(cls, routing: Routing) -> Places:
         num_ranks, experts_per_rank = routing.splits.shape
         slot_to_rank = routing.topk_idx // experts_per_rank
-        place = order_of(routing).argsort()
+        place = routing.order.argsort()
         first_row = torch.tensor([0, *routing.num_rows]).cumsum(0)
         slot_to_row = place.view_as(slot_to_rank) - first_row[slot_to_rank]
         goes_to = torch.stack([(slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
@@ -165,18 +161,19 @@ class LocalRows(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> LocalRows:
-        routing = problem.routing
-        rank = problem.rank
+        where = problem.routing, problem.rank
+        splits = problem.routing.splits[problem.rank]
         tokens = all_tokens(problem)
-        packed = packed_rows_of(routing, rank)
-        token_of_packed, row_to_packed = (each.to(problem.device) for each in packed)
-        ends = routing.splits[rank].cumsum(0)
+        token_of_packed, row_to_packed = (
+            index.to(problem.device) for index in packed_rows_of(*where)
+        )
+        ends = splits.cumsum(0)
         return cls(
             packed=tokens.x[token_of_packed],
             d_packed=tokens.dy[token_of_packed],
             row_to_packed_row=row_to_packed.int(),
-            row_range=torch.stack((ends - routing.splits[rank], ends)).int().to(problem.device),
-            row_probs=tokens.probs.reshape(-1)[rows_of(routing, rank)[1].to(problem.device)],
+            row_range=torch.stack((ends - splits, ends)).int().to(problem.device),
+            row_probs=tokens.probs.reshape(-1)[rows_of(*where)[1].to(problem.device)],
         )
 
 

@@ -71,8 +71,7 @@ def bench_router(problem: Problem, run: Run) -> list[Record]:
     if device.type == "cuda":
         num_inputs = min(-(-_INPUTS_BYTES // problem.tokens.x.nbytes), _MOST_INPUTS)
     xs = [problem.tokens_of(rank).x.requires_grad_() for rank in range(num_inputs)]
-    variants = [_variant(way, xs, weight, d_logits) for way in WAYS]
-    times, errors = measure(run, variants)
+    times, errors = measure(run, [_variant(way, xs, weight, d_logits) for way in WAYS])
     of_one = {way: taken / num_inputs for way, taken in times.items()}
     return timed_records(problem, "router", of_one, lambda way, _: {"error": errors[way]})
 

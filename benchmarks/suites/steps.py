@@ -91,10 +91,8 @@ def heap_bytes(
     rows = int(1.2 * max(num_rows, case.num_slots)) + 1
 
     def step_bytes(choice: Choice) -> int:
-        config = choice.config(case.shape, rows)
-        return plan_memory(
-            config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE
-        ).heap_bytes
+        sizes = {"num_ranks": num_ranks, "num_tokens": case.num_tokens, "dtype": DTYPE}
+        return plan_memory(choice.config(case.shape, rows), **sizes).heap_bytes
 
     # A graph's leases on one stream do not take over what was freed on another.
     captured = 2 * sum(step_bytes(choice) for choice in choices.values() if choice.captured)
@@ -263,7 +261,10 @@ def layer_step(
         return (y, metrics.aux_loss) if config.router.aux_loss_coef else (y,)
 
     d_out = (dy, torch.ones((), device=heap.device))[: 2 if config.router.aux_loss_coef else 1]
-    parameters = (x, *layer.parameters())
     return Step(
-        name, forward, parameters, d_out, lambda *_: reference.step_error(*routed.results())
+        name,
+        forward,
+        (x, *layer.parameters()),
+        d_out,
+        lambda *_: reference.step_error(*routed.results()),
     )

@@ -59,11 +59,6 @@ def stream_event() -> torch.cuda.Event:
     return event
 
 
-def clock_for(device: torch.device) -> Clock:
-    """The clock of what runs on a device."""
-    return stream_event if device.type == "cuda" else HostEvent
-
-
 def intervals_ms(marks: Sequence[Mark]) -> list[float]:
     """Milliseconds between neighbouring marks; waits until the last has been reached."""
     marks[-1].synchronize()
@@ -138,10 +133,11 @@ def measure(
     Collective. Raises WrongResult on every rank if one is wrong on any.
 
     Args:
+        clock: by default that of the device.
         align: runs before every call.
     """
     ranks = run.ranks
-    clock = clock or clock_for(run.ranks.device)
+    clock = clock or (stream_event if ranks.device.type == "cuda" else HostEvent)
     errors = {v.name: largest_error(v.name, v.verify(), v.max_error, ranks) for v in variants}
     for variant in variants:
         for _ in range(WARM_UP):

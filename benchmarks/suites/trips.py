@@ -182,17 +182,20 @@ def _dispatch_variant(
 
     def verify() -> float:
         local = LocalRows.of(problem)
+        # Rows as 16-bit words, which need not be numbers.
         arriving, d_arriving = (
-            _encoded(packed if layout == "packed" else local.in_order(packed), wire)
+            _encoded(packed if layout == "packed" else local.in_order(packed), wire).view(
+                torch.int16
+            )
             for packed in (local.packed, local.d_packed)
         )
         rows.fill_(torch.nan)
         row_probs = forward()
-        wrong = _differing_bits(rows, arriving)
+        wrong = _differing(rows.view(torch.int16), arriving)
         wrong += _differing(require_tensor("row_probs", row_probs), local.row_probs)
         rows.fill_(torch.nan)
         backward()
-        return wrong + _differing_bits(rows, d_arriving)
+        return wrong + _differing(rows.view(torch.int16), d_arriving)
 
     return Variant(name, DIRECTIONS, in_steps(forward, backward), verify)
 
@@ -279,11 +282,6 @@ def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Elements of `expected` that `got`, which may have a tail, does not have. NaN differs."""
     return float((got[: len(expected)] != expected).sum())
-
-
-def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Same as _differing, for 16-bit words that need not be numbers."""
-    return _differing(got.view(torch.int16), expected.view(torch.int16))
 
 
 def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack) -> Variant:
