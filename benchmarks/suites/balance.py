@@ -60,9 +60,12 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
 
 def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tensor:
     """int64 [T, K] on the CPU: the first experts, and others at random."""
-    keys = torch.rand(case.num_tokens, case.shape.num_experts, generator=generator)
-    keys[:, :num_hot] += 1
-    return keys.topk(case.shape.top_k, dim=1).indices
+    first = torch.arange(num_hot).expand(case.num_tokens, num_hot)
+    if num_hot == case.shape.top_k:
+        return first
+    weights = (torch.arange(case.shape.num_experts) >= num_hot).float().repeat(case.num_tokens, 1)
+    others = torch.multinomial(weights, case.shape.top_k - num_hot, generator=generator)
+    return torch.cat([first, others], 1)
 
 
 def _step_of(layer: MoELayer, problem: Problem, ids: torch.Tensor) -> Callable[[], object]:

@@ -151,8 +151,12 @@ class Layer:
 
     def ours(self, name: str, choice: Choice) -> tuple[Variant, list[torch.Tensor]]:
         """A module of ours as a variant, and its weights."""
-        kind = "discrete" if choice.scattered else "packed"
-        module = self.make(weights=kind, precision=choice.recipe, dtype=DTYPE, device="meta")
+        module = self.make(
+            weights="discrete" if choice.scattered else "packed",
+            precision=choice.recipe,
+            dtype=DTYPE,
+            device="meta",
+        )
         linears = [part for part in module.modules() if isinstance(part, GroupedLinear)]
         matrices = (
             self.scattered if choice.scattered else [[weight.detach()] for weight in self.weights]

@@ -247,11 +247,11 @@ def layer_step(
     layer = MoELayer(config, heap, experts=make_experts(problem, config.precision), dtype=DTYPE)
     experts = RoutedExperts.of(config, heap, layer.experts)
     x, dy, probs = problem.tokens
-    inputs = (x, probs, layer.experts.fc1.weight, layer.experts.fc2.weight)
 
     def run_experts() -> torch.Tensor:
         return experts.run(x, probs, problem.topk_idx, layer.experts)[0]
 
+    inputs = (x, probs, layer.experts.fc1.weight, layer.experts.fc2.weight)
     routed = Step(name, run_experts, inputs, dy, reference.step_error)
     if not routes:
         return routed

@@ -233,8 +233,7 @@ def _combine_variant(
 
 def stock_all_to_all(problem: Problem, run: Run) -> Variant:
     """One row per slot, already sorted, by all_to_all_single: only the transport of the stock layer."""
-    ranks = run.ranks
-    exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, ranks.num_ranks)
+    exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, problem.num_ranks)
     rows = problem.tokens.x.detach()[exchange.order // problem.case.shape.top_k]
 
     def step() -> torch.Tensor:
