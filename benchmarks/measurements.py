@@ -442,10 +442,9 @@ def failed_on_gpus() -> str:
     """How many cases of which suites failed on how many GPUs, for this page and for README."""
     said = []
     for ranks in GPU_RANKS:
-        of = load(f"reliability-h200-ep{ranks}")["suites"]
         failed = [
             f"{name} {one['cases_failed']} of {one['cases_run']:,}"
-            for name, one in of.items()
+            for name, one in load(f"reliability-h200-ep{ranks}")["suites"].items()
             if one["cases_failed"]
         ]
         said.append(f"on {ranks} H200s {' and '.join(failed) or 'none'}")

@@ -44,9 +44,9 @@ _INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exac
 
 def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
-    capacities = {"exact": None, "static": problem.static_capacity}
     variants = [
-        _plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()
+        _plan_variant("exact", problem, run, None),
+        _plan_variant("static", problem, run, problem.static_capacity),
     ]
     return trip_records("plan", problem, run, variants, {})
 
@@ -182,20 +182,18 @@ def _dispatch_variant(
 
     def verify() -> float:
         local = LocalRows.of(problem)
-        # Rows as 16-bit words, which need not be numbers.
         arriving, d_arriving = (
-            _encoded(packed if layout == "packed" else local.in_order(packed), wire).view(
-                torch.int16
-            )
+            _encoded(packed if layout == "packed" else local.in_order(packed), wire)
             for packed in (local.packed, local.d_packed)
         )
         rows.fill_(torch.nan)
         row_probs = forward()
-        wrong = _differing(rows.view(torch.int16), arriving)
+        # As 16-bit words, which need not be numbers.
+        wrong = _differing(rows.view(torch.int16), arriving.view(torch.int16))
         wrong += _differing(require_tensor("row_probs", row_probs), local.row_probs)
         rows.fill_(torch.nan)
         backward()
-        return wrong + _differing(rows.view(torch.int16), d_arriving)
+        return wrong + _differing(rows.view(torch.int16), d_arriving.view(torch.int16))
 
     return Variant(name, DIRECTIONS, in_steps(forward, backward), verify)
 
@@ -295,7 +293,7 @@ def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
     """
     ranks = run.ranks
-    matrix = run.ranks.gather(sent)
+    matrix = ranks.gather(sent)
     np.fill_diagonal(matrix, 0)
     # Where each rank's bytes lie at their destination; leases are of one size everywhere, as peer() needs.
     first = np.cumsum(matrix, axis=0) - matrix
