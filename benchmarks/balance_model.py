@@ -26,7 +26,7 @@ from suites.cases import parser_of
 
 from symmoe.kernels import control, twin
 from symmoe.moe.balance import rows_per_rank
-from symmoe.tools.shapes import PRESETS, Shape
+from symmoe.tools.shapes import PRESETS, Options, Shape
 
 RECORD = Path(__file__).parent / "results" / "balance-h200-ep2.json"
 SHAPES = {
@@ -38,6 +38,9 @@ RECORDED = {
     "deepseek-v3": "deepseek-like",
 }  # a quarter of the experts, of the same size
 TOKENS, SLACK, ITEM_BYTES, NUM_ORDERS = 8192, 50, 2, 5
+
+
+OPTIONS: Options = {"--json": {"type": Path, "help": "write what is predicted to this file"}}
 
 
 def popularity(shape: Shape, exponent: float) -> np.ndarray:
@@ -69,14 +72,10 @@ def place(counts: np.ndarray, num_replica_slots: int) -> tuple[float, float, int
     before, after = rows_per_rank(
         plan.expert_load, plan.replica_to_expert, plan.replica_rows
     ).numpy()
-    used = plan.replica_to_expert[plan.replica_to_expert >= 0].numpy()
-    sent = np.bincount(used // (num_experts // num_ranks), minlength=num_ranks)
-    taken = (plan.replica_to_expert >= 0).sum(1).numpy()
-    return (
-        before.max() / before.mean(),
-        after.max() / before.mean(),
-        int(np.maximum(sent, taken).max()),
-    )
+    is_used = plan.replica_to_expert >= 0
+    owners = plan.replica_to_expert[is_used] // (num_experts // num_ranks)
+    most = max(int(owners.bincount(minlength=num_ranks).max()), int(is_used.sum(1).max()))
+    return before.max() / before.mean(), after.max() / before.mean(), most
 
 
 def replica_gb(shape: Shape) -> float:
@@ -106,25 +105,19 @@ def predict(
     name: str, num_ranks: int, exponent: float, rates: dict[str, float]
 ) -> list[dict[str, object]]:
     """Of both layouts and 2 and 4 places."""
-    shape, rng, found = SHAPES[name], np.random.default_rng(1), []
+    shape = SHAPES[name]
+    rng = np.random.default_rng(1)
     shares = popularity(shape, exponent)
     counts = rng.multinomial(TOKENS * shape.top_k, shares / shares.sum(), size=num_ranks)
     orders = [rng.permutation(shape.num_experts) for _ in range(NUM_ORDERS)]
+    uniform = rates["base"] + rates["slope"]
+    found = []
     for where, its in (("random", orders), ("sorted", [np.arange(shape.num_experts)])):
         for num_replica_slots in (2, 4):
             before, after, replicas = np.array(
                 [place(counts[:, order], num_replica_slots) for order in its]
             ).mean(0)
-            uniform = rates["base"] + rates["slope"]
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
-            what = {
-                "model": True,
-                "shape": name,
-                "ep": num_ranks,
-                "zipf": exponent,
-                "experts": where,
-                "places": num_replica_slots,
-            }
             results = {
                 "load": before,
                 "balanced_load": after,
@@ -133,13 +126,23 @@ def predict(
                 "ms": rates["base"] + rates["slope"] * before,
                 "balanced_ms": rates["base"] + rates["slope"] * after + moving,
             }
-            found.append(what | {key: round(float(x), 3) for key, x in results.items()})
+            found.append(
+                {
+                    "model": True,
+                    "shape": name,
+                    "ep": num_ranks,
+                    "zipf": exponent,
+                    "experts": where,
+                    "places": num_replica_slots,
+                    **{key: round(float(x), 3) for key, x in results.items()},
+                }
+            )
     return found
 
 
 def main() -> None:
-    json_option = {"--json": {"type": Path, "help": "write what is predicted to this file"}}
-    options, found = parser_of(__doc__, json_option).parse_args(), []
+    options = parser_of(__doc__, OPTIONS).parse_args()
+    found = []
     for name in SHAPES:
         rates = fit(name)
         print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in rates.items())}")

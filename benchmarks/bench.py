@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> None:
     """Measures what the arguments name, on all ranks. Raises ArgumentError for what argparse does not find, WrongResult
     if a variant's results are wrong."""
     names = names_of("suite", ",".join(args.suites or ["steps"]), SUITES)
-    tokens, skews = args.tokens.split(","), names_of("skew", args.skew, SKEWS)
+    tokens = args.tokens.split(",")
+    skews = names_of("skew", args.skew, SKEWS)
     if wrong := [text for text in tokens if not text.strip().isdecimal() or int(text) < 1]:
         raise ArgumentError(
             f"tokens ({wrong[0]}) must be comma-separated whole numbers of at least 1"
@@ -129,9 +130,16 @@ def run(args: argparse.Namespace) -> None:
     with join() as ranks:
         for shape in shapes:
             config_of(shape).experts_per_rank(ranks.num_ranks)
-        facts, records = measured_on(ranks), list[Record]()
-        shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
-        _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))
+        facts = measured_on(ranks)
+        records = list[Record]()
+        _say(
+            ranks,
+            ", ".join(
+                f"{key} {facts[key]}"
+                for key in ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
+                if facts[key]
+            ),
+        )
         num_bytes = int((args.heap_gib or 0) * 2**30) or max(
             SUITES[name].heap_bytes(
                 case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows)

@@ -50,25 +50,21 @@ def compare(records: Sequence[Record], baseline: Sequence[Record]) -> tuple[bool
 
     Compares every record that has a yardstick, by what it measures.
     """
-    now, before = _ratios(records), _ratios(baseline)
+    now = _ratios(records)
+    before = _ratios(baseline)
     both = [where for where in before if where in now]
     dropped = [where for where in both if now[where] < (1 - MAX_DROP) * before[where]]
     lines = [
-        f"check: {len(both)} ratios compared, {len(dropped)} dropped by more than {MAX_DROP:.0%}"
+        f"check: {len(both)} ratios compared, {len(dropped)} dropped by more than {MAX_DROP:.0%}",
+        *(
+            f"  dropped  {_named(where)}: {before[where]:.3f} -> {now[where]:.3f} "
+            f"({now[where] / before[where] - 1:+.1%})"
+            for where in dropped
+        ),
+        *(f"  missing  {_named(at)}: only in the baseline" for at in before if at not in now),
+        *(f"  extra    {_named(at)}: not in the baseline" for at in now if at not in before),
+        *["  nothing could be compared, which counts as a failure"] * (not both),
     ]
-    for where in dropped:
-        change = now[where] / before[where] - 1
-        lines.append(
-            f"  dropped  {_named(where)}: {before[where]:.3f} -> {now[where]:.3f} ({change:+.1%})"
-        )
-    lines += [
-        f"  missing  {_named(where)}: only in the baseline" for where in before if where not in now
-    ]
-    lines += [
-        f"  extra    {_named(where)}: not in the baseline" for where in now if where not in before
-    ]
-    if not both:
-        lines.append("  nothing could be compared, which counts as a failure")
     return bool(both) and not dropped, "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from pictures import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
 from suites.cases import parser_of
-from suites.records import machine
+from suites.records import machine, save
 
 from symmoe.tools.shapes import Options
 
@@ -95,9 +95,6 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         note.unlink(missing_ok=True)
         print(f"{self}: {shlex.join(self.command)}", flush=True)
-        threads = {
-            "OMP_NUM_THREADS": "1"
-        } | os.environ  # else every run would want all cores for itself
         # --standalone finds a free port, so that runs side by side do not meet.
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         with log.open("wb") as file:
@@ -105,17 +102,14 @@ class Run:
                 [*launcher, *self.command, "--out", str(self.out)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=threads,
+                env={"OMP_NUM_THREADS": "1"} | os.environ,  # else every run would want all cores
             )
         if done.returncode:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             return "\n".join([f"exit code {done.returncode}", *lines[-LOG_LINES:]])
-        shutil.rmtree(
-            self.out / "checkpoints", ignore_errors=True
-        )  # a model and its moments, of every run
-        note.write_text(
-            json.dumps({"command": self.command, "env": env}, indent=1) + "\n", encoding="utf-8"
-        )
+        # A model and its moments, of every run.
+        shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
+        save({"command": self.command, "env": env}, note)
         return ""
 
     def steps(self) -> Steps:
@@ -133,7 +127,9 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
     for seed in options.seeds:
         for name in (BASELINE, *(way for way in options.ways if way != BASELINE)):
             out = options.out / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
-            chosen = (
+            command = (
+                f"--nproc-per-node={options.ranks}",
+                str(EXAMPLE),
                 "--preset",
                 options.preset,
                 "--bf16",
@@ -142,7 +138,6 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
                 *WAYS[name].options,
                 *steps,
             )
-            command = (f"--nproc-per-node={options.ranks}", str(EXAMPLE), *chosen)
             runs.append(Run(name, seed, out, command))
     return runs
 
@@ -214,7 +209,8 @@ def is_within(result: dict[str, Any]) -> bool:
 
 def line_of(way: str, result: dict[str, Any]) -> str:
     """A result for people."""
-    final, more = result["final_bits_per_byte"], result["more_than_bf16"]
+    final = result["final_bits_per_byte"]
+    more = result["more_than_bf16"]
     each = ", ".join(f"{bits:.4f}" for bits in final["seeds"].values())
     line = f"{way:28} {each} held-out bits per byte"
     if final["standard_error"] is not None:
@@ -242,21 +238,21 @@ def draw(curves: Curves, path: str) -> None:
                 [[step["train_bits_per_byte"] for step in steps] for steps in by_seed.values()]
             ).mean(0)
             smooth = loss.unfold(0, min(SMOOTHED_STEPS, len(loss)), 1).mean(1)
-            at, line = range(len(loss) - len(smooth) + 1, len(loss) + 1), WAYS[way].line
+            at = range(len(loss) - len(smooth) + 1, len(loss) + 1)
+            line = WAYS[way].line
             left.plot(at, smooth, label=way, **line)
             at = [*heldout(next(iter(by_seed.values())))]
             if way == BASELINE:
                 bits = bits_of(by_seed)
-                spread = 100 * (bits / bits.mean(0) - 1)
-                shade = {"color": GREY, "alpha": 0.3, "label": "bf16, other seeds"}
-                right.fill_between(at, spread.amin(0), spread.amax(0), **shade)
+                bounds = 100 * (torch.stack(torch.aminmax(bits, dim=0)) / bits.mean(0) - 1)
+                right.fill_between(at, *bounds, color=GREY, alpha=0.3, label="bf16, other seeds")
                 continue
             mean, error = mean_and_error(100 * more_than_bf16(curves, way))
             if mean is not None:
                 right.plot(at, mean, marker="o", markersize=3, **line)
             if error is not None:
-                shade = {"color": line["color"], "alpha": 0.15, "linewidth": 0}
-                right.fill_between(at, mean - error, mean + error, **shade)
+                bounds = mean - error, mean + error
+                right.fill_between(at, *bounds, color=line["color"], alpha=0.15, linewidth=0)
         left.set(
             xlabel="step", ylabel=f"bits per byte, mean of {SMOOTHED_STEPS} steps", title="Training"
         )
@@ -315,12 +311,15 @@ def main() -> int:
         logs = dict(zip(to_do, jobs.map(lambda run: run.train(env), to_do), strict=True))
     failed = [{"way": run.way, "seed": run.seed, "log": log} for run, log in logs.items() if log]
     ended = [run for run in runs if not logs.get(run)]
-    curves = {way: {run.seed: run.steps() for run in ended if run.way == way} for way in WAYS}
-    curves = {way: by_seed for way, by_seed in curves.items() if by_seed}
+    curves = {
+        way: {run.seed: run.steps() for run in ended if run.way == way}
+        for way in WAYS
+        if any(run.way == way for run in ended)
+    }
     results = results_of(curves)
     if options.json:
         record = {"env": env, "results": results, "failed": failed, "kept": kept}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        save(record, options.json)
     for way, result in results.items():
         print(line_of(way, result))
     for run in failed:

@@ -63,7 +63,7 @@ def both_ms(name: str, **fields: object) -> str:
 
 def machine(row: Record) -> str:
     nvshmem = re.sub(r"nvidia-nvshmem-cu13 (.*), .*", r"NVSHMEM \1", row.get("nvshmem") or "")
-    driver = f"driver {row['driver']}" if row["driver"] else ""
+    driver = row["driver"] and f"driver {row['driver']}"
     parts = (row["gpu"], driver, f"torch {row['torch']}", f"Triton {row['triton']}", nvshmem)
     return ", ".join(filter(None, parts)).replace(H200, "H200")
 
@@ -135,9 +135,9 @@ def host(name: str) -> str:
         (kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192))
         for kind in KINDS[:4]
     )
-    head = ["qwen3-30b, a step", "host us after a pause", *keys]
     return table(
-        head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows)
+        ["qwen3-30b, a step", "host us after a pause", *keys],
+        ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows),
     )
 
 
@@ -178,25 +178,18 @@ def layers() -> Iterable[list[object]]:
 
 def ceilings() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
-        of = {"suite": "layer", "preset": preset}
-        alone = both_ways(name, variant="gemms alone", **of)
-        figures = [f"{one['ms_median']:.2f} / {one['tflops']:.0f}" for one in alone]
-        yield [preset, num_ranks, *figures, both_ms(name, variant="stock torch", **of)]
+        figures = [
+            f"{one['ms_median']:.2f} / {one['tflops']:.0f}"
+            for one in both_ways(name, suite="layer", preset=preset, variant="gemms alone")
+        ]
+        stock = both_ms(name, suite="layer", preset=preset, variant="stock torch")
+        yield [preset, num_ranks, *figures, stock]
 
 
 def variants() -> Iterable[list[object]]:
     name = "variants-h200-ep2"
-    rows = (
-        "static",
-        "packed",
-        "expert-major",
-        "order=slot",
-        "stash=rows",
-        "stash=hidden",
-        "stash=none",
-        "public parts",
-    )
-    for variant in rows:
+    layouts = ("static", "packed", "expert-major", "order=slot")
+    for variant in (*layouts, "stash=rows", "stash=hidden", "stash=none", "public parts"):
         cells = []
         for preset in PRESETS:
             one = pick(name, variant=variant, preset=preset, direction="forward")
@@ -229,13 +222,10 @@ def trips() -> Iterable[list[object]]:
 
 
 def router() -> Iterable[list[object]]:
-    def short(error: float) -> str:
-        number, exponent = f"{error:.1e}".split("e")
-        return f"{number}e{int(exponent)}"
-
     for preset, found in load("router-h200")["results"].items():
         both = (f"{one['forward_us']:.0f} / {one['backward_us']:.0f}" for one in found.values())
-        yield [preset, *both, ", ".join(short(one["error"]) for one in found.values())]
+        errors = (f"{one['error']:.1e}".replace("e-0", "e-") for one in found.values())
+        yield [preset, *both, ", ".join(errors)]
 
 
 PRODUCTS = {
@@ -373,7 +363,8 @@ def trainings() -> Iterable[list[Training]]:
 
 
 def of_megatron(one: Record) -> Training:
-    shape, name = one["shape"], one["trained"].replace("+", ", ")
+    shape = one["shape"]
+    name = one["trained"].replace("+", ", ")
     tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
     name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
     return f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"]
@@ -451,10 +442,9 @@ def failed_on_gpus() -> str:
     """How many cases of which suites failed on how many GPUs, for this page and for README."""
     said = []
     for ranks in GPU_RANKS:
-        of = load(f"reliability-h200-ep{ranks}")["suites"]
         failed = [
             f"{name} {one['cases_failed']} of {one['cases_run']:,}"
-            for name, one in of.items()
+            for name, one in load(f"reliability-h200-ep{ranks}")["suites"].items()
             if one["cases_failed"]
         ]
         said.append(f"on {ranks} H200s {' and '.join(failed) or 'none'}")
@@ -470,21 +460,11 @@ def failures() -> Iterable[str]:
 
 
 def sanitizer(text: str) -> Iterable[list[object]]:
-    for tool in ("memcheck", "initcheck", "synccheck"):
-        yield [
-            tool,
-            *re.search(
-                rf"^{tool}: .*?(\d+) errors; tests: (\d+) passed", text, re.MULTILINE
-            ).groups(),
-        ]
-    hazards, passed = re.search(
-        r"^racecheck: .*?(\d+) hazards .*?tests: (\d+) passed", text, re.MULTILINE
-    ).groups()
-    yield [
-        f"racecheck ({re.search(r'^racecheck: (.*others)', text, re.MULTILINE)[1]})",
-        hazards,
-        passed,
-    ]
+    reports = re.search(r"^racecheck: (.*others)", text, re.MULTILINE)[1]
+    for tool in ("memcheck", "initcheck", "synccheck", "racecheck"):
+        found = rf"^{tool}: .*?(\d+) (?:errors|hazards).*?; tests: (\d+) passed"
+        note = f" ({reports})" if tool == "racecheck" else ""
+        yield [tool + note, *re.search(found, text, re.MULTILINE).groups()]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -101,8 +101,7 @@ def shown_in(mine: Records) -> dict[str, tuple[str, dict[str, Any], dict[str, An
 def draw_bars(axis: Axes, mine: Records, along: str, figure: str) -> None:
     """A group of bars for each value of `along`."""
     values = list(dict.fromkeys(record[along] for record in mine))
-    known = [group for group in GROUPS if group in values]
-    groups = known + [value for value in values if value not in GROUPS]
+    groups = sorted(values, key=[*GROUPS, *values].index)  # others after those that are known
     looks = {variant: (label, look) for variant, (label, _, look) in shown_in(mine).items()}
     of = {(record[along], record["variant"]): record[figure] for record in mine}
     digits = "{:.0f}" if min(of.values()) >= 100 else "{:.3g}"  # whole numbers where all are large
@@ -156,11 +155,6 @@ LAYERS = {  # of steps, and of what they hold
 }
 
 
-def held_mib(record: dict[str, Any]) -> float:
-    """Ordinary memory, and leases of the heap."""
-    return float(record["held_ordinary_bytes"] + record["held_heap_bytes"]) / 2**20
-
-
 def draw_presets(
     title: str,
     unit: str,
@@ -175,8 +169,7 @@ def draw_presets(
         for one in records(*names)
         if one["suite"] == suite and one["tokens"] == 8192
     }
-    measured = {variant for _, variant in of}
-    looks = {variant: look for variant, look in LAYERS.items() if variant in measured}
+    looks = {variant: look for variant, look in LAYERS.items() if (GROUPS[0], variant) in of}
     with picture(path, height_inches=3.4) as figures:
         axis = figures.subplots()
         draw_groups(axis, GROUPS[:3], looks, of, "{:.0f}".format)
@@ -223,7 +216,7 @@ PICTURES = {
         "MiB per GPU",
         "memory",
         ("memory-h100-ep2",),
-        held_mib,
+        lambda one: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20,
     ),
     "layer-h200.png": partial(
         draw_records,

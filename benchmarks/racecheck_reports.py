@@ -58,11 +58,11 @@ def dispatch_lines(kernel: str) -> dict[str, set[tuple[str, int]]]:
     """Lines (file name, number) of the reads and the writes of a listed kernel's dispatch, as its source is now."""
     file, helper = KERNELS[kernel]
     function = _function(file, kernel)
-    name, start = Path(file).name, function.lineno
-    writes = {(name, start), (name, function.body[-1].lineno)}
+    read = Path(file).name, function.lineno
+    writes = {read, (Path(file).name, function.body[-1].lineno)}
     if helper is not None:
         writes.add((Path(helper[0]).name, _function(*helper).lineno))
-    return {"Read": {(name, start)}, "Write": writes}
+    return {"Read": {read}, "Write": writes}
 
 
 def _function(file: str, name: str) -> ast.FunctionDef:
@@ -74,16 +74,13 @@ def _function(file: str, name: str) -> ast.FunctionDef:
 
 def is_dispatch(accesses: list[str]) -> bool:
     """Whether a report is of a listed kernel's dispatch and nothing else."""
-    kinds = set()
-    for access in accesses:
-        parsed = _ACCESS.match(access)
-        if parsed is None or parsed[2] not in KERNELS:
-            return False
-        kind, kernel, place = parsed[1], parsed[2], (parsed[3], int(parsed[4]))
-        if place not in dispatch_lines(kernel)[kind]:
-            return False
-        kinds.add(kind)
-    return kinds == {"Read", "Write"}
+    parsed = [_ACCESS.match(access) for access in accesses]
+    if any(access is None or access[2] not in KERNELS for access in parsed):
+        return False
+    return {access[1] for access in parsed} == {"Read", "Write"} and all(
+        (file, int(line)) in dispatch_lines(kernel)[kind]
+        for kind, kernel, file, line in (access.groups() for access in parsed)
+    )
 
 
 def count(log: str) -> tuple[int, int] | None:

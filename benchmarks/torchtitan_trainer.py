@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +39,7 @@ import torchtitan
 from lm.data import VOCABULARY, load_corpus, train_batch
 from suites.cases import parser_of
 from suites.records import machine
+from suites.timing import now_s
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -54,8 +54,15 @@ from torchtitan.trainer import Trainer
 
 from symmoe.tools.shapes import Options
 
-SIZES = {"dim": 2048, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "moe_hidden_dim": 768}
-SIZES |= {"num_experts": 128, "top_k": 8}
+SIZES = {
+    "dim": 2048,
+    "n_heads": 32,
+    "n_kv_heads": 4,
+    "head_dim": 128,
+    "moe_hidden_dim": 768,
+    "num_experts": 128,
+    "top_k": 8,
+}
 TINY = {
     "dim": 64,
     "n_heads": 4,
@@ -73,7 +80,9 @@ class Text(IterableDataset):
     """Sequences of the corpus from a step on; the same global batches on any number of ranks."""
 
     def __init__(self, rank: int, batch_size: int, seq_len: int, first_step: int) -> None:
-        self.corpus, self.seq_len, self.first_step = load_corpus(), seq_len, first_step
+        self.corpus = load_corpus()
+        self.seq_len = seq_len
+        self.first_step = first_step
         self.mine = range(rank * batch_size, (rank + 1) * batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -141,10 +150,8 @@ class Clock(MetricsProcessor):
 
     def log(self, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
         super().log(step, global_avg_loss, *args, **kwargs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self.losses.append(global_avg_loss)
-        self.ends_s.append(time.perf_counter())
+        self.ends_s.append(now_s())
 
 
 OPTIONS: Options = {
@@ -163,10 +170,8 @@ def small_qwen3(
 ) -> Trainer.Config:
     """torchtitan's debug configuration of Qwen3-MoE on bytes of the corpus, with these sizes of the model, on all
     ranks."""
-    rope, dim = (
-        CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6),
-        sizes["dim"],
-    )
+    rope = CosSinRoPE.Config(dim=sizes["head_dim"], max_seq_len=context, theta=1e6)
+    dim = sizes["dim"]
     layers = _build_qwen3_moe_layers(
         n_layers=num_layers, attn_backend="flex", moe_comm_backend="standard", rope=rope, **sizes
     )
@@ -186,7 +191,8 @@ def small_qwen3(
     config.model_spec = replace(
         config.model_spec, model=model, parallelize_fn=stand_ins.parallelize
     )
-    config.tokenizer, config.dataloader = Bytes.Config(), Loader.Config()
+    config.tokenizer = Bytes.Config()
+    config.dataloader = Loader.Config()
     config.training = replace(
         config.training, local_batch_size=sequences, seq_len=context, steps=steps
     )
@@ -203,11 +209,14 @@ def small_qwen3(
 
 def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     """What a Trainer is to do."""
-    sizes, numbers = (
-        TINY if arguments.tiny else SIZES,
-        {"sequences": arguments.sequences, "context": arguments.context},
+    sizes = TINY if arguments.tiny else SIZES
+    config = small_qwen3(
+        sizes,
+        num_layers=arguments.layers,
+        sequences=arguments.sequences,
+        context=arguments.context,
+        steps=arguments.steps,
     )
-    config = small_qwen3(sizes, num_layers=arguments.layers, steps=arguments.steps, **numbers)
     config.dump_folder = folder
     config.metrics = Clock.Config(log_freq=1, disable_color_printing=True)
     config.optimizer = default_adamw(lr=3e-4)
@@ -230,12 +239,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = config_of(arguments, folder).build()
         trainer.train()
-        clock, is_main = trainer.metrics_processor, dist.get_rank() == 0
+        clock = trainer.metrics_processor
+        is_main = dist.get_rank() == 0
         trainer.close()
-    num_tokens = NUM_RANKS * arguments.sequences * arguments.context
     half = clock.ends_s[len(clock.ends_s) // 2 - 1 :]
-    seconds = [after - before for before, after in itertools.pairwise(half)]
-    rate = round(num_tokens / statistics.median(seconds))
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(half))
+    rate = round(NUM_RANKS * arguments.sequences * arguments.context / seconds)
     if is_main:
         shown = {
             step: round(clock.losses[step - 1], 4)
@@ -243,24 +252,19 @@ def main() -> None:
         }
         print(f"{arguments.way:10s}{rate:12,d} tokens/s, losses {shown}", flush=True)
         if arguments.json is not None:
-            env = machine(
-                torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-            )
-            env |= {
-                "torchtitan": torchtitan.__version__,
-                "command": " ".join(["torchrun", *sys.argv]),
-            }
             result = {
                 "way": arguments.way,
                 "ranks": NUM_RANKS,
                 "tokens_per_s": rate,
                 "losses": shown,
-            } | env
+                **machine(torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)),
+                "torchtitan": torchtitan.__version__,
+                "command": " ".join(["torchrun", *sys.argv]),
+                "layers": arguments.layers,
+                "steps": arguments.steps,
+            }
             with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps(result | {"layers": arguments.layers, "steps": arguments.steps})
-                    + "\n"
-                )
+                file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

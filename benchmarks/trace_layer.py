@@ -18,13 +18,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from suites.cases import Case, run_program
 from suites.problem import Problem
 from suites.reference import Reference
-from suites.steps import Choice, heap_bytes, layer_step
+from suites.steps import Choice, Forward, heap_bytes, layer_step
 
 from symmoe import RouterConfig
 from symmoe.precision import PRECISIONS
@@ -35,8 +35,6 @@ from symmoe.timeline.recording import record
 from symmoe.tools.ranks import WARM_UP, join
 from symmoe.tools.shapes import PRESETS, Options, config_options, number, shape_of, shape_options
 from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
-
-_Outputs = TypeVar("_Outputs")
 
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
@@ -71,15 +69,15 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace) -> None:
     """Records, writes and prints."""
     shape = shape_of(args, next(iter(PRESETS)))
-    options = {
-        "overflow": "drop",
-        "schedule": args.schedule,
-        "router": RouterConfig(aux_loss_coef=1e-2),
-    }
     choice = Choice(
         captured=not args.eager and torch.cuda.is_available(),
         precision=None if args.precision is None else PRECISIONS[args.precision],
-        options=options | {"quantized_wire": args.quantized_wire},
+        options={
+            "overflow": "drop",
+            "schedule": args.schedule,
+            "router": RouterConfig(aux_loss_coef=1e-2),
+            "quantized_wire": args.quantized_wire,
+        },
     )
     if report := trace_layer(Case(shape, args.tokens, "uniform"), choice, path=args.out):
         print(report, flush=True)
@@ -116,9 +114,7 @@ def trace_layer(case: Case, choice: Choice, *, path: str) -> str:
             return table(recording.timeline) if heap.rank == 0 else ""
 
 
-def capture_step(
-    forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]
-) -> torch.cuda.CUDAGraph:
+def capture_step(forward: Forward, backward: Callable[[Any], object]) -> torch.cuda.CUDAGraph:
     """`backward(forward())`, which have run on this device before, as a CUDA graph that marks where each begins.
     Collective if they are; synchronises. Gradients that accumulate do so in every replay."""
     torch.cuda.synchronize()
@@ -140,9 +136,8 @@ def directed(timeline: Timeline) -> Timeline:
 
 def _directed(events: Sequence[Event]) -> Iterator[Event]:
     """Communication and the rest are in separate lanes; two of a kind that run at the same time get two lanes."""
-    marks = [
-        event.begin_us for event in events if SLEEP_KERNEL in event.name
-    ]  # a step does not launch it
+    # A step does not launch this kernel.
+    marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]
     ends: dict[str, list[float]] = {"compute": [], "communication": []}
     for event in events:
         if SLEEP_KERNEL not in event.name:

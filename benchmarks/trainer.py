@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,8 @@ import torch
 import transformers
 from lm.data import VOCABULARY, load_corpus, train_batch
 from suites.cases import names_of, run_program
-from suites.records import measured_on
+from suites.records import measured_on, save
+from suites.timing import now_s
 from transformers import TrainerCallback, TrainingArguments
 
 import symmoe
@@ -46,10 +45,19 @@ SIZES = {
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
 }
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 WAYS = ("symmoe", "grouped_mm", "eager")
 LOSSES_NEAR = 0.02  # relative
 
@@ -90,26 +98,19 @@ class Clock(TrainerCallback):
         self, args: object, state: transformers.TrainerState, control: object, **_: object
     ) -> None:
         if state.global_step == self._warm_up:
-            self._start = now()
+            self._start = now_s()
         elif state.global_step == state.max_steps:
-            self.seconds = now() - self._start
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+            self.seconds = now_s() - self._start
 
 
 def config_of(arguments: argparse.Namespace, way: str) -> transformers.Qwen3MoeConfig:
-    sizes = TINY | TINY_HEADS if arguments.tiny else SIZES | HEADS
     return transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         num_hidden_layers=arguments.layers,
         max_position_embeddings=arguments.context,
         norm_topk_prob=True,
         experts_implementation="eager" if way == "eager" else "grouped_mm",
-        **sizes,
+        **(TINY if arguments.tiny else SIZES),
     )
 
 
@@ -130,7 +131,8 @@ def train(arguments: argparse.Namespace, way: str, ranks: Ranks, folder: str) ->
     if way == "symmoe":
         heap = symmoe.SymmetricHeap(num_bytes=heap_bytes(arguments, num_ranks))
         swap_moe(model, heap)
-    clock, steps = Clock(arguments.warm_up), arguments.warm_up + arguments.steps
+    clock = Clock(arguments.warm_up)
+    steps = arguments.warm_up + arguments.steps
     settings = TrainingArguments(
         folder,
         max_steps=steps,
@@ -158,9 +160,8 @@ def train(arguments: argparse.Namespace, way: str, ranks: Ranks, folder: str) ->
         heap.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    rate = round(
-        num_ranks * arguments.sequences * arguments.context * arguments.steps / clock.seconds
-    )
+    num_tokens = num_ranks * arguments.sequences * arguments.context * arguments.steps
+    rate = round(num_tokens / clock.seconds)
     return {"tokens_per_s": rate, "loss": loss, "losses": clock.losses}
 
 
@@ -172,15 +173,13 @@ def heap_bytes(arguments: argparse.Namespace, num_ranks: int) -> int:
         num_experts=sizes["num_experts"],
         top_k=sizes["num_experts_per_tok"],
     )
-    num_tokens = arguments.sequences * arguments.context
-    plan = symmoe.plan_memory(
+    return symmoe.plan_memory(
         shape,
         num_ranks=num_ranks,
-        num_tokens=num_tokens,
+        num_tokens=arguments.sequences * arguments.context,
         num_layers=arguments.layers,
         routing="worst",
-    )
-    return plan.heap_bytes
+    ).heap_bytes
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -200,18 +199,15 @@ def run(arguments: argparse.Namespace) -> None:
     for way, runs in found.items():
         figures = {name: [run[name] for run in runs] for name in runs[0]}
         results.append({"way": way, "ranks": ranks.num_ranks} | figures | shape)
-        rate, loss = statistics.median(figures["tokens_per_s"]), min(figures["loss"])
-        print(
-            f"{way:12s}{rate:12,.0f} tokens/s{loss:10.4f} loss {figures['losses'][0]}", flush=True
-        )
+        rate = statistics.median(figures["tokens_per_s"])
+        shown = f"{min(figures['loss']):10.4f} loss {figures['losses'][0]}"
+        print(f"{way:12s}{rate:12,.0f} tokens/s{shown}", flush=True)
     every = [run["loss"] for runs in found.values() for run in runs]
     if max(every) - min(every) > LOSSES_NEAR * min(every):
         sys.exit(f"the ways have different losses: {every}")
     if arguments.json is not None:
         env = measured_on(ranks) | {"transformers": transformers.__version__}
-        arguments.json.write_text(
-            json.dumps({"env": env, "results": results}, indent=1) + "\n", encoding="utf-8"
-        )
+        save({"env": env, "results": results}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -52,24 +52,19 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
         for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
             meter = MemoryMeter(ranks.device, run.heap)
             steps[name]()
-            figures = {
-                "skew": f"{load:.2f}",
-                "load": round(load, 3),
-                "places": PLACES,
-                **meter.peak(),
-            }
+            figures: Record = {"skew": f"{load:.2f}", "load": round(load, 3), "places": PLACES}
+            figures |= meter.peak()
             records.append(case_record(problem, "balance", name, "step", taken, **figures))
     return records
 
 
 def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tensor:
     """int64 [T, K] on the CPU: the first experts, and others at random."""
-    heat = torch.ones(case.num_tokens, case.shape.num_experts)
-    heat[:, :num_hot] = 0
     first = torch.arange(num_hot).expand(case.num_tokens, num_hot)
     if num_hot == case.shape.top_k:
         return first
-    others = torch.multinomial(heat, case.shape.top_k - num_hot, generator=generator)
+    weights = (torch.arange(case.shape.num_experts) >= num_hot).float().repeat(case.num_tokens, 1)
+    others = torch.multinomial(weights, case.shape.top_k - num_hot, generator=generator)
     return torch.cat([first, others], 1)
 
 

@@ -82,8 +82,9 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 def parser_of(description: str | None, options: Options) -> argparse.ArgumentParser:
     """The parser of a program that shows its description as it is."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser, options)
     return parser
 

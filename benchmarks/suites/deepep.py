@@ -19,7 +19,7 @@ from suites.records import Record
 from suites.reference import Reference
 from suites.steps import Forward, Step, records_of
 from suites.stock_torch import ByHand, torch_experts
-from suites.timing import DIRECTIONS, Run, Variant, align_ahead, in_steps, measure
+from suites.timing import DIRECTIONS, Run, Variant, in_steps
 from suites.trips import trip_records
 
 NAME = "deepep"
@@ -37,13 +37,12 @@ def open_buffer(problem: Problem) -> Any:
 
 def step_of(problem: Problem, buffer: Any) -> Step:
     """A whole step, without a router."""
-    num_experts = problem.case.shape.num_experts
     x, probs, w1, w2 = problem.inputs
     experts = torch_experts(w1, w2)
 
     def forward() -> torch.Tensor:
         # The plan is a part of a step of ours: so is the conversion of the choice here.
-        trip = _Trip(buffer, problem.topk_idx.long(), num_experts)
+        trip = _Trip(buffer, problem.topk_idx.long(), problem.case.shape.num_experts)
         arrived, arrived_probs = ByHand.apply(
             trip.dispatch,
             lambda d_rows, d_probs: trip.combine(d_rows.contiguous(), d_probs.contiguous()),
@@ -64,14 +63,15 @@ def step_of(problem: Problem, buffer: Any) -> Step:
 def bench_deepep(problem: Problem, run: Run) -> list[Record]:
     """The records of whole steps, each following itself, and of what one holds. Collective."""
     step = step_of(problem, open_buffer(problem))
-    held = step_record(problem, step, run.ranks)
+    held = step_record(problem, step, run)
     return [*records_of(problem, run, {NAME: step.results}, {NAME: held["error"]}), held]
 
 
 def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
     """Both trips by themselves: forward with the layout, backward with the handle of the first. Collective."""
     buffer = open_buffer(problem)
-    topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
+    topk_idx = problem.topk_idx.long()
+    num_experts = problem.case.shape.num_experts
     x, probs, _, _ = problem.inputs
     tokens, token_probs = x.detach(), probs.detach()
     first = _Trip(buffer, topk_idx, num_experts)
@@ -79,12 +79,6 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
 
     def dispatch() -> torch.Tensor:
         return _Trip(buffer, topk_idx, num_experts).dispatch(tokens, token_probs)[0]
-
-    def dispatch_again() -> torch.Tensor:
-        return first.dispatch_again(tokens)
-
-    def combine() -> torch.Tensor:
-        return first.combine(arrived)[0]
 
     def variant(expected: torch.Tensor, max_error: float, *steps: Forward) -> Variant:
         directions = DIRECTIONS[: len(steps)]
@@ -96,18 +90,19 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
             max_error,
         )
 
-    goes_to, rank = Places.of(problem.routing).goes_to, problem.rank
-    leave, come = goes_to[rank].sum(0), goes_to[:, :, rank].sum(1)  # rows, by rank
+    goes_to = Places.of(problem.routing).goes_to
+    rank = problem.rank
     packed = LocalRows.of(problem).packed  # both have their rows ordered by source rank and token
     sums = tokens.float() * goes_to[rank].sum(1).to(problem.device)[:, None]
+    both_ways = variant(packed, 0.0, dispatch, lambda: first.dispatch_again(tokens))
+    back = variant(sums, MAX_ERROR, lambda: first.combine(arrived)[0])
     records = []
-    for suite, moved, measured in (
-        ("dispatch", leave, variant(packed, 0.0, dispatch, dispatch_again)),
-        ("combine", come, variant(sums, MAX_ERROR, combine)),
+    for suite, moved_rows, measured in (  # to or from each rank
+        ("dispatch", goes_to[rank].sum(0), both_ways),
+        ("combine", goes_to[:, :, rank].sum(1), back),
     ):
-        times, errors = measure(run, [measured], align=align_ahead)
-        moved_bytes = {NAME: (moved * x.shape[1] * x.element_size()).numpy()}
-        records += trip_records(suite, problem, run, times, errors, moved_bytes)
+        moved = {NAME: (moved_rows * x.shape[1] * x.element_size()).numpy()}
+        records += trip_records(suite, problem, run, [measured], moved)
     return records
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 
 from suites.problem import Problem
 from suites.records import Record, rounded
+from suites.timing import host_times_ms
 from symmoe.dispatch.plan import Plan
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.ranks import Ranks, Step
@@ -38,26 +38,20 @@ _COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
     """`host_us`: the median time until a step's call returns, with an idle GPU before it. On GPUs also its kernels,
     calls that wait for the GPU, copies from device to device and allocations. Collective."""
-    host_us, counted = list[float](), ("launches", "waits", "copies", "allocations")
-    for _ in range(_HOST_STEPS):
-        ranks.barrier()
-        start = time.perf_counter()
-        step()
-        host_us.append((time.perf_counter() - start) * 1e6)
-    figures: Record = {"host_us": rounded(statistics.median(host_us))}
+    host_ms = statistics.median(host_times_ms(step, ranks, _HOST_STEPS))
+    figures: Record = {"host_us": rounded(host_ms * 1e3)}
     if ranks.device.type != "cuda":
-        return figures | dict.fromkeys(counted)
+        return figures | dict.fromkeys(("launches", "waits", "copies", "allocations"))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     step()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
-    counts = (
-        trace.kernels.total(),
-        trace.waits.total(),
-        trace.copies_on_device.total(),
-        allocations,
-    )
-    return figures | dict(zip(counted, counts, strict=True))
+    return figures | {
+        "launches": trace.kernels.total(),
+        "waits": trace.waits.total(),
+        "copies": trace.copies_on_device.total(),
+        "allocations": allocations,
+    }
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,8 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
     Args:
         row_numel: elements from which a copy by a torch operator counts.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+    with torch.profiler.profile(record_shapes=True) as profiler:
         with torch.profiler.record_function(_TRACED):
             step()
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
@@ -138,14 +131,15 @@ class MemoryMeter:
     """Bytes beyond what was there when the meter was made: ordinary memory, which only GPUs count, and the heap's.
     Synchronises, also to read the peak."""
 
-    def __init__(self, device: torch.device, heap: SymmetricHeap | None) -> None:
-        self._on_gpu, self._heap, self._allocated, self._leased = device.type == "cuda", heap, 0, 0
+    def __init__(self, device: torch.device, heap: SymmetricHeap) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._heap = heap
+        self._leased = heap.memory.arena.high_water_bytes = heap.leased_bytes
+        self._allocated = 0
         if self._on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._allocated = torch.cuda.memory_allocated()
-        if heap is not None:
-            self._leased = heap.memory.arena.high_water_bytes = heap.leased_bytes
 
     def held(self) -> dict[str, int | None]:
         """Now."""
@@ -153,7 +147,7 @@ class MemoryMeter:
             "held_ordinary_bytes": torch.cuda.memory_allocated() - self._allocated
             if self._on_gpu
             else None,
-            "held_heap_bytes": 0 if self._heap is None else self._heap.leased_bytes - self._leased,
+            "held_heap_bytes": self._heap.leased_bytes - self._leased,
         }
 
     def peak(self) -> dict[str, int | None]:
@@ -164,7 +158,5 @@ class MemoryMeter:
             "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - self._allocated
             if self._on_gpu
             else None,
-            "peak_heap_bytes": 0
-            if self._heap is None
-            else self._heap.high_water_bytes - self._leased,
+            "peak_heap_bytes": self._heap.high_water_bytes - self._leased,
         }

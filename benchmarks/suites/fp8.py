@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -39,9 +40,7 @@ def bench_fp8(problem: Problem, run: Run) -> list[Record]:
 def products(problem: Problem) -> Iterator[Product]:
     """On the rows and experts of this rank."""
     hidden, ffn = problem.case.shape.hidden, problem.case.shape.ffn
-    numbers = Numbers(problem.device)
-    ends = problem.routing.splits[problem.rank].cumsum(0).int()
-    on_host = range_of(torch.cat([torch.zeros(1, dtype=torch.int32), ends]))
+    rows = Rows(problem)
     for name, make, direction, widths in (
         ("fc1", product, "forward", (2 * ffn, hidden)),
         ("fc2", product, "forward", (hidden, ffn)),
@@ -50,16 +49,23 @@ def products(problem: Problem) -> Iterator[Product]:
         ("wgrad1", gradient, "backward", (2 * ffn, hidden)),
         ("wgrad2", gradient, "backward", (hidden, ffn)),
     ):
-        flops = 2 * problem.num_rows * math.prod(widths)
-        yield Product(direction, flops, make(name, widths, numbers, on_host), None)
+        variants = make(name, *widths, rows)
+        yield Product(direction, 2 * problem.num_rows * math.prod(widths), variants, None)
 
 
-class Numbers:
-    """Data as quantised normal numbers have it, and scales of about one size."""
+class Rows:
+    """The ranges of the experts' rows, and numbers for them: data as quantised normal numbers have it, and scales of
+    about one size."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, problem: Problem) -> None:
+        self.device = problem.device
+        self.ops = kernels.for_device(problem.device)
+        self.lengths = problem.routing.splits[problem.rank]
+        ends = torch.cat([torch.zeros(1, dtype=torch.int32), self.lengths.cumsum(0).int()])
+        self.range_on_host = range_of(ends)
+        self.range = self.range_on_host.to(problem.device)
+        self.sizes = len(self.lengths), problem.num_rows  # groups, rows
+        self._generator = torch.Generator(problem.device).manual_seed(0)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=BF16, device=self.device).normal_(generator=self._generator)
@@ -81,77 +87,73 @@ def dequantised(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return data.double() * scale.double().repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
 
 
-def product(
-    name: str, widths: tuple[int, int], numbers: Numbers, on_host: torch.Tensor
-) -> list[Variant]:
-    """out [N, O] of rows [N, C] and weights [G, O, C]. widths: O, C."""
-    O, C = widths
-    G, N = on_host.shape[1], int(on_host[1, -1])
-    ops, row_range = kernels.for_device(numbers.device), on_host.to(numbers.device)
-    spans = spans_of(on_host)
-    rows, row_scale = numbers.data(N, C), numbers.scale(N, num_blocks(C))
-    weight, weight_scale = numbers.data(G, O, C), numbers.scale(G, num_blocks(O), num_blocks(C))
-    out = torch.empty(N, O, dtype=BF16, device=numbers.device)
+def product(name: str, O: int, C: int, its: Rows) -> list[Variant]:
+    """out [N, O] of rows [N, C] and weights [G, O, C]."""
+    G, N = its.sizes
+    ops = its.ops
+    spans = spans_of(its.range_on_host)
+    rows = its.data(N, C)
+    row_scale = its.scale(N, num_blocks(C))
+    weight = its.data(G, O, C)
+    weight_scale = its.scale(G, num_blocks(O), num_blocks(C))
+    out = torch.empty(N, O, dtype=BF16, device=its.device)
 
     def expected(g: int) -> torch.Tensor:
         by_row = weight_scale[g].repeat_interleave(BLOCK, 0)[:O]
         return dequantised(rows[spans[g]], row_scale[spans[g]]) @ dequantised(weight[g], by_row).T
 
-    left, right = Operand(rows, row_scale), Operand(weight, weight_scale)
-    kept = scattered(weight), scattered(weight_scale)  # tables only have their addresses
-    tables = ScatteredWeight(*kernel_matrices(dict(zip(("weight", "scale"), kept, strict=True))))
+    left = Operand(rows, row_scale)
+    kept = {"weight": scattered(weight), "scale": scattered(weight_scale)}
+    ways = {
+        "fp8": Operand(weight, weight_scale),
+        "scattered": ScatteredWeight(*kernel_matrices(kept)),
+    }
 
-    def by_pointer() -> None:
-        assert kept
-        ops.grouped_gemm_quantized(left, tables, row_range, out)
+    def multiply(weights: Operand | ScatteredWeight) -> None:
+        assert kept  # tables only have the addresses
+        ops.grouped_gemm_quantized(left, weights, its.range, out)
 
     variants = [
-        _checked(
-            f"{name}, fp8",
-            lambda: ops.grouped_gemm_quantized(left, right, row_range, out),
-            out,
-            expected,
-            spans,
-        ),
-        _checked(f"{name}, scattered", by_pointer, out, expected, spans),
+        _checked(f"{name}, {way}", partial(multiply, weights), out, expected, spans)
+        for way, weights in ways.items()
     ]
-    if numbers.device.type == "cuda":
-        by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
-        options = {"offs": row_range[1], "out_dtype": BF16, "use_fast_accum": True}
-        x, y = numbers.normal(N, C), torch.empty_like(out)
+    if its.device.type == "cuda":
+        by_rows = row_scale[:, 0].contiguous()
+        by_columns = its.scale(G, O)
+        options = {"offs": its.range[1], "out_dtype": BF16, "use_fast_accum": True}
+        x = its.normal(N, C)
+        y = torch.empty_like(out)
         is_dgrad = name.startswith("d")
-        w = numbers.normal(G, C, O) if is_dgrad else numbers.normal(G, O, C)
+        w = its.normal(*((G, C, O) if is_dgrad else (G, O, C)))
         in_bf16 = ops.grouped_gemm_dgrad if is_dgrad else ops.grouped_gemm
         variants += [
             _unchecked(
                 f"{name}, torch rows",
                 lambda: torch._scaled_grouped_mm(rows, weight.mT, by_rows, by_columns, **options),
             ),
-            _unchecked(f"{name}, bf16", lambda: in_bf16(x, w, row_range, y)),
+            _unchecked(f"{name}, bf16", lambda: in_bf16(x, w, its.range, y)),
         ]
     return variants
 
 
-def gradient(
-    name: str, widths: tuple[int, int], numbers: Numbers, on_host: torch.Tensor
-) -> list[Variant]:
-    """out [G, O, C] of dout [O, P] and rows [C, P], whose groups begin at multiples of BLOCK. widths: O, C."""
-    O, C = widths
-    G, N = on_host.shape[1], int(on_host[1, -1])
-    ops, row_range = kernels.for_device(numbers.device), on_host.to(numbers.device)
-    lengths = on_host[1] - on_host[0]
-    tiles = (lengths + BLOCK - 1) // BLOCK
-    firsts = ((tiles.cumsum(0) - tiles) * BLOCK).tolist()
-    spans = [slice(first, first + n) for first, n in zip(firsts, lengths.tolist(), strict=True)]
+def gradient(name: str, O: int, C: int, its: Rows) -> list[Variant]:
+    """out [G, O, C] of dout [O, P] and rows [C, P], whose groups begin at multiples of BLOCK."""
+    G, N = its.sizes
+    ops = its.ops
+    tiles = (its.lengths + BLOCK - 1) // BLOCK
+    firsts = (tiles.cumsum(0) - tiles) * BLOCK
+    spans = spans_of(torch.stack([firsts, firsts + its.lengths]))
     P = int(tiles.sum()) * BLOCK
-    dout, rows = numbers.data(O, P), numbers.data(C, P)
-    for span, end in zip(spans, [*firsts[1:], P], strict=True):
+    dout = its.data(O, P)
+    rows = its.data(C, P)
+    for span, end in zip(spans, [*firsts[1:].tolist(), P], strict=True):
         for data in (dout, rows):
             data.view(torch.uint8)[:, span.stop : end] = 0
-    dout_scale, rows_scale = numbers.scale(P // BLOCK, O).t(), numbers.scale(P // BLOCK, C).t()
-    operands = (Operand(dout, dout_scale), Operand(rows, rows_scale), row_range)
-    out = torch.empty(G, O, C, dtype=BF16, device=numbers.device)
-    main_grad = torch.zeros(G, O, C, dtype=FP32, device=numbers.device)
+    dout_scale = its.scale(P // BLOCK, O).t()
+    rows_scale = its.scale(P // BLOCK, C).t()
+    operands = (Operand(dout, dout_scale), Operand(rows, rows_scale), its.range)
+    out = torch.empty(G, O, C, dtype=BF16, device=its.device)
+    main_grad = torch.zeros(G, O, C, dtype=FP32, device=its.device)
     main_grads = scattered(main_grad)
     (table,) = kernel_matrices({"main_grad": main_grads})
 
@@ -177,10 +179,11 @@ def gradient(
         _checked(f"{name}, add fp32", add_to(main_grad), main_grad, expected, spans),
         _checked(f"{name}, add to scattered", add_to(table), main_grads, expected, spans),
     ]
-    if numbers.device.type == "cuda":
-        x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
+    if its.device.type == "cuda":
+        x, dy = its.normal(N, C), its.normal(N, O)
+        dw = torch.empty_like(out)
         variants.append(
-            _unchecked(f"{name}, bf16", lambda: ops.grouped_gemm_wgrad(dy, x, row_range, dw))
+            _unchecked(f"{name}, bf16", lambda: ops.grouped_gemm_wgrad(dy, x, its.range, dw))
         )
     return variants
 

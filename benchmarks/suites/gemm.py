@@ -46,35 +46,28 @@ def bench_products(
     records = []
     for product in products:
         times, errors = measure(run, product.variants, align=align_ahead)
+        speeds = {name: tflops(product.flops, taken) for name, taken in times.items()}
         for variant in product.variants:
-            taken = times[variant.name][:, 0]
+            name = variant.name
             figures: Record = {
-                "tflops": tflops(product.flops, taken),
-                "error": errors[variant.name] if variant.max_error else None,
+                "tflops": speeds[name],
+                "error": errors[name] if variant.max_error else None,
             }
-            if product.stock not in (None, variant.name):
-                stock_tflops = tflops(product.flops, times[product.stock][:, 0])
-                figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
-            records.append(
-                case_record(problem, suite, variant.name, product.direction, taken, **figures)
-            )
+            if product.stock not in (None, name):
+                figures |= {"stock_tflops": speeds[product.stock], "yardstick": "stock_tflops"}
+            about = (problem, suite, name, product.direction)
+            records.append(case_record(*about, times[name][:, 0], **figures))
     return records
 
 
 def products(problem: Problem) -> list[Product]:
     """The products of a step on this rank's rows."""
-    ops, local, shape = (
-        kernels.for_device(problem.device),
-        LocalRows.of(problem),
-        problem.case.shape,
-    )
-    w1, w2, row_range, scale = (
-        problem.w1.detach(),
-        problem.w2.detach(),
-        local.row_range,
-        local.row_probs,
-    )
-    index, ends = local.row_to_packed_row, row_range[1]
+    ops = kernels.for_device(problem.device)
+    local = LocalRows.of(problem)
+    shape = problem.case.shape
+    w1, w2 = (weight.detach() for weight in (problem.w1, problem.w2))
+    _, _, index, row_range, scale = local
+    ends = row_range[1]
     num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
 
@@ -84,15 +77,16 @@ def products(problem: Problem) -> list[Product]:
     def blank(*size: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=problem.device)
 
-    rows, d_rows_in = local.packed[index.long()], local.d_packed[index.long()]
-    h_in, a_in = normal(num_rows, width), normal(num_rows, shape.ffn)
+    rows, d_rows_in = (local.in_order(packed) for packed in (local.packed, local.d_packed))
+    h_in, a_in = (normal(num_rows, columns) for columns in (width, shape.ffn))
     h, dh, a, da = (blank(num_rows, columns) for columns in (width, width, shape.ffn, shape.ffn))
-    out, dscale = blank(num_rows, shape.hidden), blank(num_rows, dtype=torch.float32)
-    dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
+    out = blank(num_rows, shape.hidden)
+    dscale = blank(num_rows, dtype=torch.float32)
+    dw1, dw2 = (torch.empty_like(weight) for weight in (w1, w2))
     workspace = blank(
         ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32
     )
-    spans = spans_of(local.row_range)
+    spans = spans_of(row_range)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
         return tensor[spans[g]].float()
@@ -107,7 +101,8 @@ def products(problem: Problem) -> list[Product]:
         return [hidden, swiglu(hidden, scale)]
 
     def dfc2_reference(g: int) -> list[torch.Tensor]:
-        hidden, factor = of(h_in, g).requires_grad_(), of(scale, g).clone().requires_grad_()
+        hidden = of(h_in, g).requires_grad_()
+        factor = of(scale, g).clone().requires_grad_()
         gate, up = hidden.chunk(2, dim=1)
         value = torch.nn.functional.silu(gate) * up * factor[:, None]
         gradients = torch.autograd.grad(value, (hidden, factor), of(d_rows_in, g) @ w2[g].float())
@@ -138,18 +133,19 @@ def products(problem: Problem) -> list[Product]:
             call()
             return groups_error(reference, outputs, spans)
 
-        def verify_stock() -> float:
-            return groups_error(reference, stock(), spans)
-
         other = f"{name} {STOCK}"
-        ways = ((name, call, verify), (other, stock, verify_stock))
+        ways = (
+            (name, call, verify),
+            (other, stock, lambda: groups_error(reference, stock(), spans)),
+        )
         variants = [
             Variant(n, ("forward",), in_steps(do), check, MAX_ERROR) for n, do, check in ways
         ]
         flops = 2 * num_products * problem.case.num_slots * shape.hidden * shape.ffn
         return Product(direction, flops, variants, other)
 
-    wgrad2, wgrad1 = wgrad(d_rows_in, a_in), wgrad(h_in, rows)
+    wgrad2 = wgrad(d_rows_in, a_in)
+    wgrad1 = wgrad(h_in, rows)
     return [
         pair(
             "fc1",
@@ -266,14 +262,16 @@ def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[s
         outputs: as in Product.
     """
     busy = [g for g, span in enumerate(spans) if span.stop > span.start]
-    sampled, errors = busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)], []
+    sampled = busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)]
+    errors = []
     for n, output in enumerate(outputs):
-        got = [output[g] if output.ndim == 3 else output[spans[g]] for g in sampled]
-        expected = [reference(g)[n] for g in sampled]
+        pairs = [
+            (output[g] if output.ndim == 3 else output[spans[g]], reference(g)[n]) for g in sampled
+        ]
         if output.ndim == 1 and sampled:
             # One number for each row: a few are small by chance, and off by more than they are.
-            got, expected = [torch.cat(got)], [torch.cat(expected)]
-        errors += [relative_error(*pair) for pair in zip(got, expected, strict=True)]
+            pairs = [tuple(map(torch.cat, zip(*pairs, strict=True)))]
+        errors += [relative_error(*pair) for pair in pairs]
     return largest(errors)
 
 
@@ -291,7 +289,8 @@ def swiglu_grad(da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor) -> list[
     """Gradients of :func:`swiglu` by h and, in fp32, by the scale, with its result between them."""
     gate, up = h.chunk(2, dim=1)
     silu = torch.nn.functional.silu(gate)
-    value, scale = silu * up, scale.to(h.dtype)[:, None]
+    value = silu * up
+    scale = scale.to(h.dtype)[:, None]
     ds = da * scale
     dh = torch.cat([torch.ops.aten.silu_backward(ds * up, gate), ds * silu], dim=1)
     return [dh, value * scale, (da * value).sum(dim=1, dtype=torch.float32)]

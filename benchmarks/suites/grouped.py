@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
 from suites.layer import E4M3_ERROR
 from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem
-from suites.records import Record, case_record, tflops
+from suites.records import Record, tflops
 from suites.reference import expert_outputs
 from suites.steps import Step
 from suites.stock_torch import grouped_mm, torch_experts
-from suites.timing import Run, Variant, in_steps, measure, median_ms
+from suites.timing import Run, Variant, in_steps, measure, median_ms, timed_records
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.rows_function import Splits
@@ -76,12 +76,11 @@ class Choice:
         }
 
 
-CHOICES = {f"{_WORKING}, host splits": Choice(host_splits=True)}
-for _name, _recipe in {_WORKING: None, **PRECISIONS}.items():
-    CHOICES |= {
-        _name: Choice(recipe=_recipe),
-        f"{_name}, scattered": Choice(recipe=_recipe, scattered=True),
-    }
+CHOICES = {f"{_WORKING}, host splits": Choice(host_splits=True)} | {
+    f"{name}{', scattered' * scattered}": Choice(recipe=recipe, scattered=scattered)
+    for name, recipe in {_WORKING: None, **PRECISIONS}.items()
+    for scattered in (False, True)
+}
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,12 @@ class Layer:
 
     def ours(self, name: str, choice: Choice) -> tuple[Variant, list[torch.Tensor]]:
         """A module of ours as a variant, and its weights."""
-        kind = "discrete" if choice.scattered else "packed"
-        module = self.make(weights=kind, precision=choice.recipe, dtype=DTYPE, device="meta")
+        module = self.make(
+            weights="discrete" if choice.scattered else "packed",
+            precision=choice.recipe,
+            dtype=DTYPE,
+            device="meta",
+        )
         linears = [part for part in module.modules() if isinstance(part, GroupedLinear)]
         matrices = (
             self.scattered if choice.scattered else [[weight.detach()] for weight in self.weights]
@@ -174,44 +177,43 @@ class Layer:
 
 def bench_grouped(problem: Problem, run: Run) -> list[Record]:
     """Both modules in all precisions, with torch's grouped products and Transformer Engine to compare with."""
-    return [
-        record for layer_of in (_linear, _mlp) for record in _bench(layer_of(problem), problem, run)
-    ]
+    return [record for layer in _layers(problem) for record in _bench(layer, problem, run)]
 
 
 def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     ours, skipped = _ours(layer, problem.case.shape)
     others, unusable = _others(layer)
-    times, errors = measure(run, [*(variant for variant, _ in ours.values()), *others.values()])
+    variants = ours | {name: (variant, {}) for name, variant in others.items()}
+    times, errors = measure(run, [variant for variant, _ in variants.values()])
     stock = times.get(_stock_name(layer))
-    records = []
-    for name, (variant, about) in (
-        ours | {name: (variant, {}) for name, variant in others.items()}
-    ).items():
-        launched = of_step(variant.once, problem, run.ranks)
-        for column, direction in enumerate(variant.directions):
-            taken, flops = times[name][:, column], (1 + column) * layer.flops
-            figures: Record = {
-                "tflops": tflops(flops, taken),
-                "error": errors[name],
-                "skipped": skipped | unusable,
-                **about,
-                **launched,
-            }
-            if name in ours and stock is not None:
-                against = stock[:, column]
-                figures |= {
-                    "stock_tflops": tflops(flops, against),
-                    "stock_ms": median_ms(against),
-                    "yardstick": "stock_tflops",
-                }
-            records.append(case_record(problem, "grouped", name, direction, taken, **figures))
-    return records
+    about_of = {
+        name: about | of_step(variant.once, problem, run.ranks)
+        for name, (variant, about) in variants.items()
+    }
+
+    def figures(name: str, column: int) -> Record:
+        flops = (1 + column) * layer.flops
+        known: Record = {
+            "tflops": tflops(flops, times[name][:, column]),
+            "error": errors[name],
+            "skipped": skipped | unusable,
+            **about_of[name],
+        }
+        if name not in ours or stock is None:
+            return known
+        return known | {
+            "stock_tflops": tflops(flops, stock[:, column]),
+            "stock_ms": median_ms(stock[:, column]),
+            "yardstick": "stock_tflops",
+        }
+
+    return timed_records(problem, "grouped", times, figures)
 
 
 def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]], dict[str, str]]:
     """Variants by name, with what their records say about them; and why others cannot have these sizes."""
-    variants, skipped = dict[str, tuple[Variant, Record]](), dict[str, str]()
+    variants = dict[str, tuple[Variant, Record]]()
+    skipped = dict[str, str]()
     for key, choice in CHOICES.items():
         name = f"{layer.name}, {key}"
         unfit = precision_problem(choice.recipe, hidden=shape.hidden, ffn=shape.ffn)
@@ -227,7 +229,8 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
 
 def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     """Yardsticks by name, and why this machine cannot run others."""
-    usable, skipped = dict[str, Variant](), dict[str, str]()
+    usable = dict[str, Variant]()
+    skipped = dict[str, str]()
     of_linear = _LINEAR_YARDSTICKS if len(layer.weights) == 1 else {}
     for name, make in ({_stock_name(layer): stock_variant} | of_linear).items():
         try:
@@ -248,50 +251,40 @@ def stock_variant(name: str, layer: Layer) -> Variant:
     return layer.variant(name, layer.stock, [[weight] for weight in layer.weights])
 
 
-def _linear(problem: Problem) -> Layer:
-    shape, local, w1 = problem.case.shape, LocalRows.of(problem), problem.w1
-    rows = _in_order(problem, local.packed).requires_grad_()
+def _layers(problem: Problem) -> Iterator[Layer]:
+    """Both, on the same rows."""
+    shape = problem.case.shape
+    local = LocalRows.of(problem)
+    _, _, w1, w2 = problem.inputs
+    rows = local.in_order(local.packed).requires_grad_()
+    scale = local.row_probs.clone().requires_grad_()
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
-    d_out = torch.randn(
-        problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device
-    )
-    return Layer(
+    splits = {
+        "splits": problem.routing.splits[problem.rank],
+        "spans": spans_of(local.row_range),
+    }
+    yield Layer(
         name="GroupedLinear",
         make=functools.partial(GroupedLinear, len(w1), shape.hidden, w1.shape[1], bias=False),
         inputs=(rows,),
         weights=(w1,),
-        d_out=d_out,
-        splits=problem.routing.splits[problem.rank],
-        spans=spans_of(local.row_range),
+        d_out=rows.new_empty(len(rows), w1.shape[1]).normal_(generator=generator),
         expected=lambda x, w: x @ w.t(),
         stock=lambda: grouped_mm(rows, w1.transpose(1, 2), local.row_range[1]),
         flops=2 * problem.case.num_slots * shape.hidden * w1.shape[1],
+        **splits,
     )
-
-
-def _mlp(problem: Problem) -> Layer:
-    shape, local, w1, w2 = problem.case.shape, LocalRows.of(problem), problem.w1, problem.w2
-    rows, scale = (
-        _in_order(problem, local.packed).requires_grad_(),
-        local.row_probs.clone().requires_grad_(),
-    )
-    return Layer(
+    yield Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, len(w1), shape.hidden, shape.ffn),
         inputs=(rows, scale),
         weights=(w1, w2),
-        d_out=_in_order(problem, local.d_packed),
-        splits=problem.routing.splits[problem.rank],
-        spans=spans_of(local.row_range),
+        d_out=local.in_order(local.d_packed),
         expected=expert_outputs,
         stock=lambda: torch_experts(w1, w2)(rows, scale, local.row_range[1]),
         flops=problem.case.forward_flops,
+        **splits,
     )
-
-
-def _in_order(problem: Problem, packed: torch.Tensor) -> torch.Tensor:
-    """Rows in the order of the experts."""
-    return packed[LocalRows.of(problem).row_to_packed_row.long()]
 
 
 def _scaled_grouped_mm(name: str, layer: Layer) -> Variant:
@@ -360,10 +353,10 @@ class CopiesOf(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.overloadpacket in _DISPATCHED_COPIES:
-            sources = (
-                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-            )
             self.num_bytes += sum(
-                s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages
+                leaf.nbytes
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, torch.Tensor)
+                and leaf.untyped_storage().data_ptr() in self._storages
             )
         return func(*args, **(kwargs or {}))

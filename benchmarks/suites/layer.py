@@ -11,29 +11,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from suites.cases import Case
 from suites.figures import MemoryMeter, combine_bytes, dispatch_bytes, wire_bytes
-from suites.problem import DTYPE, MAX_ERROR, Problem, all_tokens, row_error, rows_of
-from suites.records import Record, case_record, tflops
+from suites.problem import DTYPE, MAX_ERROR, LocalRows, Problem, row_error
+from suites.records import Record, tflops
 from suites.reference import Reference
 from suites.steps import Choice, Forward, Step, heap_bytes, make_experts, stock_step
 from suites.stock_torch import STOCK
 from suites.timing import (
     DIRECTIONS,
     Run,
+    Times,
     Variant,
-    clock_for,
     in_steps,
     largest,
     measure,
     median_ms,
     plan_of,
+    timed_records,
 )
-from symmoe.dispatch.plan import Plan
 from symmoe.grouped.experts import ExpertsBackward, ExpertWeights, SavedActivations
 from symmoe.grouped.linear import cache_quantized_weights
 from symmoe.grouped.mlp import GroupedMLP
@@ -66,70 +65,72 @@ def bench_layer(
     suite: str = "layer",
 ) -> list[Record]:
     """Eager and replayed steps of these choices, only the GEMMs, and the stock layer. Collective."""
-    reference, on_gpu, records = Reference(problem), problem.device.type == "cuda", list[Record]()
-    possible = {
-        name: choice for name, choice in choices.items() if on_gpu or not choice.captured
-    }  # no graphs on CPUs
+    reference = Reference(problem)
+    possible = {  # no graphs on CPUs
+        name: choice
+        for name, choice in choices.items()
+        if problem.device.type == "cuda" or not choice.captured
+    }
     together = [name for name, choice in possible.items() if not choice.apart]
-    times, errors, figures_of = dict[str, Any](), dict[str, float](), dict[str, Sequence[Record]]()
+    times: Times = {}
+    errors = dict[str, float]()
+    figures_of = dict[str, Sequence[Record]]()
+    yardsticks = [experts_only(problem, reference), stock_step(problem, reference).eager()]
     for names in (together, *([name] for name, choice in possible.items() if choice.apart)):
-        yardsticks = (
-            [experts_only(problem, reference), stock_step(problem, reference).eager()]
-            if not times
-            else []
-        )
         with ExitStack() as blocks:
             ours = {
                 name: _variant(name, possible[name], problem, run, reference, blocks)
                 for name in names
             }
-            measured = measure(run, [*ours.values(), *yardsticks])
+            its_times, its_errors = measure(run, [*ours.values(), *yardsticks])
             figures_of |= {
                 name: of_choice(problem, run, possible[name], variant)
                 for name, variant in ours.items()
             }
-            times, errors = times | measured[0], errors | measured[1]
+            times |= its_times
+            errors |= its_errors
+        yardsticks = []  # once is enough
         ours.clear()  # ends the graphs before their memory is freed
         run.heap.release_graphs()
-    for name, taken in times.items():
-        for column, direction in enumerate(DIRECTIONS):
-            flops = (1 + column) * problem.case.forward_flops
-            figures: Record = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
-            if name in figures_of:
-                precision = choices[name].precision
-                figures |= {
-                    "precision": "bf16" if precision is None else str(precision),
-                    "ceiling_tflops": tflops(flops, times[CEILING][:, column]),
-                    "stock_tflops": tflops(flops, times[STOCK][:, column]),
-                    "stock_ms": median_ms(times[STOCK][:, column]),
-                    "yardstick": "ceiling_tflops",
-                    **figures_of[name][column],
-                }
-            records.append(
-                case_record(problem, suite, name, direction, taken[:, column], **figures)
-            )
-    return records
+
+    def figures(name: str, column: int) -> Record:
+        ours, ceiling, stock = (times[each][:, column] for each in (name, CEILING, STOCK))
+        flops = (1 + column) * problem.case.forward_flops
+        known: Record = {"tflops": tflops(flops, ours), "error": errors[name]}
+        if name not in figures_of:
+            return known
+        precision = choices[name].precision
+        return known | {
+            "precision": "bf16" if precision is None else str(precision),
+            "ceiling_tflops": tflops(flops, ceiling),
+            "stock_tflops": tflops(flops, stock),
+            "stock_ms": median_ms(stock),
+            "yardstick": "ceiling_tflops",
+            **figures_of[name][column],
+        }
+
+    return timed_records(problem, suite, times, figures)
 
 
-def of_choice(
-    problem: Problem, run: Run, choice: Choice, variant: Variant
-) -> tuple[Record, Record]:
+def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> list[Record]:
     """Bytes that travel forward and backward, and the peak of memory if the host launches the step. Collective."""
     memory: dict[str, int | None] = {}
     if not variant.reuses_marks:
         meter = MemoryMeter(run.ranks.device, run.heap)
-        variant.call(clock_for(run.ranks.device))
+        variant.once()
         memory = meter.peak()
-    plan, config = plan_of(run, problem), choice.config(problem.case.shape)
-    found = []
-    for direction in DIRECTIONS:
-        # Rows that leave a rank in dispatch and arrive in combine.
-        sent = dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize))
-        received = combine_bytes(plan, config.order, problem.case.shape.hidden * DTYPE.itemsize)
-        found.append(
-            {"wire_bytes": sum(wire_bytes(each, run.ranks) for each in (sent, received)), **memory}
-        )
-    return found[0], found[1]
+    plan = plan_of(run, problem)
+    config = choice.config(problem.case.shape)
+    received = combine_bytes(plan, config.order, problem.case.shape.hidden * DTYPE.itemsize)
+    # Rows that leave a rank in dispatch and arrive in combine.
+    moved = (
+        (dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize)), received)
+        for direction in DIRECTIONS
+    )
+    return [
+        {"wire_bytes": sum(wire_bytes(each, run.ranks) for each in both), **memory}
+        for both in moved
+    ]
 
 
 def _variant(
@@ -137,9 +138,14 @@ def _variant(
 ) -> Variant:
     experts = make_experts(problem, choice.precision)
     blocks.enter_context(choice.block(experts))
-    forward = choice.forward(problem, run, experts)
-    inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
-    step = Step(name, forward, inputs, problem.tokens.dy, reference.step_error, choice.max_error)
+    step = Step(
+        name,
+        choice.forward(problem, run, experts),
+        (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight),
+        problem.tokens.dy,
+        reference.step_error,
+        choice.max_error,
+    )
     return step.captured() if choice.captured else step.eager()
 
 
@@ -148,15 +154,14 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
 
     Rows lie in the order of the experts, also if the layer gathers them: the best that the GEMMs could do. Local.
     """
-    num_rows, splits = max(1, problem.num_rows), problem.routing.splits[problem.rank]
-    token, slot = (index.to(problem.device) for index in rows_of(problem.routing, problem.rank))
-    row_range = torch.stack((splits.cumsum(0) - splits, splits.cumsum(0))).int().to(problem.device)
-    received, d_out, probs = all_tokens(problem)
-    fc1, fc2 = LayerWeights(problem.w1.detach()), LayerWeights(problem.w2.detach())
+    num_rows = max(1, problem.num_rows)
+    fc1, fc2 = (LayerWeights(weight.detach()) for weight in (problem.w1, problem.w2))
     weights = ExpertWeights(fc1, fc2, Activation())
-    rows = ExpertRows(received[token], row_range, probs.reshape(-1)[slot])
-    d_out, kept = d_out[token], list[SavedActivations]()
-    out = received.new_empty((num_rows, problem.case.shape.hidden))
+    local = LocalRows.of(problem)
+    rows = ExpertRows(local.in_order(local.packed), local.row_range, local.row_probs)
+    d_out = local.in_order(local.d_packed)
+    kept = list[SavedActivations]()
+    out = local.packed.new_empty((num_rows, problem.case.shape.hidden))
     d_rows = torch.empty_like(out)
 
     def forward() -> None:
@@ -167,10 +172,8 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     def backward(
         new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dw1, dw2 = (
-            new(problem.w1),
-            new(problem.w2),
-        )  # as large as the experts: not kept between calls
+        # As large as the experts: not kept between calls.
+        dw1, dw2 = (new(weight) for weight in (problem.w1, problem.w2))
         step = ExpertsBackward(rows, weights, kept.pop(), d_out)
         step.input_gradient(d_rows)
         step.w2_gradient(dw2, False)
@@ -182,10 +185,12 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
         d_rows.fill_(torch.nan)
         forward()
         gradients = backward(partial(torch.full_like, fill_value=torch.nan))
-        pairs = [(out[e.rows], e.out) for e in reference.experts]
-        pairs += [(d_rows[e.rows], e.d_rows) for e in reference.experts]
-        rows = [row_error(*pair) for pair in pairs]  # before they are summed
-        return largest([*rows, reference.weight_error(*gradients)])
+        errors = [  # of rows, before they are summed
+            row_error(got[e.rows], expected)
+            for e in reference.experts
+            for got, expected in ((out, e.out), (d_rows, e.d_rows))
+        ]
+        return largest([*errors, reference.weight_error(*gradients)])
 
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
@@ -199,13 +204,11 @@ class PublicParts(Choice):
     def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
         x, probs, _, _ = problem.inputs
 
-        def buffer(plan: Plan, name: str) -> torch.Tensor:
-            return run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
-
         def forward() -> torch.Tensor:
             plan = plan_of(run, problem, problem.static_capacity)
             received, out, d_out, d_rows = (
-                buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows")
+                run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
+                for name in ("rows", "out", "d_out", "d_rows")
             )
             rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
             y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
@@ -250,14 +253,18 @@ def precision_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
 
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
     """FP8 steps and bf16 steps."""
-    choices = PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}
-    return bench_layer(problem, run, choices, "precision")
+    auto = picked(PRECISION[AUTO], problem)
+    return bench_layer(problem, run, PRECISION | {AUTO: auto}, "precision")
 
 
 def picked(choice: Choice, problem: Problem) -> Choice:
     """The choice with the precision that choose_precision decides on."""
-    numbers = {"num_ranks": problem.num_ranks, "num_tokens": problem.case.num_tokens}
-    config = choose_precision(choice.config(problem.case.shape), **numbers, device=problem.device)
+    config = choose_precision(
+        choice.config(problem.case.shape),
+        num_ranks=problem.num_ranks,
+        num_tokens=problem.case.num_tokens,
+        device=problem.device,
+    )
     options = {**choice.options, "quantized_wire": config.quantized_wire}
     max_error = MAX_ERROR if config.precision is None else choice.max_error
     return replace(choice, precision=config.precision, options=options, max_error=max_error)

@@ -16,8 +16,7 @@ from suites.records import Record, case_record
 from suites.reference import Reference
 from suites.steps import Choice, Step, layer_step, step_error, stock_step
 from suites.timing import Run
-from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.ranks import WARM_UP, Ranks
+from symmoe.tools.ranks import WARM_UP
 
 _LAYERS = {
     "layer": Choice(static=False),
@@ -31,32 +30,28 @@ def bench_memory(problem: Problem, run: Run) -> list[Record]:
     steps = [
         layer_step(name, choice, problem, run.heap, reference) for name, choice in _LAYERS.items()
     ]
-    return [
-        step_record(problem, step, run.ranks, run.heap)
-        for step in (*steps, stock_step(problem, reference))
-    ]
+    return [step_record(problem, step, run) for step in (*steps, stock_step(problem, reference))]
 
 
-def step_record(
-    problem: Problem, step: Step, ranks: Ranks, heap: SymmetricHeap | None = None
-) -> Record:
+def step_record(problem: Problem, step: Step, run: Run) -> Record:
     """The record of a step: `held_*_bytes` and `peak_*_bytes`, of the rank that has most. Collective.
 
     Raises:
         WrongResult: its results are wrong.
     """
-    error = step_error(step, ranks)
+    error = step_error(step, run.ranks)
     for _ in range(WARM_UP):
         step.results()
     gc.collect()
-    meter = MemoryMeter(ranks.device, heap)
+    meter = MemoryMeter(run.ranks.device, run.heap)
     y = step.forward()
     figures = meter.held()
     gradients = step.backward(y)
     figures |= meter.peak()
     del y, gradients
     most: Record = {
-        key: None if value is None else int(ranks.largest(value)) for key, value in figures.items()
+        key: None if value is None else int(run.ranks.largest(value))
+        for key, value in figures.items()
     }
     return case_record(
         problem, "memory", step.name, "step", np.empty(0), error=error, repetitions=1, **most

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from suites.problem import DTYPE, Problem
 from suites.records import Record, new_record, rounded
 from suites.reference import expert_outputs
 from suites.stock_torch import swiglu, torch_experts
-from suites.timing import HostEvent, Run, Variant, in_steps, measure, median_ms
+from suites.timing import HostEvent, Run, Variant, host_times_ms, in_steps, measure, median_ms
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.pointers import (
     PackedPointers,
@@ -79,15 +78,14 @@ def bench_overhead(problem: Problem, run: Run) -> list[Record]:
 
 def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
     """Host time of a call that follows others of its kind: the median of blocks."""
-    times_us = []
-    for _ in range(min(5, run.repetitions)):
-        run.ranks.barrier()
-        start = time.perf_counter()
+
+    def calls() -> None:
         for _ in range(num_calls):
             variant.once()
-        times_us.append((time.perf_counter() - start) * 1e6 / num_calls)
+
+    times_ms = host_times_ms(calls, run.ranks, min(5, run.repetitions))
     run.ranks.barrier()
-    return rounded(statistics.median(times_us))
+    return rounded(statistics.median(times_ms) * 1e3 / num_calls)
 
 
 def _time(
@@ -134,7 +132,8 @@ def _layer(device: torch.device) -> Layer:
     w1 = normal(GROUPS, 2 * FFN, HIDDEN, scale=HIDDEN**-0.5).requires_grad_()
     w2 = normal(GROUPS, HIDDEN, FFN, scale=FFN**-0.5).requires_grad_()
     splits = torch.full((GROUPS,), ROWS_PER_GROUP)
-    on_device, experts = splits.to(device), torch_experts(w1, w2)
+    on_device = splits.to(device)
+    experts = torch_experts(w1, w2)
     return Layer(
         name="GroupedMLP",
         make=functools.partial(GroupedMLP, GROUPS, HIDDEN, FFN),
@@ -170,8 +169,7 @@ def _linear_loop(layer: Layer) -> Variant:
         parts = zip(*linears, *(tensor.split(sizes) for tensor in layer.inputs), strict=True)
         return torch.cat([fc2(swiglu(fc1(x), s)) for fc1, fc2, x, s in parts])
 
-    weights = [[linear.weight for linear in of_layer] for of_layer in linears]
-    return layer.variant(LINEAR_LOOP, forward, weights)
+    return layer.variant(LINEAR_LOOP, forward, [[fc.weight for fc in its] for its in linears])
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
@@ -202,15 +200,11 @@ def pointer_variants(
     layout, in_byte, block = _SCALES.get(loaded, (None, 1, 1))
     generator = torch.Generator(device).manual_seed(0)
 
-    def matrices(num_rows: int, num_columns: int) -> Matrices:
-        size = (num_rows, num_columns)
-        draw = (
-            torch.randint(256, size, dtype=torch.uint8, generator=generator, device=device)
-            for _ in everyone
-        )
-        return list(draw)
+    def matrices(*size: int) -> Matrices:
+        numbers = {"dtype": torch.uint8, "generator": generator, "device": device}
+        return [torch.randint(256, size, **numbers) for _ in range(num_experts)]
 
-    everyone, shapes = range(num_experts), shapes[:1] if loaded == "one layer" else shapes
+    shapes = shapes[:1] if loaded == "one layer" else shapes
     weights = [matrices(rows, columns // in_byte) for rows, columns in shapes]
     scales = [matrices(rows, -(-columns // block)) for rows, columns in shapes if layout]
     all_weights, all_scales = (
@@ -245,11 +239,13 @@ def pointer_variants(
     others = zip(yardsticks(loaded), (by_torch, by_copies), strict=True)
     theirs = [variant(name, load, lambda result: result) for name, load in others]
     if loaded != "one layer":
-        sizes = [tiles.numel() for tiles in expected]
+        fc1_scales, fc2_scales = scales or (None, None)
         packed = variant(
             f"pack_weight_ptrs, {loaded}",
-            lambda: _pack(weights, scales, layout),
-            lambda got: _looked_at(got, sizes),
+            lambda: pack_weight_ptrs(
+                *weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout
+            ),
+            lambda got: _looked_at(got, [tiles.numel() for tiles in expected]),
         )
         return [packed, *theirs]
     on_host = torch.tensor([tensor.data_ptr() for tensor in all_weights]).numpy().tobytes()
@@ -269,23 +265,15 @@ def pointer_variants(
     ]
 
 
-def _pack(
-    weights: list[Matrices], scales: list[Matrices], layout: Swizzle | None
-) -> PackedPointers:
-    fc1_scales, fc2_scales = scales or (None, None)
-    return pack_weight_ptrs(*weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout)
-
-
 def _looked_at(packed: PackedPointers, sizes: list[int]) -> Loaded:
     """What the addresses of swizzled scales point at is taken from the memory that holds it."""
     pointers = [packed.fc1, packed.fc2]
-    if packed.fc1_scales is None or packed.fc2_scales is None or packed.swizzled is None:
+    if packed.swizzled is None:
         return torch.cat(pointers), []
-    of_scales, memory = torch.cat([packed.fc1_scales, packed.fc2_scales]), packed.swizzled.view(-1)
-    starts = (of_scales - memory.data_ptr()).tolist()
-    return torch.cat([*pointers, of_scales]), [
-        memory[s : s + n] for s, n in zip(starts, sizes, strict=True)
-    ]
+    of_scales = torch.cat([packed.fc1_scales, packed.fc2_scales])
+    memory = packed.swizzled.view(-1)
+    starts = zip((of_scales - memory.data_ptr()).tolist(), sizes, strict=True)
+    return torch.cat([*pointers, of_scales]), [memory[s : s + n] for s, n in starts]
 
 
 def _swizzled(scale: torch.Tensor) -> torch.Tensor:

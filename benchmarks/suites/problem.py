@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
 class Routing:
     """The routing of all ranks, from the choice of every rank, int64 [T, K]; on the CPU. topk_idx: int64 [R, T, K];
-    splits: int64 [R, e], rows of every expert; num_rows: N of every rank."""
+    splits: int64 [R, e], rows of every expert; num_rows: N of every rank; order: slots [R * T * K] as rows lie."""
 
     def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
         self.topk_idx = torch.stack(topk_idx)
@@ -37,6 +37,7 @@ class Routing:
             len(topk_idx), -1
         )
         self.num_rows = self.splits.sum(1).tolist()
+        self.order = self.topk_idx.reshape(-1).argsort(stable=True)
 
 
 class Problem:
@@ -57,11 +58,8 @@ class Problem:
         self.num_rows = int(self.routing.num_rows[self.rank])  # N
         self.topk_idx = self.routing.topk_idx[self.rank].int().to(self.device)
         self.tokens = self.tokens_of(self.rank)
-        shape, count = case.shape, self.experts_per_rank
-        self.w1 = torch.empty(count, 2 * shape.ffn, shape.hidden, dtype=DTYPE, device=self.device)
-        self.w2 = torch.empty(count, shape.hidden, shape.ffn, dtype=DTYPE, device=self.device)
-        for local in range(count):
-            self.w1[local], self.w2[local] = self.weights_of(self.first_expert + local)
+        mine = range(self.first_expert, self.first_expert + self.experts_per_rank)
+        self.w1, self.w2 = map(torch.stack, zip(*map(self.weights_of, mine), strict=True))
         for tensor in self.inputs:
             tensor.requires_grad_()
 
@@ -102,19 +100,15 @@ class Problem:
 
 def routing_of(case: Case, num_ranks: int) -> Routing:
     """The routing of all ranks."""
-    seeds = (_seed(_EXPERTS_OF_TOKENS, rank) for rank in range(num_ranks))
-    choices = [choose_experts(case, torch.Generator().manual_seed(seed)) for seed in seeds]
-    return Routing(choices, case.shape.num_experts)
-
-
-def order_of(routing: Routing) -> torch.Tensor:
-    """Slots of all ranks [R * T * K] as rows lie."""
-    return routing.topk_idx.reshape(-1).argsort(stable=True)
+    generators = (
+        torch.Generator().manual_seed(_seed(_EXPERTS_OF_TOKENS, rank)) for rank in range(num_ranks)
+    )
+    return Routing([choose_experts(case, each) for each in generators], case.shape.num_experts)
 
 
 def rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(token, slot) of every row of a rank: int64 [N], counted over all ranks' tokens [R * T] and slots."""
-    slots = order_of(routing).split(routing.num_rows)[rank]
+    slots = routing.order.split(routing.num_rows)[rank]
     return slots // routing.topk_idx.shape[2], slots
 
 
@@ -137,8 +131,7 @@ class Places(NamedTuple):
     def of(cls, routing: Routing) -> Places:
         num_ranks, experts_per_rank = routing.splits.shape
         slot_to_rank = routing.topk_idx // experts_per_rank
-        place = torch.empty_like(order := order_of(routing))
-        place[order] = torch.arange(place.numel())
+        place = routing.order.argsort()
         first_row = torch.tensor([0, *routing.num_rows]).cumsum(0)
         slot_to_row = place.view_as(slot_to_rank) - first_row[slot_to_rank]
         goes_to = torch.stack([(slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
@@ -162,19 +155,25 @@ class LocalRows(NamedTuple):
     row_range: torch.Tensor
     row_probs: torch.Tensor
 
+    def in_order(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed rows as rows lie, in the order of the experts."""
+        return packed[self.row_to_packed_row.long()]
+
     @classmethod
     def of(cls, problem: Problem) -> LocalRows:
-        routing, rank, tokens = problem.routing, problem.rank, all_tokens(problem)
+        where = problem.routing, problem.rank
+        splits = problem.routing.splits[problem.rank]
+        tokens = all_tokens(problem)
         token_of_packed, row_to_packed = (
-            each.to(problem.device) for each in packed_rows_of(routing, rank)
+            index.to(problem.device) for index in packed_rows_of(*where)
         )
-        ends = routing.splits[rank].cumsum(0)
+        ends = splits.cumsum(0)
         return cls(
             packed=tokens.x[token_of_packed],
             d_packed=tokens.dy[token_of_packed],
             row_to_packed_row=row_to_packed.int(),
-            row_range=torch.stack((ends - routing.splits[rank], ends)).int().to(problem.device),
-            row_probs=tokens.probs.reshape(-1)[rows_of(routing, rank)[1].to(problem.device)],
+            row_range=torch.stack((ends - splits, ends)).int().to(problem.device),
+            row_probs=tokens.probs.reshape(-1)[rows_of(*where)[1].to(problem.device)],
         )
 
 
@@ -187,7 +186,8 @@ def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest relative error of any row of [., .]; 0 without rows."""
     if not expected.numel():
         return 0.0
-    got, expected = got.detach().float(), expected.detach().float()
+    got = got.detach().float()
+    expected = expected.detach().float()
     difference = (got - expected).norm(dim=1)
     size = expected.norm(dim=1)
     return float(torch.where((difference == 0) & (size == 0), 0.0, difference / size).max())

@@ -7,7 +7,7 @@ the time that the hosts spend in it.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import torch
 
 from suites.problem import DTYPE, Problem
 from suites.records import Record, new_record
-from suites.timing import Run, Variant, align_ahead, in_steps, measure
+from suites.timing import Run, Variant, align_ahead, host_times_ms, in_steps, measure
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
@@ -30,8 +30,7 @@ def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
     sent = torch.full((num_bytes,), heap.rank % 251, dtype=torch.uint8, device=heap.device)
     all_received = [torch.empty_like(sent) for _ in nodes]
 
-    def begin() -> None:
-        heap.barrier(PHASE)
+    begin = partial(heap.barrier, PHASE)
 
     def move() -> None:
         between = nodes_of(heap)
@@ -58,33 +57,34 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     Raises:
         ArgumentError: on every rank, if it does not.
     """
-    heap, case, found = run.heap, problem.case, []
+    heap, case = run.heap, problem.case
     if heap.nodes is None:
         raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
-    known = {"suite": "rail", "ep": heap.num_ranks, "nodes": heap.topology.num_nodes}
-    sizes: dict[str, tuple[str | None, int]] = {
-        name: (None, num_bytes) for name, num_bytes in SIZES.items()
+    known = {
+        "suite": "rail",
+        "ep": heap.num_ranks,
+        "nodes": heap.topology.num_nodes,
+        "direction": "forward",
     }
-    num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
-    sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
-    for name, (preset, num_bytes) in sizes.items():
+    dispatched = f"{case.shape.name}, {case.num_tokens} tokens"
+    sizes = SIZES | {dispatched: case.num_tokens * case.shape.hidden * DTYPE.itemsize}
+    found = []
+    for name, num_bytes in sizes.items():
         times, errors = measure(run, [exchange(name, heap, num_bytes)], align=align_ahead)
-        ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
-        figures = {"wire_bytes": wire_bytes, "error": errors[name]}
-        found.append(
-            new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known)
-        )
-    return [*found, new_record(_meetings_ms(run), variant="meeting", direction="forward", **known)]
+        figures = {
+            "preset": case.shape.name if name == dispatched else None,
+            "wire_bytes": num_bytes * (heap.topology.num_nodes - 1),
+            "error": errors[name],
+        }
+        found.append(new_record(times[name][:, 1], variant=name, **figures, **known))
+    return [*found, new_record(_meetings_ms(run), variant="meeting", **known)]
 
 
 def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
     """Of the slowest rank."""
-    times = np.empty(run.repetitions)
-    for n in range(run.repetitions):
+    times_ms = list[float]()
+    for _ in range(run.repetitions):
         run.heap.barrier(PHASE)
-        run.ranks.barrier()
-        start = time.perf_counter()
-        nodes_of(run.heap).meet(PHASE)
-        times[n] = (time.perf_counter() - start) * 1e3
+        times_ms += host_times_ms(lambda: nodes_of(run.heap).meet(PHASE), run.ranks)
     run.heap.synchronize()
-    return np.asarray(run.ranks.gather(times).max(0))
+    return np.asarray(run.ranks.gather(np.array(times_ms)).max(0))

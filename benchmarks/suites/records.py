@@ -196,8 +196,8 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def save(records: list[Record], path: str) -> None:
-    """Writes records to a file."""
+def save(records: list[Record] | Record, path: str | Path) -> None:
+    """Writes records, or one of a whole run, to a file."""
     Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
@@ -210,10 +210,8 @@ def measured_on(ranks: Ranks) -> Record:
 
 def machine(device: torch.device) -> dict[str, str | None]:
     """The keys of a record that say where it was measured. Starts nvidia-smi and git if they are there."""
-    on_gpu, query = (
-        device.type == "cuda",
-        ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    )
+    on_gpu = device.type == "cuda"
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     nvshmem = [(name, version_of(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),

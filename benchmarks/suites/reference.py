@@ -34,7 +34,8 @@ class Reference:
             torch.linspace(0, problem.case.num_tokens - 1, count).long().to(problem.device)
         )
         self.y, self.dx, self.dprobs = _tokens(problem, self.token_index)
-        splits, everything = problem.routing.splits[problem.rank], all_tokens(problem)
+        splits = problem.routing.splits[problem.rank]
+        everything = all_tokens(problem)
         self.experts = [
             _expert(problem, everything, local)
             for local in sorted({int(splits.argmax()), len(splits) - 1})
@@ -75,16 +76,13 @@ def _tokens(
     problem: Problem, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx, dprobs of some of this rank's tokens, one expert after the other."""
-    x, dy, probs = (
-        problem.tokens.x.detach()[index].float(),
-        problem.tokens.dy[index].float(),
-        problem.tokens.probs,
-    )
-    probs, chosen = probs.detach()[index], problem.topk_idx[index]
-    y, dx, dprobs = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(probs)
+    x, dy, probs = (each.detach()[index].float() for each in problem.tokens)
+    chosen = problem.topk_idx[index]
+    y, dx, dprobs = (torch.zeros_like(like) for like in (x, x, probs))
     for expert in chosen.unique().tolist():
         token, slot = (chosen == expert).nonzero(as_tuple=True)
-        rows, row_probs = x[token].requires_grad_(), probs[token, slot].requires_grad_()
+        rows = x[token].requires_grad_()
+        row_probs = probs[token, slot].requires_grad_()
         out = expert_outputs(rows, row_probs, *(w.float() for w in problem.weights_of(expert)))
         d_rows, d_row_probs = torch.autograd.grad(out, (rows, row_probs), dy[token])
         y.index_add_(0, token, out.detach())
@@ -95,20 +93,18 @@ def _tokens(
 
 def _expert(problem: Problem, everything: Tokens, local: int) -> ExpertReference:
     counts = problem.routing.splits[problem.rank]
-    start, end = int(counts[:local].sum()), int(counts[: local + 1].sum())
-    w1, w2 = (w.float().requires_grad_() for w in problem.weights_of(problem.first_expert + local))
-    dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
-    first = (w1.new_zeros(0, w1.shape[1]), w1.new_zeros(0, w1.shape[1]))
-    received = rows_of(problem.routing, problem.rank)
-    for chunk in range(start, end, _CHUNK_ROWS):
-        rows = slice(chunk, min(chunk + _CHUNK_ROWS, end))
-        token, slot = (index[rows].to(problem.device) for index in received)
-        x = everything.x[token].float().requires_grad_()
-        out = expert_outputs(x, everything.probs.reshape(-1)[slot], w1, w2)
-        dx, *dw = torch.autograd.grad(out, (x, w1, w2), everything.dy[token].float())
-        dw1, dw2 = dw1 + dw[0], dw2 + dw[1]
-        if chunk == start:
-            first = (out.detach()[:_SAMPLED_ROWS], dx[:_SAMPLED_ROWS])
-    return ExpertReference(
-        local, slice(start, min(start + _SAMPLED_ROWS, end)), *first, dw1.detach(), dw2.detach()
+    start = int(counts[:local].sum())
+    token, slot = (
+        index[start : start + counts[local]].to(problem.device)
+        for index in rows_of(problem.routing, problem.rank)
     )
+    w1, w2 = (w.float().requires_grad_() for w in problem.weights_of(problem.first_expert + local))
+    first = []  # its first rows, and their gradients
+    # At least one chunk: an expert without rows has gradients, too.
+    for its_token, its_slot in zip(token.split(_CHUNK_ROWS), slot.split(_CHUNK_ROWS), strict=True):
+        x = everything.x[its_token].float().requires_grad_()
+        out = expert_outputs(x, everything.probs.reshape(-1)[its_slot], w1, w2)
+        out.backward(everything.dy[its_token].float())
+        first = first or [each[:_SAMPLED_ROWS] for each in (out.detach(), x.grad)]
+    rows = slice(start, start + len(first[0]))
+    return ExpertReference(local, rows, *first, w1.grad, w2.grad)

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from suites.problem import Problem
-from suites.records import Record, case_record
+from suites.records import Record
 from suites.steps import Step
 from suites.stock_torch import ByHand
-from suites.timing import DIRECTIONS, Run, Variant, measure
+from suites.timing import Run, Variant, measure, timed_records
 from symmoe import kernels
 
 _INPUTS_BYTES = 200 << 20  # of different inputs: four times the L2 cache of an H200
@@ -67,18 +67,13 @@ def bench_router(problem: Problem, run: Run) -> list[Record]:
     numbers = {"generator": generator, "device": device}
     weight = torch.randn(shape.num_experts, shape.hidden, **numbers) / shape.hidden**0.5
     d_logits = torch.randn(problem.case.num_tokens, shape.num_experts, **numbers)
-    needed = -(-_INPUTS_BYTES // problem.tokens.x.nbytes)
-    num_inputs = min(needed, _MOST_INPUTS) if device.type == "cuda" else 1
+    num_inputs = 1
+    if device.type == "cuda":
+        num_inputs = min(-(-_INPUTS_BYTES // problem.tokens.x.nbytes), _MOST_INPUTS)
     xs = [problem.tokens_of(rank).x.requires_grad_() for rank in range(num_inputs)]
-    variants = [_variant(way, xs, weight, d_logits) for way in WAYS]
-    times, errors = measure(run, variants)
-    return [
-        case_record(
-            problem, "router", way, direction, taken[:, column] / num_inputs, error=errors[way]
-        )
-        for way, taken in times.items()
-        for column, direction in enumerate(DIRECTIONS)
-    ]
+    times, errors = measure(run, [_variant(way, xs, weight, d_logits) for way in WAYS])
+    of_one = {way: taken / num_inputs for way, taken in times.items()}
+    return timed_records(problem, "router", of_one, lambda way, _: {"error": errors[way]})
 
 
 def _variant(
@@ -103,6 +98,7 @@ def _error(
     x: torch.Tensor, weight: torch.Tensor, logits: list[torch.Tensor], *_: torch.Tensor
 ) -> float:
     """Of some logits of the first input."""
-    x, weight = x.detach()[:_SAMPLED_TOKENS].double(), weight.double()
+    x = x.detach()[:_SAMPLED_TOKENS].double()
+    weight = weight.double()
     off = (logits[0].detach()[:_SAMPLED_TOKENS] - x @ weight.t()).abs()
     return float((off / (x.abs() @ weight.abs().t())).max())

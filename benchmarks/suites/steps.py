@@ -91,10 +91,8 @@ def heap_bytes(
     rows = int(1.2 * max(num_rows, case.num_slots)) + 1
 
     def step_bytes(choice: Choice) -> int:
-        config = choice.config(case.shape, rows)
-        return plan_memory(
-            config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE
-        ).heap_bytes
+        sizes = {"num_ranks": num_ranks, "num_tokens": case.num_tokens, "dtype": DTYPE}
+        return plan_memory(choice.config(case.shape, rows), **sizes).heap_bytes
 
     # A graph's leases on one stream do not take over what was freed on another.
     captured = 2 * sum(step_bytes(choice) for choice in choices.values() if choice.captured)
@@ -174,17 +172,19 @@ class Step:
 def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
-    run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
+    sizes = problem.case.shape.num_experts, problem.num_ranks
+    run_experts = torch_experts(w1, w2)
 
     def forward() -> torch.Tensor:
-        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+        return stock_layer(x, probs, problem.topk_idx, run_experts, *sizes)
 
     return Step(STOCK, forward, problem.inputs, problem.tokens.dy, reference.step_error)
 
 
 def bench_steps(problem: Problem, run: Run) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
-    reference, errors = Reference(problem), dict[str, float]()
+    reference = Reference(problem)
+    errors = dict[str, float]()
     calls: dict[str, Callable[[], object]] = {}
     for name, choice in (LAYERS | EXPERTS | {STOCK: Choice()}).items():
         if choice.captured and problem.device.type != "cuda":  # there are no graphs on CPUs
@@ -210,11 +210,12 @@ def records_of(
 ) -> list[Record]:
     """Times steps in a row; a record of each. Collective."""
     times = times_in_a_row_ms(calls, run.ranks, run.repetitions)
-    flops, records = 3 * problem.case.forward_flops, []
+    speeds = {name: tflops(3 * problem.case.forward_flops, ms) for name, ms in times.items()}
+    records = []
     for name, call in calls.items():
-        figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
+        figures: Record = {"tflops": speeds[name], "error": errors[name]}
         if name != STOCK and STOCK in times:
-            figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
+            figures |= {"stock_tflops": speeds[STOCK], "yardstick": "stock_tflops"}
         figures |= of_step(call, problem, run.ranks)
         records.append(case_record(problem, "steps", name, "step", times[name], **figures))
     return records
@@ -236,7 +237,8 @@ def layer_step(
 ) -> Step:
     """A step of a layer, whose own router decides where tokens go, or only of its experts, with the case's routing.
     Checked are the experts."""
-    capacity, num_slots = problem.static_capacity if choice.static else None, problem.case.num_slots
+    capacity = problem.static_capacity if choice.static else None
+    num_slots = problem.case.num_slots
     if (
         capacity is not None and routes
     ):  # the layer's own router decides, whatever the case's skew is
@@ -245,11 +247,11 @@ def layer_step(
     layer = MoELayer(config, heap, experts=make_experts(problem, config.precision), dtype=DTYPE)
     experts = RoutedExperts.of(config, heap, layer.experts)
     x, dy, probs = problem.tokens
-    inputs = (x, probs, layer.experts.fc1.weight, layer.experts.fc2.weight)
 
     def run_experts() -> torch.Tensor:
         return experts.run(x, probs, problem.topk_idx, layer.experts)[0]
 
+    inputs = (x, probs, layer.experts.fc1.weight, layer.experts.fc2.weight)
     routed = Step(name, run_experts, inputs, dy, reference.step_error)
     if not routes:
         return routed
@@ -259,7 +261,10 @@ def layer_step(
         return (y, metrics.aux_loss) if config.router.aux_loss_coef else (y,)
 
     d_out = (dy, torch.ones((), device=heap.device))[: 2 if config.router.aux_loss_coef else 1]
-    parameters = (x, *layer.parameters())
     return Step(
-        name, forward, parameters, d_out, lambda *_: reference.step_error(*routed.results())
+        name,
+        forward,
+        (x, *layer.parameters()),
+        d_out,
+        lambda *_: reference.step_error(*routed.results()),
     )

@@ -104,7 +104,8 @@ class Exchange(NamedTuple):
 
 def plan_exchange(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> Exchange:
     """An exchange for topk_idx [T, K]. Collective; synchronises: all_to_all_single takes its splits from the host."""
-    slots, local = topk_idx.reshape(-1).long(), num_experts // num_ranks
+    slots = topk_idx.reshape(-1).long()
+    local = num_experts // num_ranks
     order = slots.argsort(stable=True)
     counts = torch.bincount(slots, minlength=num_experts)
     arriving = all_to_all(counts, [local] * num_ranks, [local] * num_ranks).view(num_ranks, local)

@@ -8,7 +8,6 @@ is taken at the first write. So the heap is filled before.
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from suites.problem import Problem
 from suites.records import Record, new_record
-from suites.timing import Run
+from suites.timing import Run, host_times_ms
 
 
 def held_mib(device: torch.device) -> float:
@@ -32,19 +31,19 @@ def held_mib(device: torch.device) -> float:
 def bench_suspend(problem: Problem, run: Run) -> list[Record]:
     """Records of the run's heap, whatever the problem is. Collective."""
     heap, ranks = run.heap, run.ranks
-    times, given_back = {"suspend": list[float](), "resume": list[float]()}, list[float]()
+    times: dict[str, list[float]] = {"suspend": [], "resume": []}
+    given_back = []
     for _ in range(run.repetitions):
         with heap.lease((heap.memory.arena.largest_free_bytes,), torch.uint8) as lease:
             lease.tensor.fill_(1)
         held = held_mib(ranks.device)
         for name, times_ms in times.items():
-            ranks.barrier()
-            start = time.perf_counter()
-            getattr(heap, name)()
-            times_ms.append(ranks.largest((time.perf_counter() - start) * 1e3))
+            (taken,) = host_times_ms(getattr(heap, name), ranks)
+            times_ms.append(ranks.largest(taken))
             if name == "suspend":
                 given_back.append(-ranks.largest(held_mib(ranks.device) - held))
-    gib, back = heap.num_bytes / 2**30, min(given_back)
+    gib = heap.num_bytes / 2**30
+    back = min(given_back)
     about = {
         "suite": "suspend",
         "variant": f"{gib:g} GiB, {back:.0f} MiB back",

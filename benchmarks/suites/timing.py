@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from suites.problem import Problem
-from suites.records import rounded
+from suites.records import Record, case_record, rounded
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.errors import WrongResult
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -25,6 +25,7 @@ from symmoe.torch_internals import gpu_sleep
 DIRECTIONS = ("forward", "backward")
 BLOCK = 10
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
+Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
 Mark = Any  # a point in time: a HostEvent or a torch.cuda.Event
 Clock = Callable[[], Mark]  # takes the point in time that is now
 
@@ -56,11 +57,6 @@ def stream_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def clock_for(device: torch.device) -> Clock:
-    """The clock of what runs on a device."""
-    return stream_event if device.type == "cuda" else HostEvent
 
 
 def intervals_ms(marks: Sequence[Mark]) -> list[float]:
@@ -132,14 +128,16 @@ def measure(
     clock: Clock | None = None,
     align: Callable[[Ranks], None] = align,
     block: int = BLOCK,
-) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
+) -> tuple[Times, dict[str, float]]:
     """(milliseconds [repetitions, directions], the largest of all ranks, relative error) of every variant, by name.
     Collective. Raises WrongResult on every rank if one is wrong on any.
 
     Args:
+        clock: by default that of the device.
         align: runs before every call.
     """
-    ranks, clock = run.ranks, clock or clock_for(run.ranks.device)
+    ranks = run.ranks
+    clock = clock or (stream_event if ranks.device.type == "cuda" else HostEvent)
     errors = {v.name: largest_error(v.name, v.verify(), v.max_error, ranks) for v in variants}
     for variant in variants:
         for _ in range(WARM_UP):
@@ -162,6 +160,37 @@ def measure(
     ranks.barrier()
     own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
     return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+
+
+def timed_records(
+    problem: Problem, suite: str, times: Times, figures_of: Callable[[str, int], Record]
+) -> list[Record]:
+    """A record of every variant and direction. figures_of: what it has besides times, by name and column of these."""
+    return [
+        case_record(
+            problem, suite, name, DIRECTIONS[column], taken[:, column], **figures_of(name, column)
+        )
+        for name, taken in times.items()
+        for column in range(taken.shape[1])
+    ]
+
+
+def now_s() -> float:
+    """Seconds on the host's clock once the GPU, if there is one, is idle."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def host_times_ms(call: Callable[[], object], ranks: Ranks, repetitions: int = 1) -> list[float]:
+    """Milliseconds until a call returns on this host, each time after all ranks have met, with idle devices."""
+    times_ms = []
+    for _ in range(repetitions):
+        ranks.barrier()
+        start = time.perf_counter()
+        call()
+        times_ms.append((time.perf_counter() - start) * 1e3)
+    return times_ms
 
 
 def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:

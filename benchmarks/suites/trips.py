@@ -6,7 +6,8 @@ A trip is timed with both of its barriers and all that belongs to it: slots and 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 
@@ -16,7 +17,7 @@ import torch
 
 from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
 from suites.problem import DTYPE, LocalRows, Places, Problem
-from suites.records import Record, case_record, gbs
+from suites.records import Record, gbs
 from suites.stock_torch import STOCK, all_to_all, plan_exchange
 from suites.timing import (
     DIRECTIONS,
@@ -27,6 +28,7 @@ from suites.timing import (
     measure,
     median_ms,
     plan_of,
+    timed_records,
 )
 from symmoe.combine.trip import CombineTrip, combine
 from symmoe.dispatch.plan import Plan
@@ -37,57 +39,52 @@ from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
 
 FP8 = Float8Block()
-Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
 _INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exact in bf16
 
 
 def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
-    capacities = {"exact": None, "static": problem.static_capacity}
     variants = [
-        _plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()
+        _plan_variant("exact", problem, run, None),
+        _plan_variant("static", problem, run, problem.static_capacity),
     ]
-    times, errors = measure(run, variants, align=align_ahead)
-    return [
-        case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name])
-        for name, taken in times.items()
-    ]
+    return trip_records("plan", problem, run, variants, {})
 
 
 def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
     """Both layouts; forward with slots and probs, backward only rows. In bf16, and quantised by the sender."""
-    hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
-    sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
+    hidden = problem.case.shape.hidden
+    plan = plan_of(run, problem)
+    wires: dict[str, WireFormat | None] = {"copy": None}
+    if hidden % FP8.feature_multiple == 0:
+        wires["copy, float8-block"] = WireFormat(FP8, hidden)
+    sent = {
+        copy: dispatch_bytes(plan, hidden * DTYPE.itemsize if wire is None else wire.row_bytes)
+        for copy, wire in wires.items()
+    }
     with ExitStack() as stack:
-        packed = stack.enter_context(
-            run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")
-        ).tensor
-        rows = stack.enter_context(
-            run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")
-        ).tensor
-        buffers = {"packed": packed, "expert-major": rows}
-        variants = [
-            _dispatch_variant(layout, problem, plan, buffer) for layout, buffer in buffers.items()
-        ]
-        copies = {variant.name: "copy" for variant in variants}
-        if hidden % FP8.feature_multiple == 0:
-            wire = WireFormat(FP8, hidden)
-            sent["copy, float8-block"] = dispatch_bytes(plan, wire.row_bytes)
-            variants += [
-                _dispatch_variant(layout, problem, plan, _words(buffer, wire), wire)
+        capacities = {"packed": plan.packed_row_capacity, "expert-major": plan.row_capacity}
+        buffers = {
+            layout: stack.enter_context(run.heap.lease((rows, hidden), DTYPE, name=layout)).tensor
+            for layout, rows in capacities.items()
+        }
+        ours = {
+            copy: [
+                _dispatch_variant(layout, problem, plan, buffer, wire)
                 for layout, buffer in buffers.items()
             ]
-            copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
-        times, errors = measure(
-            run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead
-        )
-    moved = {name: sent[copy] for name, copy in copies.items()} | sent
-    return trip_records("dispatch", problem, run, times, errors, moved, copies)
+            for copy, wire in wires.items()
+        }
+        copies = {variant.name: copy for copy, its in ours.items() for variant in its}
+        moved = {name: sent[copy] for name, copy in copies.items()} | sent
+        variants = [*itertools.chain(*ours.values()), *_yardsticks(problem, run, sent, stack)]
+        return trip_records("dispatch", problem, run, variants, moved, copies)
 
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
     """Both orders; forward only rows, backward with a value per row."""
-    hidden, plan = problem.case.shape.hidden, plan_of(run, problem)
+    hidden = problem.case.shape.hidden
+    plan = plan_of(run, problem)
     received = {
         order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")
     }
@@ -104,39 +101,36 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
             f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy()
             for order, each in received.items()
         }
-        times, errors = measure(
-            run, [*variants, *_yardsticks(problem, run, sent, stack)], align=align_ahead
-        )
-    moved = {f"order={order}": each for order, each in received.items()} | sent
-    copies = {f"order={order}": f"copy {order}" for order in received}
-    return trip_records("combine", problem, run, times, errors, moved, copies)
+        variants += _yardsticks(problem, run, sent, stack)
+        moved = {f"order={order}": each for order, each in received.items()} | sent
+        copies = {f"order={order}": f"copy {order}" for order in received}
+        return trip_records("combine", problem, run, variants, moved, copies)
 
 
 def trip_records(
     suite: str,
     problem: Problem,
     run: Run,
-    times: Times,
-    errors: dict[str, float],
+    variants: Sequence[Variant],
     moved: dict[str, npt.NDArray[np.int64]],
     copies: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Record]:
-    """moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as many bytes."""
+    """Measures the variants. moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as
+    many bytes. Collective."""
+    times, errors = measure(run, variants, align=align_ahead)
     wires = {name: wire_bytes(each, run.ranks) for name, each in moved.items()}
-    records = []
-    for name, taken in times.items():
-        for column in range(taken.shape[1]):
-            figures: Record = {"error": errors[name], "wire_bytes": wires.get(name)}
-            if copies.get(name) in times:
-                figures |= {
-                    "copy_gbs": gbs(wires[name], times[copies[name]]),
-                    "stock_ms": median_ms(times[STOCK]),
-                    "yardstick": "copy_gbs",
-                }
-            records.append(
-                case_record(problem, suite, name, DIRECTIONS[column], taken[:, column], **figures)
-            )
-    return records
+
+    def figures(name: str, column: int) -> Record:
+        known: Record = {"error": errors[name], "wire_bytes": wires.get(name)}
+        if copies.get(name) not in times:
+            return known
+        return known | {
+            "copy_gbs": gbs(wires[name], times[copies[name]]),
+            "stock_ms": median_ms(times[STOCK]),
+            "yardstick": "copy_gbs",
+        }
+
+    return timed_records(problem, suite, times, figures)
 
 
 def _yardsticks(
@@ -154,23 +148,29 @@ def _yardsticks(
 
 def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -> Variant:
     def verify() -> float:
-        plan, places = plan_of(run, problem, capacity), Places.of(problem.routing)
-        wrong = (plan.slot_to_row.cpu() != places.slot_to_row[problem.rank]).sum()
-        wrong += (plan.slot_to_rank.cpu() != places.slot_to_rank[problem.rank]).sum()
-        return float(wrong + (plan.splits.cpu() != problem.routing.splits[problem.rank]).sum())
+        plan = plan_of(run, problem, capacity)
+        places = Places.of(problem.routing)
+        pairs = (
+            (plan.slot_to_row, places.slot_to_row),
+            (plan.slot_to_rank, places.slot_to_rank),
+            (plan.splits, problem.routing.splits),
+        )
+        return float(sum((got.cpu() != of[problem.rank]).sum() for got, of in pairs))
 
     return Variant(name, ("forward",), in_steps(lambda: plan_of(run, problem, capacity)), verify)
 
 
-def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """The memory of bf16 rows as the same number of rows in the wire format, which are not longer."""
-    return buffer.view(-1)[: buffer.shape[0] * wire.row_words].view(-1, wire.row_words)
-
-
 def _dispatch_variant(
-    layout: str, problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None = None
+    layout: str, problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None
 ) -> Variant:
-    x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
+    """rows: memory of bf16 rows; those in the wire format are not longer."""
+    name = layout
+    if wire is not None:
+        name = f"{layout}, float8-block"
+        rows = rows.view(-1)[: rows.shape[0] * wire.row_words].view(-1, wire.row_words)
+    x = problem.tokens.x.detach()
+    dy = problem.tokens.dy
+    probs = problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
         with dispatch(_encoded(x, wire), plan, rows, probs, layout=layout) as arrival:
@@ -180,25 +180,22 @@ def _dispatch_variant(
         with dispatch(_encoded(dy, wire), plan, rows, layout=layout, gradients=0):
             pass
 
-    def arriving(packed: torch.Tensor) -> torch.Tensor:
-        index = LocalRows.of(problem).row_to_packed_row.long()
-        return _encoded(packed if layout == "packed" else packed[index], wire)
-
     def verify() -> float:
         local = LocalRows.of(problem)
+        arriving, d_arriving = (
+            _encoded(packed if layout == "packed" else local.in_order(packed), wire)
+            for packed in (local.packed, local.d_packed)
+        )
         rows.fill_(torch.nan)
         row_probs = forward()
-        wrong = _differing_bits(rows, arriving(local.packed))
+        # As 16-bit words, which need not be numbers.
+        wrong = _differing(rows.view(torch.int16), arriving.view(torch.int16))
         wrong += _differing(require_tensor("row_probs", row_probs), local.row_probs)
         rows.fill_(torch.nan)
         backward()
-        return wrong + _differing_bits(rows, arriving(local.d_packed))
+        return wrong + _differing(rows.view(torch.int16), d_arriving.view(torch.int16))
 
-    return Variant(_name(layout, wire), DIRECTIONS, in_steps(forward, backward), verify)
-
-
-def _name(layout: str, wire: WireFormat | None) -> str:
-    return layout if wire is None else f"{layout}, float8-block"
+    return Variant(name, DIRECTIONS, in_steps(forward, backward), verify)
 
 
 def _encoded(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
@@ -223,45 +220,39 @@ def _combine_variant(
 
     def verify() -> float:
         expected, expected_values = _combined(problem)
-        wrong = 0.0
-        calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [
-            lambda: (forward(), expected_values),
-            backward,
-        ]
         rows[: problem.num_rows] = _rows_of(problem, problem.rank)
-        for call in calls:
-            y, got_values = call()
-            wrong += _differing(y, expected) + _differing(got_values, expected_values)
+        wrong = _differing(forward(), expected)
+        y, got_values = backward()
         rows.zero_()
-        return wrong
+        return wrong + _differing(y, expected) + _differing(got_values, expected_values)
 
     return Variant(f"order={order}", DIRECTIONS, in_steps(forward, backward), verify)
 
 
 def stock_all_to_all(problem: Problem, run: Run) -> Variant:
     """One row per slot, already sorted, by all_to_all_single: only the transport of the stock layer."""
-    ranks = run.ranks
-    exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, ranks.num_ranks)
+    exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, problem.num_ranks)
     rows = problem.tokens.x.detach()[exchange.order // problem.case.shape.top_k]
 
     def step() -> torch.Tensor:
         return all_to_all(rows, exchange.received, exchange.sent)
 
     def verify() -> float:
-        arrived, local = step()[exchange.local_order], LocalRows.of(problem)
-        return _differing(arrived, local.packed[local.row_to_packed_row.long()])
+        local = LocalRows.of(problem)
+        return _differing(step()[exchange.local_order], local.in_order(local.packed))
 
     return Variant(STOCK, ("forward",), in_steps(step), verify)
 
 
 def _rows_of(problem: Problem, rank: int) -> torch.Tensor:
     """The rows bf16 [N, H] of any rank, small integers."""
-    generator = torch.Generator(problem.device).manual_seed(rank)
+    numbers = {
+        "generator": torch.Generator(problem.device).manual_seed(rank),
+        "device": problem.device,
+        "dtype": torch.int8,
+    }
     shape = (problem.routing.num_rows[rank], problem.case.shape.hidden)
-    limits = (-_INTEGERS, _INTEGERS + 1)
-    return torch.randint(
-        *limits, shape, generator=generator, device=problem.device, dtype=torch.int8
-    ).to(DTYPE)
+    return torch.randint(-_INTEGERS, _INTEGERS + 1, shape, **numbers).to(DTYPE)
 
 
 def _values_of(problem: Problem, rank: int) -> torch.Tensor:
@@ -275,27 +266,19 @@ def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = problem.tokens.x
     y = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     values = torch.empty(problem.topk_idx.shape, dtype=torch.float32, device=tokens.device)
-    places = Places.of(problem.routing)
-    slot_to_row = places.slot_to_row[problem.rank].to(tokens.device)
-    slot_to_rank = places.slot_to_rank[problem.rank].to(tokens.device)
+    slot_to_rank, slot_to_row, _ = Places.of(problem.routing)
     for rank in range(problem.num_ranks):
-        rows = _rows_of(problem, rank)
-        for k in range(slot_to_row.shape[1]):
-            here = (slot_to_rank[:, k] == rank).nonzero().squeeze(1)
-            y[here] += rows[slot_to_row[here, k]].float()
-        here = slot_to_rank == rank
-        values[here] = _values_of(problem, rank)[slot_to_row[here]]
+        here = (slot_to_rank[problem.rank] == rank).to(tokens.device)
+        its_rows = slot_to_row[problem.rank].to(tokens.device)[here]
+        # In any order: sums of small integers are exact.
+        y.index_add_(0, here.nonzero()[:, 0], _rows_of(problem, rank)[its_rows].float())
+        values[here] = _values_of(problem, rank)[its_rows]
     return y.to(DTYPE), values
 
 
 def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Elements of `expected` that `got`, which may have a tail, does not have. NaN differs."""
     return float((got[: len(expected)] != expected).sum())
-
-
-def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Same as _differing, for 16-bit words that need not be numbers."""
-    return _differing(got.view(torch.int16), expected.view(torch.int16))
 
 
 def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack) -> Variant:
@@ -309,7 +292,8 @@ def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack
     Raises:
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
     """
-    ranks, matrix = run.ranks, run.ranks.gather(sent)
+    ranks = run.ranks
+    matrix = ranks.gather(sent)
     np.fill_diagonal(matrix, 0)
     # Where each rank's bytes lie at their destination; leases are of one size everywhere, as peer() needs.
     first = np.cumsum(matrix, axis=0) - matrix
@@ -325,15 +309,16 @@ def peer_copy(name: str, sent: npt.NDArray[np.int64], run: Run, stack: ExitStack
         raise SymmoeError(
             f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}"
         )
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # destination, source
+    # The next rank first: not all write to the same one.
+    peers = [(ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]
+    sizes = matrix[ranks.rank, peers].tolist()
+    begins = first[ranks.rank, peers].tolist()
+    targets = [
+        target.peer(peer)[begin : begin + size]
+        for peer, begin, size in zip(peers, begins, sizes, strict=True)
+    ]
+    pairs = [*zip(targets, source.tensor[: sum(sizes)].split(sizes), strict=True)]
     stack.callback(pairs.clear)
-    offset = 0
-    for step in range(1, ranks.num_ranks):  # the next rank first: not all write to the same one
-        peer = (ranks.rank + step) % ranks.num_ranks
-        begin, size = int(first[ranks.rank, peer]), int(matrix[ranks.rank, peer])
-        here = source.tensor[offset : offset + size]
-        pairs.append((target.peer(peer)[begin : begin + size], here))
-        offset += size
 
     def copy() -> None:
         for destination, its_source in pairs:
