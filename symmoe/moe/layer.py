@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -40,7 +38,6 @@ _LOST_LOSS = (
     "metrics.aux_loss has no gradient: it comes from inside a checkpoint with use_reentrant=True, which has gradients "
     "of tensors only that it returns, not of those in its results. Give checkpoint use_reentrant=False"
 )
-_IS_GIVEN = partial(operator.is_not, None)
 
 
 class MoEMetrics(NamedTuple):
@@ -220,8 +217,7 @@ class MoELayer(ExpertParallelModule):
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
             if not is_compiling:
                 self.heap._fail_for(
-                    self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs),
-                    control.PHASE_PLAN,
+                    self._problem(x, token_mask, topk_idx, probs), control.PHASE_PLAN
                 )
             load_before = self._load_before_call() if self.sums_global_load else None
             token_mask = None if token_mask is None else token_mask.reshape(-1)
@@ -302,17 +298,24 @@ class MoELayer(ExpertParallelModule):
                 num_bytes += numel * (2 * item_bytes + item * parameter.requires_grad)
         return num_bytes
 
-    def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
+    def _problem(
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
+    ) -> SymmoeError | None:
         """The error of the layer's wrappers or parts, or of forward's arguments, or None. Reads no device memory."""
         hidden = self.config.hidden
-        has_arguments = any(map(_IS_GIVEN, arguments.values()))
         width = f"hidden ({hidden})"
         problem = self.wrapper_problem() or tensor_problem(
             "x", x, shape=("...", width), dtypes=control.DTYPES, device=self.heap.device
         )
         if problem is None and x.shape[-1] != hidden:
             problem = ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]")
-        if problem is None and (self.router is None or x.is_inference() or has_arguments):
+        is_x_alone = token_mask is None and topk_idx is None and probs is None
+        if problem is None and not (is_x_alone and self.config.router and not x.is_inference()):
+            arguments = {"token_mask": token_mask, "topk_idx": topk_idx, "probs": probs}
             problem = arguments_problem(self.config, x, **arguments)
             problem = problem or self._inference_problem(x=x, **arguments)
         return problem

@@ -33,14 +33,15 @@ def with_steps(program: Program) -> Program:
     """The program with its steps."""
     steps = _Steps(program)
     for entry in program.entries:
+        steps.must_complete = entry.must_complete
         if isinstance(entry, Mark):
             steps.add(None, operator.itemgetter(steps.slot_of(entry.what)), MARK)
         else:
             assert isinstance(entry, Call)
-            steps.must_complete = entry.must_complete
             args, kwargs = entry.template
             names = {"names": tuple(kwargs), "named": steps.picker_of(kwargs.values())}
             steps.add(entry.function, steps.picker_of(args), entry.slot, **names)
+    steps.must_complete = False
     result = steps.picker_of(program.outputs)
     things = (*steps.things, None, CLEAN)  # the last two in VALUES and MARK
     return replace(program, steps=tuple(steps.steps), things=things, result=result)
