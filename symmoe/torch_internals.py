@@ -71,6 +71,10 @@ current_device: Callable[[], int] = _named("_C._cuda_getDevice", torch.cuda.curr
 current_stream: Callable[[int], int] = _named(
     "_C._cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
 )
+# torch.cuda.is_current_stream_capturing, without a frame.
+is_capturing: Callable[[], bool] = _named(
+    "_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 # By type of device, torch.empty_strided(shape, stride, dtype) in half the time; on the current device.
 empty_strided: dict[str, Callable[..., torch.Tensor]] = {
     kind: _named(

@@ -140,6 +140,12 @@ class Plan(PlanIntegers):
         return self.storage.narrow(0, self.layout["report"][0] + control.SUM_NUM_DROPPED, 1)
 
     @property
+    def load(self) -> tuple[torch.Tensor, ...]:
+        """expert_load and num_dropped; with replicas also replica_to_expert and replica_rows."""
+        places = (self.replica_to_expert, self.replica_rows) if self.num_replica_slots else ()
+        return self.expert_load, self.num_dropped, *places
+
+    @property
     def num_present(self) -> torch.Tensor:
         """int32 [1], N on the device."""
         return self.report[control.SUM_NUM_ROWS : control.SUM_NUM_ROWS + 1]

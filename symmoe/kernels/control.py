@@ -543,7 +543,8 @@ def in_node_layout(
     return _laid_out(InNodeIntegers, sizes | {"e": num_local})
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(math.prod(max(1, size) for size in shape[n + 1 :]) for n in range(len(shape)))
 
@@ -554,6 +555,6 @@ def _laid_out(kind: type, sizes: Mapping[str, int]) -> tuple[int, PlanLayout]:
     for name, each in vars(kind).items():
         if isinstance(each, _Integers):
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in each.shape)
-            layout[name] = first, _strides(shape), shape
+            layout[name] = first, contiguous_strides(shape), shape
             first += -(-math.prod(shape) // unit) * unit
     return first, layout

@@ -18,7 +18,7 @@ import torch
 from symmoe.kernels.twin import Kernels
 from symmoe.program.builder import builder
 from symmoe.program.program import Program
-from symmoe.torch_internals import current_device, num_dispatch_modes
+from symmoe.torch_internals import current_device, is_capturing, num_dispatch_modes
 
 Hook = Callable[..., Any]
 
@@ -120,7 +120,7 @@ def may_run_programs(device: torch.device) -> Callable[[], bool]:
         driver.can_launch()
         and not _hooks["cuda"]
         and not is_watched()
-        and not torch.cuda.is_current_stream_capturing()
+        and not is_capturing()
         and current_device() == device.index
     )
 

@@ -136,7 +136,7 @@ def expert_parallel_mlp(
         call = ExpertCall(
             heap, experts, options, MadePlan(plan), torch.is_grad_enabled(), out_shape
         )
-        y, _plan = ExpertParallelMLP.apply(
+        y, _made = ExpertParallelMLP.apply(
             call, kernel_rows(x), probs, None, None, *experts.biases, *experts.tensors
         )
         return cast(torch.Tensor, y)
@@ -361,6 +361,9 @@ class _Kept(NamedTuple):
         )
 
 
+_NOTHING_SAVED = SavedActivations._make([None] * NUM_SAVED_ACTIVATIONS)
+
+
 class _Found(NamedTuple):
     """The results of a forward pass, or of its first half."""
 
@@ -436,24 +439,22 @@ class _Forward:
         replicas.finish()
         return y
 
-    def kept(self, found: _Found, plan: Plan) -> _Kept:
-        """What to save. Hooks on saved tensors see the sizes of the routing, which a checkpoint compares."""
-        step = self.step
+    def kept(self, found: _Found) -> _Kept:
+        """What to save."""
         stash = self.step.options.stash
-        received = found.received
+        # The tensor owns its lease, which ends when autograd or checkpointing frees the tensor.
+        received = found.received.tensor if stash.keeps_rows else None
+        hidden = found.hidden if stash.keeps_h else _NOTHING_SAVED
+        return _Kept(received, hidden, found.row_probs)
+
+    def shrunk(self, kept: _Kept, lease: Lease, plan: Plan) -> _Kept:
+        """What to save, once the sizes are known. lease: of the received rows. Hooks on saved tensors see the sizes of
+        the routing, which a checkpoint compares."""
+        step = self.step
         max_rows, max_packed_rows = plan.needed_rows
         used = max_packed_rows if step.is_packed else max_rows
-        hidden = (
-            found.hidden
-            if stash.keeps_h
-            else SavedActivations._make([None] * NUM_SAVED_ACTIVATIONS)
-        )
-        kept = _Kept(None, hidden, found.row_probs)
-        if stash.keeps_rows:
-            # The tensor owns its lease, which ends when autograd or checkpointing frees the tensor.
-            kept = kept._replace(received=received.tensor)
-            if used < received.shape[0]:
-                received.shrink(used * received.shape[1] * received.dtype.itemsize)
+        if kept.received is not None and used < lease.shape[0]:
+            lease.shrink(used * lease.shape[1] * lease.dtype.itemsize)
         if saved_tensor_hooks(True) is None:
             return kept
         num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
@@ -461,8 +462,8 @@ class _Forward:
 
 
 class ExpertParallelMLP(Function):
-    """y and the plan; with a route also logits, probs and scores. Collective; does not synchronise. The caller signals
-    errors to peers (FailPeersOnError).
+    """y, and the plan with its load; with a route also logits, probs and scores. Collective; does not synchronise. The
+    caller signals errors to peers (FailPeersOnError).
 
     Backward is collective too, and all ranks must enter it in the same order. It computes the required gradients: each
     of `x` and `probs` requires one on all ranks or on none. Without a gradient of y, only the route's backward runs."""
@@ -527,8 +528,10 @@ class ExpertParallelMLP(Function):
         routed = routed or found.routed
         plan.packed_to_row = found.packed_to_row
         plan.row_to_packed_row = found.row_to_packed_row
+        saved = forward.kept(found) if keeps else None
+        load = plan.load
         plan.wait_for_sizes()  # all work is launched: now the host may wait for the plan
-        if keeps:
+        if saved is not None:
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
                 kept = (
@@ -538,7 +541,7 @@ class ExpertParallelMLP(Function):
                     routed[2],
                 )
             if plan.fits_budget:
-                received, hidden, row_probs = forward.kept(found, plan)
+                received, hidden, row_probs = forward.shrunk(saved, found.received, plan)
                 # Always x: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
@@ -553,9 +556,9 @@ class ExpertParallelMLP(Function):
             # that no function stands between the caller's gradient and its check.
             y.resize_(call.out_shape)
         if route is None:
-            return y, plan
+            return y, (plan, load)
         ctx.set_materialize_grads(False)
-        return y, plan, *routed
+        return y, (plan, load), *routed
 
     @staticmethod
     def backward(

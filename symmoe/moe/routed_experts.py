@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
 from symmoe.checks.arguments import kernel_rows
-from symmoe.dispatch.plan import MadePlan, Plan, PlanOptions, begin_plan, plan_call, plan_problem
+from symmoe.dispatch.plan import MadePlan, PlanOptions, begin_plan, plan_call, plan_problem
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertTensors, materialized, of_tensors
@@ -129,19 +129,19 @@ class RoutedExperts:
         # The router gets its own x: autograd adds the two gradients as it would for two functions.
         of_router = (None, None) if route is None else (route.x, route.weight)
         of_experts = (*experts.biases, *experts.tensors)
-        plan: Plan
-        y, plan, *of_route = ExpertParallelMLP.apply(call, x, given_probs, *of_router, *of_experts)
+        y, (plan, load), *of_route = ExpertParallelMLP.apply(
+            call, x, given_probs, *of_router, *of_experts
+        )
         routed = None if route is None else Routed._make([*of_route, topk_idx])
         if not plan.fits_budget:  # on all ranks; no row has moved
             begun = MadePlan(plan_call(topk_idx, heap, options))
             call = call._replace(begun=begun, route=None)
             given_probs = given_probs if routed is None else routed.probs
-            y, plan = ExpertParallelMLP.apply(call, x, given_probs, None, None, *of_experts)
+            y, (plan, load) = ExpertParallelMLP.apply(call, x, given_probs, None, None, *of_experts)
         if options.capacity is None and heap.captured_reports is None:
             history: RowHistory = heap.row_histories[self._history_key]
             history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
-        places = (plan.replica_to_expert, plan.replica_rows) if plan.num_replica_slots else ()
-        return y, (plan.expert_load, plan.num_dropped, *places), routed
+        return y, load, routed
 
     @functools.cached_property
     def words(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import pairwise
 from operator import length_hint
 from typing import Any, ClassVar
@@ -130,14 +130,17 @@ class Programs:
         if self._type == "cuda":
             values[STREAM] = current_stream(self._device.index)
         steps = iter(program.steps)
+        if autocast is not None:  # its changes to operators have been made in the build
+            torch.set_autocast_enabled(self._type, False)
         try:
-            # Autocast's changes to operators have been made in the build.
-            with nullcontext() if autocast is None else torch.autocast(self._type, enabled=False):
-                run_steps(steps, things, self._kernels)
+            run_steps(steps, things, self._kernels)
         except BaseException as error:
             num_begun = len(program.steps) - length_hint(steps)
             self._finish_obligations(program.steps[max(0, num_begun - 1) :], things, error)
             raise
+        finally:
+            if autocast is not None:
+                torch.set_autocast_enabled(self._type, True)
         return program.result(things)
 
     def number(self, kind: Hashable) -> int:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -263,12 +262,10 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             or not self._may_run_programs()
         ):
             return function()
-        self.streams.eager_thread = get_ident()  # another thread that has its turn asks again
-        try:
-            with nullcontext() if self.nodes is None else self.nodes.playing():
-                return self.programs.run(key, function, inputs, numbers)
-        finally:
-            self.streams.eager_thread = 0
+        if self.nodes is None:
+            return self.programs.run(key, function, inputs, numbers)
+        with self.nodes.playing():
+            return self.programs.run(key, function, inputs, numbers)
 
     def _timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""

@@ -28,10 +28,11 @@ import torch
 
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import Peers, contiguous_strides
 from symmoe.program.builder import FIRST_ADDRESS, builder, fill, noted, symbolic_bytes
 from symmoe.program.program import Address, Call, ObjectSlot, Program
 from symmoe.symm_mem.streams import Access, Streams
+from symmoe.torch_internals import over_memory_of
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 _SEARCH_WORTH = 10  # vain searches for garbage take at most a tenth of the time
@@ -413,9 +414,10 @@ class Lease(AbstractContextManager["Lease"]):
         num_ranks = self._memory.peers.num_ranks
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
-        its_bytes = self._memory.arenas[rank]()[self.offset : self.offset + self.num_bytes]
-        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
-        return its_bytes.view(self.dtype).view(self.shape).detach()
+        arena = self._memory.arenas[rank]().view(self.dtype)
+        first = self.offset // self.dtype.itemsize
+        # Autograd would track a write to a view as a write to the arena.
+        return over_memory_of(arena, self.shape, contiguous_strides(self.shape), first)
 
     @noted(stands_for="itself")
     def release(self) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from symmoe.errors import ConcurrentUse, HeapClosed, HeapSuspended
 from symmoe.program.builder import after_other_stream, builder, on_branch
-from symmoe.torch_internals import current_stream
+from symmoe.torch_internals import current_stream, is_capturing
 
 _Mark = tuple[int, torch.cuda.Event]  # a point in the work of a stream
 
@@ -243,7 +243,7 @@ _driver = functools.cache(functools.partial(import_module, "symmoe.kernels.launc
 
 def capture_id(device: torch.device) -> int:
     """The number of the CUDA graph that the current stream is capturing; 0 if there is none."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not is_capturing():
         return 0
     status = ctypes.c_int()
     number = ctypes.c_ulonglong()
@@ -327,6 +327,8 @@ class OneCall:
         self._access.__enter__()
         try:
             if self._depth == 0:
+                # Another thread asks itself whether its stream captures a graph.
+                self._streams.eager_thread = 0 if self._streams.capture else threading.get_ident()
                 with self._memory:
                     self._streams.begin_call()
         except BaseException:
@@ -340,6 +342,7 @@ class OneCall:
             if self._depth == 0:
                 with self._memory:
                     self._streams.end_call()
+                self._streams.eager_thread = 0
         finally:
             self._access.__exit__()
 
