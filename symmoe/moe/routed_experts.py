@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
 from symmoe.checks.arguments import kernel_rows
-from symmoe.dispatch.plan import MadePlan, PlanOptions, begin_plan, plan_call, plan_problem
+from symmoe.dispatch.plan import MadePlan, Plan, PlanOptions, begin_plan, plan_call, plan_problem
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertTensors, materialized, of_tensors
@@ -129,6 +129,7 @@ class RoutedExperts:
         # The router gets its own x: autograd adds the two gradients as it would for two functions.
         of_router = (None, None) if route is None else (route.x, route.weight)
         of_experts = (*experts.biases, *experts.tensors)
+        plan: Plan
         y, (plan, load), *of_route = ExpertParallelMLP.apply(
             call, x, given_probs, *of_router, *of_experts
         )
