@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,13 +17,14 @@ _ZIPF_SEED = 20261121
 
 
 def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
-    """The layers that the arguments name: of --preset several, between commas, or all. Raises ArgumentError for what is
-    unknown or incomplete."""
+    """The layers that the arguments name: of --preset several, between commas, or all. Latent experts by themselves,
+    without projections: tokens have the latent width. Raises ArgumentError for what is unknown or incomplete."""
     presets = names_of("preset", args.preset, PRESETS) if args.preset else ("",)
-    return [
+    shapes = [
         shape_of(argparse.Namespace(**vars(args) | {"preset": preset}), default)
         for preset in presets
     ]
+    return [replace(shape, hidden=shape.latent or shape.hidden, latent=None) for shape in shapes]
 
 
 def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:

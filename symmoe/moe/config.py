@@ -16,7 +16,7 @@ from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
 _SIZES = ("hidden", "ffn", "num_experts", "top_k", "replicas_per_rank")
-_BOUNDS = ("capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes or None
+_BOUNDS = ("latent", "capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes or None
 _OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # need a static one
 
 
@@ -94,6 +94,9 @@ class MoEConfig:
         ffn: I, width of one expert's feed-forward layer.
         num_experts: E, experts in all; a multiple of the number of EP ranks (checked by the layer).
         top_k: K, experts per token.
+        latent: L, width of the experts' rows (latent MoE; Megatron's moe_latent_size). A projection [L, H] makes rows
+            of the tokens, and a projection [H, L] reads the experts' results. Router and shared expert read the tokens.
+            None: the tokens are the rows.
         activation: the function between the two layers of an expert.
         capacity: rows a rank can receive in one call. None is exact: no slot is dropped, and the host reads the plan of
             a call after it has launched all kernels.
@@ -139,6 +142,7 @@ class MoEConfig:
     ffn: int
     num_experts: int
     top_k: int
+    latent: int | None = None
     activation: Activation = SWIGLU
     capacity: int | None = None
     max_row_budget: int | None = None
@@ -157,6 +161,11 @@ class MoEConfig:
     router: RouterConfig | None = RouterConfig()  # frozen
     capacity_factor: float | None = None
     drop_policy: arguments.DropPolicy = "probs"
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of the experts' rows."""
+        return self.latent or self.hidden
 
     @property
     def received_layout(self) -> str:
@@ -181,8 +190,8 @@ class MoEConfig:
         ArgumentError: unknown direction."""
         raise_for(choice_problem("direction", direction, ("forward", "backward")))
         if self.precision is None or self.quantized_wire not in (direction, "both"):
-            return self.hidden * item_bytes
-        return WireFormat(self.precision, self.hidden).row_bytes
+            return self.expert_hidden * item_bytes
+        return WireFormat(self.precision, self.expert_hidden).row_bytes
 
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
@@ -191,7 +200,7 @@ class MoEConfig:
         taken = arguments.CHOICES.keys() & {field.name for field in fields(self)}
         raise_for(arguments.choices_problem(**{name: getattr(self, name) for name in taken}))
         arguments.check_factor("replica_slack", self.replica_slack)
-        raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
+        raise_for(precision_problem(self.precision, hidden=self.expert_hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
         if self.balance == "none":

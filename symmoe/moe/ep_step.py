@@ -516,7 +516,7 @@ class ExpertParallelMLP(Function):
             probs = routed[1] if routed else None if probs is None else probs.contiguous()
             inputs = [x, probs, storage, *weights.operands]
             if isinstance(step.plan, PlanRequest) and route is not None:
-                inputs += [weight, route.bias]
+                inputs += [None if route.x is x else route.x, weight, route.bias]
             forward = _Forward(step, x, probs, weights, frees, generation)
             function = forward.first_half if is_recomputed else forward.both_halves
             kind, operands, numbers = step.arguments(key, inputs, generation)
@@ -535,7 +535,7 @@ class ExpertParallelMLP(Function):
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
                 kept = (
-                    x,
+                    route.x,
                     require_tensor("weight", weight),
                     require_tensor("topk_idx", route.topk_idx),
                     routed[2],
@@ -548,6 +548,7 @@ class ExpertParallelMLP(Function):
             ctx.step = step._replace(plan=plan)
             ctx.linears = call.experts.linears
             ctx.rule = route and route.rule
+            ctx.routes_rows = route is not None and route.x is x
         y = found.y
         if y is None:
             y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.places))
@@ -594,7 +595,7 @@ def _backward(
         rest[NUM_SAVED_ACTIVATIONS:],
     )
     # Saved twice, as in a repeated call: hooks may return two tensors of one memory, and a program takes one.
-    x = route_kept[0] if ctx.rule is not None else x
+    x = route_kept[0] if ctx.routes_rows else x
     x = x if received is None else None  # backward reads the received rows
     experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,13 @@ class MoEMetrics(NamedTuple):
 register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 
+class LatentProjection(nn.Linear):
+    """A linear layer in the dtype of its input: trainers keep weights in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
 class MoELayer(ExpertParallelModule):
     """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group: rank r
     holds experts r * E / R to (r + 1) * E / R - 1. The router (None if config.router is) is replicated: its gradients
@@ -152,6 +159,11 @@ class MoELayer(ExpertParallelModule):
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if (latent := config.latent) is not None:
+            kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+            self.fc1_latent_proj = LatentProjection(config.hidden, latent, **kind)
+            self.fc2_latent_proj = LatentProjection(latent, config.hidden, **kind)
         self.shared_expert = shared_expert
         self._called_at: tuple[str, int] | None = None  # by the last call without gradients
 
@@ -171,7 +183,7 @@ class MoELayer(ExpertParallelModule):
             )
         for name, found, value in (
             ("num_groups", experts.num_groups, config.experts_per_rank(self.heap.num_ranks)),
-            ("hidden", experts.hidden, config.hidden),
+            ("hidden", experts.hidden, config.expert_hidden),
             ("ffn", experts.ffn, config.ffn),
             ("precision", experts.precision, config.precision),
             ("activation", experts.activation.activation, config.activation),
@@ -223,6 +235,10 @@ class MoELayer(ExpertParallelModule):
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
+            rows, rows_shape = tokens.to(dtype), x.shape
+            if self.fc1_latent_proj is not None:
+                rows = self.fc1_latent_proj(tokens)
+                rows_shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
             router = self.router
             experts = self.experts
             is_own_choice = token_mask is None and topk_idx is None and probs is None
@@ -238,22 +254,24 @@ class MoELayer(ExpertParallelModule):
                 topk_idx = torch.empty(shape, dtype=torch.int32, device=tokens.device)
                 route = router.route_of(tokens, topk_idx=topk_idx)
                 y, load, choice = self._routed_experts.run(
-                    tokens, route, topk_idx, experts, out_shape=x.shape, before_trips=before_trips
+                    rows, route, topk_idx, experts, out_shape=rows_shape, before_trips=before_trips
                 )
                 assert choice is not None  # with a route
                 routed: Choice = RouterOutput.of(choice)
             else:
-                # Not of x in that dtype: autocast would round the router's input.
+                # Not of rows: autocast would round the router's input.
                 routed = self._route(x, token_mask, topk_idx, probs)
                 y, load = run_routed(
                     self._routed_experts,
-                    tokens.to(dtype),
+                    rows,
                     routed.probs,
                     routed.topk_idx,
                     experts,
-                    x.shape,
+                    rows_shape,
                     before_trips=before_trips,
                 )
+        if self.fc2_latent_proj is not None:
+            y = self.fc2_latent_proj(y)
         step_load = None
         if router is not None and isinstance(routed, RouterOutput):
             step_load = router.step_load
@@ -272,7 +290,7 @@ class MoELayer(ExpertParallelModule):
                 RoutingReport(
                     **metrics._asdict(),
                     chosen_idx=routed.chosen_idx,
-                    row_bytes=self.config.hidden * dtype.itemsize,
+                    row_bytes=self.config.expert_hidden * dtype.itemsize,
                     sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
                     is_training=self.training,
                     replica_bytes=self._replica_bytes(dtype.itemsize),
@@ -330,6 +348,8 @@ class MoELayer(ExpertParallelModule):
             or router_problem(router)
             or device_problem("router", router, device)
             or device_problem("shared_expert", modules.get("shared_expert"), device)
+            or device_problem("fc1_latent_proj", modules.get("fc1_latent_proj"), device)
+            or device_problem("fc2_latent_proj", modules.get("fc2_latent_proj"), device)
             or super().parts_problem()
         )
 

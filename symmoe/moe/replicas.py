@@ -97,7 +97,7 @@ class ReplicaTrip:
         self._weights = weights
         self._own = weights.matrices
         self._plan = plan
-        self._has_left = not plan.num_replica_slots or lease is not None
+        self._is_sent = not plan.num_replica_slots or lease is not None
         wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
         self._places = _Places(plan.heap, plan.num_replica_slots, wanted, lease)
         self.weights_offset = 0 if self.lease is None else self.lease.offset
@@ -123,13 +123,13 @@ class ReplicaTrip:
     def weights(self) -> ExpertWeights:
         """The weights of this rank's experts and of its replicas. Available in the context of the dispatch that carries
         the latter: from the parts of replicas on, or without parts from the start."""
-        assert self._has_left, "the weights of replicas have not been sent"
+        assert self._is_sent, "the weights of replicas have not been sent"
         return self._weights
 
     @property
     def extra_payload(self) -> ReplicaTrip | None:
         """What the next dispatch carries."""
-        return None if self._has_left else self
+        return None if self._is_sent else self
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends the tensors that replicas of this rank's experts need."""
@@ -142,21 +142,23 @@ class ReplicaTrip:
                 column=READY_WEIGHTS,
                 starts=starts,
             )
-        self._has_left = True
+        self._is_sent = True
 
     def finish(self, gradients: Sequence[Matrices | None] = ()) -> None:
         """Adds the gradients of replicas to these of this rank's experts, by kind, and ends the leases. All work is
         launched."""
         heap = self._plan.heap
-        plan = self._plan.generation
+        generation = self._plan.generation
         if (lease := self._gradients.lease) is not None:
-            ready = heap.barrier(control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=plan)
+            ready = heap.barrier(
+                control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=generation
+            )
             places = self._plan.replica_to_expert, self._plan.expert_to_place
             for pair, starts in self._pairs(gradients, self._gradients):
                 kernels.for_device(heap.device).add_from_replicas(
                     pair, places, heap.peers, ready, column=0, starts=starts
                 )
-            heap.barrier(control.PHASE_REPLICAS_HOME, plan=plan)  # until peers have read
+            heap.barrier(control.PHASE_REPLICAS_HOME, plan=generation)  # until peers have read
         for lease in (self._places.lease, self._gradients.lease):
             if lease is not None:
                 lease.release()
@@ -165,15 +167,11 @@ class ReplicaTrip:
     def _pairs(
         matrices: Sequence[Matrices | None], places: _Places
     ) -> Iterator[tuple[Pair, tuple[int, int]]]:
-        """For each existing kind, both layers' matrices and where the places' matrices begin."""
-        for first, second in zip(
-            range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True
-        ):
-            if matrices[first] is not None or matrices[second] is not None:
-                yield (
-                    (matrices[first], matrices[second]),
-                    (places.starts[first], places.starts[second]),
-                )
+        """For each existing kind, both layers' matrices and where the places' matrices begin. Weights travel by these
+        pairs, and gradients home."""
+        for fc1, fc2 in zip(range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True):
+            if matrices[fc1] is not None or matrices[fc2] is not None:
+                yield (matrices[fc1], matrices[fc2]), (places.starts[fc1], places.starts[fc2])
 
 
 @functools.lru_cache(maxsize=256)

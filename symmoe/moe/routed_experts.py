@@ -102,8 +102,8 @@ class RoutedExperts:
         (symm_mem/row_budget.py). Raises the errors of make_plan.
 
         Args:
-            x: [T, H] in the dtype to compute in. probs: fp32 [T, K]. topk_idx: int32 or int64 [T, K], expert ids or -1;
-                with a route, the route's topk_idx.
+            x: [T, H], or [T, L] with latent experts, in the dtype to compute in. probs: fp32 [T, K]. topk_idx: int32 or
+                int64 [T, K], expert ids or -1; with a route, the route's topk_idx.
             before_trips: called after the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that fills the waits of the trips.
         """
@@ -112,7 +112,9 @@ class RoutedExperts:
         experts = materialized(experts, x.dtype)  # once, even if the call is planned again
         find_budget = partial(self._find_budget, topk_idx.shape[0], x.dtype.itemsize, experts)
         x = kernel_rows(x)
-        route = probs._replace(x=x) if isinstance(probs, Route) else None
+        route = None
+        if isinstance(probs, Route):
+            route = probs._replace(x=x if self.config.latent is None else kernel_rows(probs.x))
         heap.check(control.PHASE_PLAN, waits=options.capacity is None)
         heap._fail_for(
             step_problem(experts, heap, options.replicas_per_rank)
@@ -153,7 +155,7 @@ class RoutedExperts:
     @functools.cached_property
     def options(self) -> Options:
         """The options of ExpertCall."""
-        return step_options(self.words, self.config.precision, self.config.hidden)
+        return step_options(self.words, self.config.precision, self.config.expert_hidden)
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -185,7 +187,7 @@ class RoutedExperts:
             return budget
         received = budget.packed_rows if self.words["layout"] == "packed" else budget.rows
         sizes = (received, budget.rows, budget.packed_rows)
-        row_bytes = config.hidden * item_bytes
+        row_bytes = config.expert_hidden * item_bytes
         needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, experts, self._history_key[2])
         if heap.memory.lacks(needed):  # the routing's need may fit
             return RowBudget(
@@ -203,7 +205,7 @@ class RoutedExperts:
             c.capacity,
             c.overflow,
             c.max_tokens,
-            c.hidden,
+            c.expert_hidden,
             dtype,
             c.precision,
             c.quantized_wire,
@@ -219,7 +221,7 @@ def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
     """The experts of one of num_ranks ranks from the configuration, with these other options of GroupedMLP."""
     return GroupedMLP(
         config.experts_per_rank(num_ranks),
-        config.hidden,
+        config.expert_hidden,
         config.ffn,
         activation=ScaledActivation(config.activation),
         precision=config.precision,

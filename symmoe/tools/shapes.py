@@ -17,13 +17,14 @@ Options = dict[str, dict[str, Any]]  # argparse's arguments for each, by name
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One MoE layer: H, I, E, K."""
+    """One MoE layer: H, I, E, K, and L of latent experts."""
 
     name: str
     hidden: int
     ffn: int
     num_experts: int
     top_k: int
+    latent: int | None = None
 
 
 PRESETS = {
@@ -41,6 +42,8 @@ PRESETS = {
         Shape("kimi-k2", 7168, 2048, 384, 8),
         Shape("deepseek-v4-pro", 7168, 3072, 384, 6),
         Shape("qwen3.5-397b", 4096, 1024, 512, 10),
+        Shape("kimi-k3", 7168, 3072, 896, 16, latent=3584),
+        Shape("nemotron-3-super", 4096, 2688, 512, 22, latent=1024),
     )
 }
 _SIZES = {
@@ -128,5 +131,6 @@ def config_of(shape: Shape, **options: Any) -> MoEConfig:
         ffn=shape.ffn,
         num_experts=shape.num_experts,
         top_k=shape.top_k,
+        latent=shape.latent,
         **options,
     )

@@ -168,10 +168,8 @@ def _dry_call(
     """Runs a layer forward and backward on tensors without memory. Returns the plan; the events of leases, forward and
     backward; bytes kept from forward to backward; and peak bytes of memory and leases."""
 
-    def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(
-            num_rows, config.hidden, dtype=dtype, device=heap.device, requires_grad=True
-        )
+    def empty(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=heap.device, requires_grad=True)
 
     with torch.inference_mode(False):  # this turns gradients on
         experts = experts_of(config, heap.num_ranks, dtype=dtype, device=heap.device)
@@ -179,12 +177,13 @@ def _dry_call(
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
         budget = history.budget(num_tokens, config.max_row_budget)
-        x = empty(num_tokens, dtype)
-        dy = empty(num_tokens, dtype)
-        weight = empty(config.num_experts, torch.float32)
+        x = empty(num_tokens, config.expert_hidden, dtype)
+        dy = empty(num_tokens, config.expert_hidden, dtype)
+        tokens = x if config.latent is None else empty(num_tokens, config.hidden, dtype)
+        weight = empty(config.num_experts, config.hidden, torch.float32)
         with _Memory(heap) as memory:
             router = config.router or RouterConfig()
-            routed = route_tokens(Route(x, weight, None, None, config.top_k, router.rule))
+            routed = route_tokens(Route(tokens, weight, None, None, config.top_k, router.rule))
             plan = plan_call(
                 routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: budget
             )
@@ -195,7 +194,7 @@ def _dry_call(
             num_forward = len(heap.events)
             kept = {
                 storage_of(t): t.untyped_storage().nbytes()
-                for t in (*vars(plan).values(), *node.saved_tensors)
+                for t in (*vars(plan).values(), *node.saved_tensors, tokens)
                 if isinstance(t, torch.Tensor)
                 and not isinstance(t, nn.Parameter)
                 and not heap.owns(t)
@@ -209,7 +208,7 @@ def _dry_call(
             gradients = node.apply(dy)
             del node, y  # y owns the node
             # The router's backward queries autocast, which tensors without memory lack.
-            gradients += tuple(map(torch.empty_like, (scores, x, weight)))
+            gradients += tuple(map(torch.empty_like, (scores, tokens, weight)))
             events = list(heap.events)
     passes = {
         name: [event for event in part if isinstance(event[1], tuple)]

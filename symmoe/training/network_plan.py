@@ -150,7 +150,7 @@ def plan_network(
 
     sizes = Sizes(
         num_rows=num_tokens * config.top_k,
-        hidden=config.hidden,
+        hidden=config.expert_hidden,
         ffn=config.ffn,
         top_k=config.top_k,
         num_experts=config.num_experts,
@@ -166,7 +166,7 @@ def plan_network(
     dispatch = trip(
         config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank
     )
-    combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
+    combine = trip(config.expert_hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
     exact = Forward(
         network_s=dispatch.nodes.seconds + combine.nodes.seconds,

@@ -105,7 +105,7 @@ def best_measured(
     speed_ups = [
         (each, each.speed_up(config.quantized_wire, num_micro_batches))
         for each in MEASURED
-        if each.hidden <= config.hidden
+        if each.hidden <= config.expert_hidden
         and each.ffn <= config.ffn
         and each.rows_per_expert * config.num_experts <= num_ranks * num_tokens * config.top_k
     ]

@@ -57,6 +57,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "backward": {"in order": {}, "last first": {}},
     "shared": {"alone": {}, "shared expert": {}},
     "bias": {"no bias": {}, "bias": {}},
+    "latent": {"full width": {}, "latent": {"latent": 32}},
     "nodes": {"one node": {}, "nodes": {}},
 }
 DO_NOT_FIT = [
@@ -108,7 +109,7 @@ def make_layer(
     adds = case["gradients"] == "main_grad"
     experts = GroupedMLP(
         EXPERTS // heap.num_ranks,
-        config.hidden,
+        config.expert_hidden,
         config.ffn,
         bias=case["bias"] == "bias",
         weights="discrete" if case["weights"] == "discrete" else "packed",
@@ -119,7 +120,7 @@ def make_layer(
     if case["weights"] == "lora":
         add_lora(experts, rank=LORA_RANK, alpha=ALPHA)
     for name, parameter in experts.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.5 * config.hidden**-0.5)
+        torch.nn.init.normal_(parameter, std=0.5 * config.expert_hidden**-0.5)
         if adds and "weight" in name:
             parameter.main_grad = torch.zeros_like(parameter)
     shared = None
@@ -146,7 +147,7 @@ def micro_batch(
     if case["mask"] == "padding":
         mask = torch.rand(shape[:2], generator=generator) < 0.7 * ((heap.rank + number) % 3 > 0)
         found["mask"] = mask
-        if case["shared"] == "alone":
+        if case["shared"] == "alone" and case["latent"] == "full width":
             x[~mask] = torch.nan
             dy[~mask] = 0
     found = {name: None if each is None else each.to(heap.device) for name, each in found.items()}

@@ -116,18 +116,26 @@ def moe_layer(
     kept = torch.cat([torch.from_numpy(rows) >= 0 for rows in layout.slot_to_row])
     ids = torch.cat([of_rank.ids for of_rank in routed])
     probs = torch.cat([of_rank.probs for of_rank in routed])
-    tokens = torch.cat([x.flatten(0, -2) for x in xs])
+    to_latent, from_latent = projections_of(leaves)
+    tokens = torch.cat([(x @ w.T).flatten(0, -2) for x, w in zip(xs, to_latent, strict=True)])
     fc1, b1 = weights_of(leaves, "experts.fc1", scaling)
     fc2, b2 = weights_of(leaves, "experts.fc2", scaling)
     y = oracle.experts(tokens, ids.masked_fill(~kept, -1), probs, fc1, fc2, (b1, b2))
     by_rank = y.split([len(of_rank.ids) for of_rank in routed])
-    outs = [out.view_as(x) for out, x in zip(by_rank, xs, strict=True)]
+    outs = [(out @ w.T).view_as(x) for out, w, x in zip(by_rank, from_latent, xs, strict=True)]
     if "shared_expert.weight" in leaves[0]:
         outs = [
             out + x @ of["shared_expert.weight"].T + of["shared_expert.bias"]
             for out, x, of in zip(outs, xs, leaves, strict=True)
         ]
     return outs, auxes, load, layout.num_dropped
+
+
+def projections_of(leaves: list[Leaves]) -> list[list[torch.Tensor]]:
+    """By rank, the matrices around latent experts; the identity where there are none."""
+    names = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
+    identity = torch.eye(leaves[0]["router.weight"].shape[1], dtype=torch.float64)
+    return [[of.get(name, identity) for of in leaves] for name in names]
 
 
 def weights_of(
