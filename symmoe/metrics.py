@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import check_kind
+from symmoe.errors import warn
 from symmoe.moe import balance
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -60,7 +61,10 @@ class LayerRecord:
         num_replicas: replicas that had rows, of the EP group, summed over the calls.
         replica_bytes: bytes of weights that this rank sends to replicas of its experts, in forward and again in
             backward, and of gradients of trained weights that it reads from replicas. Counts a backward for every call.
-        coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
+        gate_mass: the sum of the probs of each expert, over this rank's slots; None if the trainer has the probs. An
+            expert with many slots and little mass is chosen, and then hardly used.
+        coefficient_of_variation, max_violation, load_entropy, num_dead_experts: of tokens_per_expert; see
+            symmoe.moe.balance. For a longer window call :meth:`MetricsLogger.step` more rarely.
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
@@ -79,8 +83,10 @@ class LayerRecord:
     tokens_per_expert: tuple[int, ...]
     tokens_per_rank: tuple[int, ...]
     balanced_per_rank: tuple[int, ...] | None
+    gate_mass: tuple[float, ...] | None
     coefficient_of_variation: float
     max_violation: float
+    load_entropy: float
     num_dead_experts: int
     num_dropped: int
     num_over_capacity: int
@@ -108,16 +114,24 @@ class MetricsLogger:
             only records.
         times_forward: measure every forward, and its trips, with CUDA events, or perf_counter on CPUs. Excludes
             CUDA graphs and compiled calls.
+        min_load_entropy: :meth:`step` warns of every layer whose `load_entropy` is smaller: its router collapses to
+            few experts. None: no warning.
     """
 
     def __init__(
-        self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False
+        self,
+        model: nn.Module,
+        sink: Sink | None = None,
+        *,
+        times_forward: bool = False,
+        min_load_entropy: float | None = None,
     ) -> None:
         layers = layers_with_listeners(model)
         check_kind("sink", sink, (Callable, type(None)), "a function sink(numbers, step), or None")
         self._sink = sink
+        self._min_load_entropy = min_load_entropy or 0.0
         watched = [listeners for _, listeners in layers.values()]
-        self._sizes = [its.num_experts + its.heap.num_ranks + len(_TOTALS) for its in watched]
+        self._sizes = [2 * its.num_experts + its.heap.num_ranks + len(_TOTALS) for its in watched]
         self._totals = torch.zeros(
             sum(self._sizes), dtype=torch.float64, device=watched[0].heap.device
         )
@@ -140,10 +154,10 @@ class MetricsLogger:
         """A record for each layer, with the counts since the last call. Waits for the device once. Local.
 
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
-        and "moe/{field}/max" over the layers; for tokens_per_expert, tokens_per_rank and balanced_per_rank
+        and "moe/{field}/max" over the layers; for tokens_per_expert, gate_mass, tokens_per_rank and balanced_per_rank
         "moe/{layer}/{field}/{i}" of each expert or rank, and of ranks "moe/{layer}/{field}_max_over_mean". Except
-        for aux_loss, num_over_capacity, bytes and times, records are the same on all ranks of an EP group. step: passed
-        to the sink.
+        for aux_loss, gate_mass, num_over_capacity, bytes and times, records are the same on all ranks of an EP group.
+        step: passed to the sink.
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
@@ -151,6 +165,12 @@ class MetricsLogger:
             layer.record(its)
             for layer, its in zip(self._layers, totals.split(self._sizes), strict=True)
         ]
+        for record in records:
+            if record.num_calls and record.load_entropy < self._min_load_entropy:
+                warn(
+                    f"the router of layer {record.name!r} collapses: load_entropy {record.load_entropy:.3f} is below "
+                    f"min_load_entropy {self._min_load_entropy}, {record.num_dead_experts} experts have no token"
+                )
         if self._sink is not None:
             self._sink(_numbers(records), step)
         return records
@@ -171,6 +191,7 @@ class _Watched:
         self._name = name
         self._totals = totals
         self._knows_losses = True
+        self._knows_probs = False
         self._balances = False
 
     @torch.no_grad()
@@ -186,8 +207,13 @@ class _Watched:
         is_remote = (rank_TK >= 0) & (rank_TK != heap.rank)
         sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), heap.num_ranks).sum()
         read = is_remote.sum() if self.listeners.order == "slot" else sent
-        self._totals[:num_experts].add_(report.expert_load)
-        balanced, others = self._totals[num_experts:].tensor_split([heap.num_ranks])
+        load, mass, balanced, others = self._parts(self._totals)
+        load.add_(report.expert_load)
+        if report.probs is not None:
+            self._knows_probs = True
+            is_slot_TK = report.topk_idx >= 0
+            expert_N = report.topk_idx.where(is_slot_TK, 0).flatten().long()
+            mass.index_add_(0, expert_N, (report.probs * is_slot_TK).flatten().double())
         total = dict(zip(_TOTALS, others, strict=True))
         if report.replica_to_expert is not None and report.replica_rows is not None:
             self._balances = True
@@ -209,11 +235,15 @@ class _Watched:
         total["dispatch_bytes"].add_(sent, alpha=report.sent_row_bytes)
         total["combine_bytes"].add_(read, alpha=report.row_bytes)
 
+    def _parts(self, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of each expert its load and gate mass, the balanced load of each rank, and _TOTALS."""
+        num_experts, num_ranks = self.listeners.num_experts, self.listeners.heap.num_ranks
+        return totals.tensor_split([num_experts, 2 * num_experts, 2 * num_experts + num_ranks])
+
     def record(self, values: torch.Tensor) -> LayerRecord:
         """The record of these totals, on the CPU; resets times."""
         heap = self.listeners.heap
-        num_experts = self.listeners.num_experts
-        load, balanced, rest = values.tensor_split([num_experts, num_experts + heap.num_ranks])
+        load, mass, balanced, rest = self._parts(values)
         load = load.long()
         total = dict(zip(_TOTALS, rest.tolist(), strict=True))
         aux_loss = total.pop("aux_loss") / max(total["num_calls"], 1.0)
@@ -227,8 +257,10 @@ class _Watched:
             tokens_per_expert=tuple(load.tolist()),
             tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
             balanced_per_rank=tuple(balanced.long().tolist()) if self._balances else None,
+            gate_mass=tuple(mass.tolist()) if self._knows_probs else None,
             coefficient_of_variation=float(balance.coefficient_of_variation(load)),
             max_violation=float(balance.max_violation(load)),
+            load_entropy=float(balance.load_entropy(load)),
             num_dead_experts=int((load == 0).sum()),
             heap_high_water_bytes=heap.high_water_bytes,
             **others,

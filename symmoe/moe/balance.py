@@ -11,6 +11,7 @@ sequence, K experts per token, E experts in all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -258,6 +259,15 @@ def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
     """[] fp32, standard deviation (of the population) over mean of a load [E]: 0 is perfect; 0 also without tokens."""
     load_E = expert_load.float()
     return load_E.std(correction=0) / load_E.mean().clamp_min(1 / load_E.numel())
+
+
+def load_entropy(expert_load: torch.Tensor) -> torch.Tensor:
+    """[] fp32, entropy of a load [E] as a part of log E, that of an equal load: 1 is perfect; 0 if one expert has all
+    slots, and without tokens."""
+    load_E = expert_load.float()
+    share_E = load_E / load_E.sum().clamp_min(1)
+    entropy: torch.Tensor = torch.special.entr(share_E).sum()
+    return entropy / math.log(max(2, load_E.numel()))
 
 
 @torch.no_grad()

@@ -80,6 +80,11 @@ class MoEMetrics(NamedTuple):
         return balance.coefficient_of_variation(self.expert_load)
 
     @property
+    def load_entropy(self) -> torch.Tensor:
+        """fp32 scalar, entropy of the load as a part of log E; computed on access."""
+        return balance.load_entropy(self.expert_load)
+
+    @property
     def num_dead_experts(self) -> torch.Tensor:
         """int64 scalar, experts without a token of the group; computed on access."""
         return (self.expert_load == 0).sum()
@@ -290,6 +295,7 @@ class MoELayer(ExpertParallelModule):
                 RoutingReport(
                     **metrics._asdict(),
                     chosen_idx=routed.chosen_idx,
+                    probs=routed.probs.detach(),
                     row_bytes=self.config.expert_hidden * dtype.itemsize,
                     sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
                     is_training=self.training,

@@ -35,6 +35,7 @@ class RoutingReport:
     is_training: bool
     num_over_capacity: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None  # None if the trainer has its own losses
+    probs: torch.Tensor | None = None  # fp32 [T, K] of topk_idx; None if the trainer has them
     replica_to_expert: torch.Tensor | None = None
     replica_rows: torch.Tensor | None = None
     replica_bytes: int = (

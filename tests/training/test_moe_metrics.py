@@ -103,6 +103,8 @@ def test_records_are_what_happened(
             near = {
                 "coefficient_of_variation": load.std() / load.mean(),
                 "max_violation": load.max() / load.mean() - 1,
+                "load_entropy": -sum(f * np.log(f) for f in load[load > 0] / load.sum())
+                / np.log(EXPERTS),
                 "aux_loss": float(sum(loss for _, loss in calls)) / 3,
             }
             for field, want in near.items():
@@ -167,8 +169,37 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
     assert metrics.max_violation.item() == pytest.approx(load.max() / load.mean() - 1)
     assert metrics.coefficient_of_variation.item() == pytest.approx(load.std() / load.mean())
     assert metrics.num_dead_experts.item() == int((load == 0).sum())
+    assert metrics.load_entropy.item() == pytest.approx(record.load_entropy)
     assert metrics.num_over_capacity is None
     assert record.forward_s is record.dispatch_s is record.combine_s is None
+
+
+def test_gate_mass_is_the_sum_of_probs(heap: SymmetricHeap):
+    """Over two calls; slots over the capacity factor have none."""
+    model = make_model(heap, capacity_factor=1.1)
+    logger = MetricsLogger(model)
+    want = np.zeros(EXPERTS)
+    for number in range(2):
+        routed = model.layers[0].router(batch(0, number))
+        ids, probs = routed.topk_idx.flatten().numpy(), routed.probs.detach().flatten().numpy()
+        want += np.bincount(ids[ids >= 0], weights=probs[ids >= 0], minlength=EXPERTS)
+        model(batch(0, number))
+    assert logger.step(0)[0].gate_mass == pytest.approx(want)
+    assert (want > 0).sum() > 2
+
+
+def test_a_collapsed_router_is_warned_of(heap: SymmetricHeap):
+    model = make_model(heap)
+    logger = MetricsLogger(model, min_load_entropy=0.7)
+    model(batch(0, 0))
+    assert all(record.load_entropy > 0.7 for record in logger.step(0))
+    with torch.no_grad():
+        model.layers[1].router.weight[TOP_K:] = -1.0  # the first K get all tokens
+    model.layers[1](batch(0, 0).abs())
+    with pytest.warns(
+        UserWarning, match=r"layer 'layers.1' collapses: load_entropy 0.528 .* 5 exp"
+    ):
+        logger.step(1)
 
 
 def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
