@@ -233,6 +233,25 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
         assert torch.equal(got[~is_real], its_tokens[~is_real])  # no experts
 
 
+def test_arrays_of_packed_sequences_with_a_common_prefix(heap: SymmetricHeap):
+    """As vLLM and SGLang return `routed_experts`: [sequence - 1, layers, K] of each sequence, nothing for the last
+    token, and nothing for a prefix that the cache had from an earlier sequence."""
+    model = make_model(heap)
+    first = tokens()[:6]
+    second = torch.cat([first[:2], tokens()[6:9]])
+    packed = torch.cat([first, second])
+    with torch.no_grad(), record_routing(model) as routing:
+        y = model(packed)
+    whole = routing_to_array(routing).numpy()
+    of_first, of_second = whole[:5], whole[6:10][2:]
+    rows = np.array([0, 1, 2, 3, 4, -1, 0, 1, 5, 6, -1])
+    given = routing_from_array(model, np.concatenate([of_first, of_second]), rows=rows)
+    with replay_routing(model, given), torch.no_grad():
+        got = model(packed)
+    assert torch.equal(got[rows >= 0], y[rows >= 0])
+    assert torch.equal(got[rows < 0], packed[rows < 0])  # no experts: nobody reads the last token
+
+
 @run_on(2)
 def test_arrays_that_do_not_fit_raise_on_every_rank(
     rank: int, num_ranks: int, heap: SymmetricHeap
