@@ -187,7 +187,7 @@ class RoutedExperts:
             return budget
         received = budget.packed_rows if self.words["layout"] == "packed" else budget.rows
         sizes = (received, budget.rows, budget.packed_rows)
-        row_bytes = config.expert_hidden * item_bytes
+        row_bytes = experts.form.hidden * item_bytes
         needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, experts, self._history_key[2])
         if heap.memory.lacks(needed):  # the routing's need may fit
             return RowBudget(
