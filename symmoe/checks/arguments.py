@@ -36,6 +36,7 @@ QuantizedWire = Literal["none", "forward", "backward", "both"]
 AuxLoss = Literal["micro_batch", "sequence", "global"]
 DropPolicy = Literal["probs", "position"]
 Balance = Literal["none", "replicas"]
+BiasUpdate = Literal["sign", "quantile"]
 
 # Allowed words by argument name. A name has the same meaning everywhere.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -49,6 +50,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "aux_loss": get_args(AuxLoss),
     "drop_policy": get_args(DropPolicy),
     "balance": get_args(Balance),
+    "bias_update": get_args(BiasUpdate),
 }
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensor classes that have their own memory

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -26,7 +27,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.programs import run_program
 from symmoe.moe.ddp_and_fsdp import all_reduce_together, expert_group_of
-from symmoe.moe.router import Router
+from symmoe.moe.router import Router, RouterOutput
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:
@@ -242,6 +243,55 @@ def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: floa
     bias.add_((load.sum() - load * load.numel()).sign().to(bias.dtype), alpha=rate)
 
 
+@torch.no_grad()
+def needed_bias_histogram(
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int64 [E, BIAS_BINS]: for each expert, how many tokens would need which bias to choose it: the K+1-th largest
+    biased score of the token minus its score (Kimi K3's technical report, eq. 13). Bins divide the range from
+    min(bias) - 1 to max(bias) + 1. With K = E, when every expert is chosen, and without tokens, all are 0. scores: fp32
+    [T, E], from 0 to 1; bias: fp32 [E]; token_mask: bool [T], False for tokens that do not count."""
+    num_experts = scores.shape[1]
+    counts = torch.zeros(num_experts * control.BIAS_BINS, dtype=torch.int64, device=scores.device)
+    if top_k < num_experts:
+        threshold_T1 = (scores + bias).topk(top_k + 1).values[:, -1:]
+        low, width = _bins(bias)
+        bin_TE = ((threshold_T1 - scores - low) / width).long().clamp(0, control.BIAS_BINS - 1)
+        bin_TE += torch.arange(num_experts, device=scores.device) * control.BIAS_BINS
+        counted_TE = torch.ones_like(bin_TE)
+        if token_mask is not None:
+            counted_TE = token_mask.unsqueeze(1).expand_as(bin_TE).long()
+        counts.scatter_add_(0, bin_TE.flatten(), counted_TE.flatten())
+    return counts.view(num_experts, control.BIAS_BINS)
+
+
+def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the first bin of a histogram begins, and the width of a bin."""
+    low, high = bias.aminmax()
+    return low - 1, (high - low + 2) / control.BIAS_BINS
+
+
+@torch.no_grad()
+def update_bias_to_quantile(bias: torch.Tensor, histogram: torch.Tensor, top_k: int) -> None:
+    """Sets the bias of every expert, in place, to the one with which a share of K / E of the tokens would have chosen
+    it, minus the mean over the experts (Kimi K3's technical report, eq. 14). Within a bin, tokens count as spread
+    evenly. Without tokens the bias stays. bias: fp32 [E], as when they were counted; histogram: int64 [E, bins], see
+    :func:`needed_bias_histogram`."""
+    num_experts = len(bias)
+    until_EB = histogram.cumsum(1)
+    wanted_E1 = until_EB[:, -1:].double() * top_k / num_experts
+    bin_E1 = torch.searchsorted(until_EB.double(), wanted_E1).clamp_max(histogram.shape[1] - 1)
+    inside_E1 = histogram.gather(1, bin_E1)
+    before_E1 = until_EB.gather(1, bin_E1) - inside_E1
+    part_E = ((wanted_E1 - before_E1) / inside_E1.clamp_min(1)).squeeze(1)
+    low, width = _bins(bias.double())
+    found_E = low + width * (bin_E1.squeeze(1) + part_E)
+    bias.copy_(torch.where(until_EB[:, -1] > 0, found_E - found_E.mean(), bias.double()))
+
+
 def imbalance(expert_load: torch.Tensor) -> torch.Tensor:
     """[] fp32, largest over mean of a load [E]: 1 is perfect, E is everything on one expert, 0 is no tokens at all."""
     load_E = expert_load.float()
@@ -271,13 +321,14 @@ def load_entropy(expert_load: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def balance_step(model: nn.Module) -> None:
+def balance_step(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Moves every expert bias towards balance, and starts the counts of the next step. Call it once per optimizer step.
     model: contains the layers, in the same order on every rank. In training mode a layer counts the load of a call (of
     its whole EP group) when backward passes through the call; micro-batches add up. A frozen router (neither it nor its
     wrapper has a parameter that requires a gradient) also counts, but keeps its bias.
 
-    Collective over the `expert_group` of the layers' heap (one all-reduce for all layers), if it has one. Does not
+    Collective over the `expert_group` of the layers' heap (one all-reduce for all layers), if it has one; with
+    bias_update="quantile" also over `group`, as in reduce_gradients: all ranks that train together. Does not
     synchronise the host, and can be captured in a CUDA graph. ArgumentError: layers have different expert groups.
     """
     modules = modules_of(model, nn.Module)
@@ -294,20 +345,50 @@ def balance_step(model: nn.Module) -> None:
         if isinstance(module, Router) and (load := module.step_load) is not None
     }
     all_reduce_together([*counts.values()], expert_group_of(model))
+    histograms = [each for router in counts if (each := router.step_histogram) is not None]
+    all_reduce_together(histograms, group or dist.group.WORLD)
     for router, step_load in counts.items():
         its = wholes.get(router, router).parameters()
         is_trained = any(parameter.requires_grad for parameter in its)
-        if router.expert_bias is not None and is_trained:
-            update_expert_bias(router.expert_bias, step_load, router.options.bias_update_rate)
+        bias = router.expert_bias
+        if bias is not None and is_trained and router.step_histogram is not None:
+            update_bias_to_quantile(bias, router.step_histogram, router.config.top_k)
+        elif bias is not None and is_trained:
+            update_expert_bias(bias, step_load, router.options.bias_update_rate)
         router.start_step()
 
 
-def balance_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+def balance_after(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> RemovableHandle:
     """Makes every `optimizer.step()` end with :func:`balance_step`, unless a gradient scaler skips the step. `remove()`
     of the returned handle ends this."""
     check_model(model)
     check_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch")
-    return optimizer.register_step_post_hook(lambda *_: balance_step(model))
+    return optimizer.register_step_post_hook(lambda *_: balance_step(model, group=group))
+
+
+def count_call(
+    y: torch.Tensor,
+    router: nn.Module,
+    routed: RouterOutput,
+    expert_load: torch.Tensor,
+    token_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """y, the result of a call, whose backward counts the call for the next :func:`balance_step`. router: of the layer,
+    maybe in a wrapper."""
+    if not isinstance(router, Router):
+        router = next(module for module in router.modules() if isinstance(module, Router))
+    if (step_load := router.step_load) is not None:
+        y = count_in_backward(y, expert_load, step_load)
+    if (histogram := router.step_histogram) is not None:
+        assert router.expert_bias is not None
+        of = router.expert_bias, router.config.top_k, token_mask
+        y = count_in_backward(y, needed_bias_histogram(routed.scores, *of), histogram)
+    return y
 
 
 def count_in_backward(

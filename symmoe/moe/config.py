@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from symmoe.checks import arguments
-from symmoe.errors import ArgumentError, choice_problem, raise_for
+from symmoe.errors import ArgumentError, choice_problem, first_problem, raise_for
 from symmoe.grouped.activations import activation_problem
 from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
@@ -32,7 +32,9 @@ class RouterConfig(RoutingRule):
         topk_groups: groups a token may choose its experts from.
         route_scale: factor on the probs.
         expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary loss).
-        bias_update_rate: step of that bias per optimizer step.
+        bias_update: how balance_step moves that bias: by "sign" (DeepSeek-V3), or to the "quantile" at which the step's
+            tokens would have been balanced (Kimi K3), for scores from 0 to 1 without groups.
+        bias_update_rate: with "sign", the step of the bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
         aux_loss: the tokens over which the loss balances the experts: one call's ("micro_batch", of the EP group; with
             a capacity_factor of this rank), each sequence's, or those of all micro-batches since the last balance_step
@@ -45,6 +47,7 @@ class RouterConfig(RoutingRule):
     """
 
     expert_bias: bool = False
+    bias_update: arguments.BiasUpdate = "sign"
     bias_update_rate: float = 1e-3
     aux_loss_coef: float = 0.0
     aux_loss: arguments.AuxLoss = "micro_batch"
@@ -63,13 +66,29 @@ class RouterConfig(RoutingRule):
 
     def __post_init__(self) -> None:
         _take_sizes(self, "num_expert_groups", "topk_groups")
-        raise_for(arguments.choices_problem(score=self.score, aux_loss=self.aux_loss))
+        words = {name: getattr(self, name) for name in ("score", "aux_loss", "bias_update")}
+        raise_for(arguments.choices_problem(**words))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
         for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
             arguments.check_factor(name, getattr(self, name))
         object.__setattr__(self, "route_scale", float(self.route_scale))
+        if self.bias_update == "quantile":
+            needs = "bias_update ('quantile') needs"
+            raise_for(
+                first_problem(
+                    (not self.expert_bias, f"{needs} expert_bias=True; it is {self.expert_bias}"),
+                    (
+                        self.score == "sqrtsoftplus",
+                        f"{needs} scores from 0 to 1, not {self.score!r}",
+                    ),
+                    (
+                        self.num_expert_groups > 1,
+                        f"{needs} num_expert_groups=1; it is {self.num_expert_groups}",
+                    ),
+                )
+            )
         if self.topk_groups > self.num_expert_groups:
             raise ArgumentError(
                 f"topk_groups ({self.topk_groups}) must be at most num_expert_groups ({self.num_expert_groups})"

@@ -277,11 +277,9 @@ class MoELayer(ExpertParallelModule):
                 )
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
-        step_load = None
-        if router is not None and isinstance(routed, RouterOutput):
-            step_load = router.step_load
-        if step_load is not None and self.training and torch.is_grad_enabled():
-            y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
+        counts = self.training and torch.is_grad_enabled()
+        if counts and router is not None and isinstance(routed, RouterOutput):
+            y = balance.count_call(y, router, routed, load[0], token_mask)
         if shared is not None:
             y = y + shared.join()
         aux_loss = self._aux_loss(x, token_mask, routed, load[0], load_before)

@@ -81,6 +81,8 @@ class Router(nn.Module):
         step_load: [E] int64, slots of each expert since the last balance_step, or None if unused; zeros at first. Not a
             buffer, which DDP would overwrite with another rank's: moves, casts and loading of the router do not change
             it. It is on the heap's device (without a heap, on the parameters').
+        step_histogram: [E, bins] int64, in the same way: of this rank's tokens, by the bias that an expert would need,
+            see :func:`symmoe.moe.balance.needed_bias_histogram`. None without bias_update="quantile".
     """
 
     def __init__(
@@ -108,6 +110,12 @@ class Router(nn.Module):
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
+        bins = (config.num_experts, control.BIAS_BINS)
+        self._step_histogram = (
+            torch.zeros(bins, dtype=torch.int64, device=device)
+            if options.bias_update == "quantile"
+            else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,20 +128,27 @@ class Router(nn.Module):
     @property
     def step_load(self) -> torch.Tensor | None:
         """See the class."""
-        load = self._step_load
-        if load is None:
-            return None
-        home = next(self.parameters()).device if self.heap is None else self.heap.device
-        if load.device != home:
-            # Nothing is counted on "meta".
-            self._step_load = load = (
-                torch.zeros_like(load, device=home) if load.is_meta else load.to(home)
-            )
-        return load
+        if self._step_load is not None:
+            self._step_load = self._at_home(self._step_load)
+        return self._step_load
 
     @step_load.setter
     def step_load(self, load: torch.Tensor | None) -> None:
         self._step_load = load
+
+    @property
+    def step_histogram(self) -> torch.Tensor | None:
+        """See the class."""
+        if self._step_histogram is not None:
+            self._step_histogram = self._at_home(self._step_histogram)
+        return self._step_histogram
+
+    def _at_home(self, counts: torch.Tensor) -> torch.Tensor:
+        """Counts of a step on the device on which calls count; nothing is counted on "meta"."""
+        home = next(self.parameters()).device if self.heap is None else self.heap.device
+        if counts.device == home:
+            return counts
+        return torch.zeros_like(counts, device=home) if counts.is_meta else counts.to(home)
 
     def load_before_call(self) -> torch.Tensor:
         """int64 [E]: the step's count before the layer's call that begins now. If backward recomputes a call, the count
@@ -155,8 +170,9 @@ class Router(nn.Module):
 
     def start_step(self) -> None:
         """Starts the counts of a step. Does not synchronise the host."""
-        if self.step_load is not None:
-            self.step_load.zero_()
+        for counts in (self.step_load, self.step_histogram):
+            if counts is not None:
+                counts.zero_()
         self._calls = CountedCalls()
 
     @replaceable

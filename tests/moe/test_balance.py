@@ -156,3 +156,78 @@ def test_the_global_loss_of_a_layer(
         (wanted,) = torch.autograd.grad(want, layer.router.weight)
         findings.close("gradient of global", gradient, wanted, rtol=1e-4, atol=1e-7)
         (y.sum() + metrics.aux_loss).backward()
+
+
+def needed_biases(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> torch.Tensor:
+    """[T, E] in float64, by sorting each token's scores."""
+    biased = (scores + bias).double().sort(1, descending=True).values
+    return biased[:, top_k : top_k + 1] - scores.double()
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_quantile_of_a_histogram_is_near_the_exact_one(is_masked: bool):
+    """Bins are (max - min + 2) / 1000 wide. Tokens in parts give the sum."""
+    generator = torch.Generator().manual_seed(5)
+    scores = (torch.randn(900, 12, generator=generator) + torch.linspace(-2, 2, 12)).sigmoid()
+    bias = torch.linspace(0.3, -0.4, 12)
+    mask = torch.rand(900, generator=generator) < 0.6 if is_masked else None
+    histogram = sum(
+        balance.needed_bias_histogram(scores[part], bias, 3, None if mask is None else mask[part])
+        for part in (slice(0, 500), slice(500, 500), slice(500, 900))
+    )
+    needed = needed_biases(scores, bias, 3)[slice(None) if mask is None else mask]
+    assert histogram.sum(1).tolist() == [len(needed)] * 12
+    wanted = needed.quantile(3 / 12, dim=0)
+    balance.update_bias_to_quantile(bias, histogram, 3)
+    torch.testing.assert_close(bias.double(), wanted - wanted.mean(), rtol=0, atol=2 * 2.7 / 1000)
+
+
+def test_a_bias_without_tokens_or_choice_stays():
+    for num_tokens, top_k in (0, 2), (9, 4):
+        bias = torch.tensor([0.1, -0.2, 0.3, 0.0])
+        scores = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(1))
+        histogram = balance.needed_bias_histogram(scores, bias, top_k)
+        assert not histogram.any()
+        balance.update_bias_to_quantile(bias, histogram, top_k)
+        assert torch.equal(bias, torch.tensor([0.1, -0.2, 0.3, 0.0]))
+
+
+@run_on(2)
+def test_quantiles_balance_the_group(rank: int, num_ranks: int, findings: Findings) -> None:
+    """Tokens that all prefer the same experts, in other numbers on each rank and in two micro-batches."""
+    router = RouterConfig(score="sigmoid", expert_bias=True, bias_update="quantile")
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router)
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        torch.manual_seed(1)
+        layer = MoELayer(config, heap)
+        prefers = torch.randn(H, generator=torch.Generator().manual_seed(9))
+        generator = torch.Generator().manual_seed(rank)
+        calls = [torch.randn(900 + 200 * n + 100 * rank, H, generator=generator) for n in (0, 1)]
+        violations = []
+        for _ in range(6):
+            found = [layer((call + prefers).requires_grad_()) for call in calls]
+            for y, _ in found:
+                y.sum().backward()
+            violations.append(max(float(metrics.max_violation) for _, metrics in found))
+            counted = layer.router.step_histogram.sum(1).tolist()
+            findings.equal("own tokens", counted, [2000 + 200 * rank] * EXPERTS)
+            balance.balance_step(layer)
+            findings.check(not layer.router.step_histogram.any(), "the step has not started anew")
+        findings.check(violations[0] > 0.8 and violations[-1] < 0.1, f"violations {violations}")
+        biases = [torch.empty_like(layer.router.expert_bias) for _ in range(num_ranks)]
+        torch.distributed.all_gather(biases, layer.router.expert_bias)
+        findings.check(torch.equal(*biases), "ranks have other biases")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "expert_bias=True; it is False"),
+        ({"expert_bias": True, "score": "sqrtsoftplus"}, "scores from 0 to 1, not 'sqrtsoftplus'"),
+        ({"expert_bias": True, "num_expert_groups": 2}, "num_expert_groups=1; it is 2"),
+        ({"expert_bias": True, "bias_update": "median"}, "bias_update"),
+    ],
+)
+def test_quantiles_refuse(fields: dict, text: str):
+    with pytest.raises(ArgumentError, match=text):
+        RouterConfig(**{"bias_update": "quantile", **fields})
