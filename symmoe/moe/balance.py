@@ -292,16 +292,10 @@ def update_bias_to_quantile(bias: torch.Tensor, histogram: torch.Tensor, top_k: 
     bias.copy_(torch.where(until_EB[:, -1] > 0, found_E - found_E.mean(), bias.double()))
 
 
-def imbalance(expert_load: torch.Tensor) -> torch.Tensor:
-    """[] fp32, largest over mean of a load [E]: 1 is perfect, E is everything on one expert, 0 is no tokens at all."""
-    load_E = expert_load.float()
-    # The smallest mean of a load that is not zero is 1 / E.
-    return load_E.max() / load_E.mean().clamp_min(1 / load_E.numel())
-
-
 def max_violation(expert_load: torch.Tensor) -> torch.Tensor:
     """[] fp32, (largest - mean) / mean of a load [E] (arXiv:2408.15664): 0 is perfect; 0 also without tokens."""
     load_E = expert_load.float()
+    # The smallest mean of a load that is not zero is 1 / E.
     return (load_E.max() - load_E.mean()) / load_E.mean().clamp_min(1 / load_E.numel())
 
 

@@ -65,11 +65,6 @@ class MoEMetrics(NamedTuple):
     replica_rows: torch.Tensor | None = None
 
     @property
-    def imbalance(self) -> torch.Tensor:
-        """fp32 scalar, largest over mean load; computed on access."""
-        return balance.imbalance(self.expert_load)
-
-    @property
     def max_violation(self) -> torch.Tensor:
         """fp32 scalar, (largest - mean) / mean load; computed on access."""
         return balance.max_violation(self.expert_load)

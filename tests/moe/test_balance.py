@@ -103,19 +103,20 @@ def test_update_expert_bias_refuses_half_precision_and_another_shape(bias: torch
 
 
 @pytest.mark.parametrize(
-    ("load", "imbalance", "variation"),
+    ("load", "violation", "variation", "entropy"),
     [
-        ([5, 5, 5, 5], 1, 0),
-        ([8, 0, 0, 0], 4, 3**0.5),
-        ([3, 1, 0, 0], 3, 1.5**0.5),
-        ([2, 4, 4, 6], 1.5, 0.5**0.5 / 2),
+        ([5, 5, 5, 5], 0, 0, 1),
+        ([8, 0, 0, 0], 3, 3**0.5, 0),
+        ([4, 4, 0, 0], 1, 1, 0.5),
+        ([2, 4, 4, 6], 0.5, 0.5**0.5 / 2, 0.952820),
     ],
 )
-def test_figures_of_a_load(load: list[int], imbalance: float, variation: float):
+def test_figures_of_a_load(load: list[int], violation: float, variation: float, entropy: float):
     load = torch.tensor(load, dtype=torch.int32)
-    assert balance.imbalance(load).item() == imbalance == balance.max_violation(load).item() + 1
+    assert balance.max_violation(load).item() == violation
     assert balance.coefficient_of_variation(load).item() == pytest.approx(variation)
-    for figure in (balance.imbalance, balance.max_violation, balance.coefficient_of_variation):
+    assert balance.load_entropy(load).item() == pytest.approx(entropy)
+    for figure in (balance.max_violation, balance.coefficient_of_variation, balance.load_entropy):
         assert figure(torch.zeros_like(load)).item() == 0
 
 
