@@ -105,7 +105,9 @@ class HeapParts:
         is_single = topology.num_nodes == 1
         logger.info("rank %d: backend %s (%s)", whole.rank, self.backend, self.backend_reason)
         backend_class = host_backend.HostBackend if is_on_host else nvshmem_backend.NvshmemBackend
-        self._arenas = arenas = backend_class(whole, topology, num_bytes)
+        # Whole units, so that the arena can be viewed as any dtype.
+        arena_bytes = num_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._arenas = arenas = backend_class(whole, topology, arena_bytes)
         device = arenas.device
         self.peers = peers = Peers(
             rank=topology.local_rank,

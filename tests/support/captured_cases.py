@@ -257,8 +257,14 @@ Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 def put_around(wrap: Wrap | None, heap: symmoe.SymmetricHeap, mesh: DeviceMesh) -> nn.Module:
     """A model in FSDP2 or DDP, or as it is. torch before 2.13 captures no DDP that was built on the default stream."""
     model = Chosen(heap)
-    with torch.cuda.stream(torch.cuda.Stream()) if heap.device.type == "cuda" else nullcontext():
+    if wrap is None or heap.device.type == "cpu":
         return model if wrap is None else wrap(model, mesh)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        wrapped = wrap(model, mesh)
+    torch.cuda.current_stream().wait_stream(stream)
+    return wrapped
 
 
 def check_wrapped(

@@ -31,6 +31,13 @@ def heap():
         yield heap
 
 
+def test_an_arena_of_odd_bytes_holds_every_dtype():
+    with SymmetricHeap(num_bytes=NUM_BYTES + 3, backend="host") as heap:
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+            with heap.lease((5, 3), dtype) as lease:
+                assert lease.tensor.fill_(2).sum() == 30
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_leases_are_tensors_of_their_own(heap: SymmetricHeap, seed: int):
     """Whatever comes and goes: where they lie is where the heap says, and what is in one is written by no other."""
