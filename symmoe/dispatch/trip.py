@@ -28,7 +28,7 @@ from symmoe.program.builder import mark, must_complete
 from symmoe.program.program import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
-# A rank publishes there where it receives each of these, the last for replicas.
+# Columns of the words that the ready barrier publishes: where a rank receives each of these, the last for replicas.
 READY_ROWS, READY_SLOTS, READY_PROBS, READY_WEIGHTS = range(4)
 
 
@@ -228,6 +228,7 @@ class _Trip:
         with nullcontext() if division is None else self._heap._timed("dispatch"):
             offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
             if self._extra_payload is not None:
+                # A pass may carry fewer: zeros up to the column of the weights.
                 offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], self._extra_payload.weights_offset
             self._ready = self._heap.barrier(
                 PHASE, publish=offsets, nan_on_failure=self._buffer, **self._agreed

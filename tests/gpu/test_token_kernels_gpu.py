@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from router_choices import RULES, SIZES, choices, differing, far_off, fits, hard_logits
+from router_choices import RULES, SIZES, choices, differing, wrong_extremes, fits, hard_logits
 from simulated_ranks import CASES, Case, differences, empty_arenas, peers_of_arenas, run_case
 
 from symmoe import kernels
@@ -252,4 +252,4 @@ def test_choice_of_experts(gpu, num_tokens: int, num_experts: int, top_k: int, r
 
 
 def test_scores_of_extreme_logits(gpu):
-    assert far_off(gpu, DEVICE) == {}
+    assert wrong_extremes(gpu, DEVICE) == {}

@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from layers import layer_config
-from router_choices import far_off
+from router_choices import wrong_extremes
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import twin
@@ -85,7 +85,7 @@ def test_scores_that_underflow_give_zero_probs(score: str):
 
 
 def test_scores_of_extreme_logits():
-    assert far_off(twin) == {}
+    assert wrong_extremes(twin) == {}
 
 
 def test_no_tokens():

@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 import triton
 import triton.language as tl
-from router_choices import RULES, SIZES, choices, differing, far_off, fits, hard_logits, losses
+from router_choices import RULES, SIZES, choices, differing, wrong_extremes, fits, hard_logits, losses
 from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
 
 from symmoe.kernels import control, twin
@@ -308,7 +308,7 @@ def checks() -> Iterator[tuple[str, object]]:
         for way in ((False, False), (True, False), (False, True)):
             wrong = differing(*(choices(m, logits, top_k, rule, *way) for m in (route, twin)))
             yield f"{top_k} of {num_experts} experts, {rule}, (biased, given) {way}", wrong
-    yield "scores of extreme logits", far_off(route)
+    yield "scores of extreme logits", wrong_extremes(route)
     for case in itertools.product((0, 1, 300), (20, 32), get_args(Score), (False, True)):
         yield f"losses of {case}", differing(losses(route, *case), losses(twin, *case))
     for name, case in CASES.items():

@@ -84,7 +84,7 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     ]
 
 
-def far_off(module, device: str = "cpu") -> dict[str, list[float]]:
+def wrong_extremes(module, device: str = "cpu") -> dict[str, list[float]]:
     """Small and large logits whose sqrtsoftplus score, or its slope, is not that of the formula in float64."""
     special = torch.tensor([3e38, 1e4, 1e-3, 0.0, -0.0, 1e-42, -1e-3])
     logits = torch.cat([torch.linspace(-170, 100, 993), special])[None].to(device)
