@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from router_choices import RULES, SIZES, choices, differing, wrong_extremes, fits, hard_logits
+from router_choices import RULES, SIZES, choices, differing, fits, hard_logits, wrong_extremes
 from simulated_ranks import CASES, Case, differences, empty_arenas, peers_of_arenas, run_case
 
 from symmoe import kernels

@@ -10,7 +10,16 @@ from typing import get_args
 import torch
 import triton
 import triton.language as tl
-from router_choices import RULES, SIZES, choices, differing, wrong_extremes, fits, hard_logits, losses
+from router_choices import (
+    RULES,
+    SIZES,
+    choices,
+    differing,
+    fits,
+    hard_logits,
+    losses,
+    wrong_extremes,
+)
 from simulated_ranks import CASES, differences, empty_arenas, peers_of_arenas, run_case
 
 from symmoe.kernels import control, twin
