@@ -27,7 +27,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.programs import run_program
 from symmoe.moe.ddp_and_fsdp import all_reduce_together, expert_group_of
-from symmoe.moe.router import Router, RouterOutput
+from symmoe.moe.router import Choice, Router, RouterOutput
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:
@@ -365,24 +365,17 @@ def balance_after(
     return optimizer.register_step_post_hook(lambda *_: balance_step(model, group=group))
 
 
-def count_call(
-    y: torch.Tensor,
-    router: nn.Module,
-    routed: RouterOutput,
-    expert_load: torch.Tensor,
-    token_mask: torch.Tensor | None,
+def count_needed_biases(
+    y: torch.Tensor, router: Router, routed: Choice, token_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """y, the result of a call, whose backward counts the call for the next :func:`balance_step`. router: of the layer,
-    maybe in a wrapper."""
-    if not isinstance(router, Router):
-        router = next(module for module in router.modules() if isinstance(module, Router))
-    if (step_load := router.step_load) is not None:
-        y = count_in_backward(y, expert_load, step_load)
-    if (histogram := router.step_histogram) is not None:
-        assert router.expert_bias is not None
-        of = router.expert_bias, router.config.top_k, token_mask
-        y = count_in_backward(y, needed_bias_histogram(routed.scores, *of), histogram)
-    return y
+    """y, the result of a call, whose backward adds to the router's `step_histogram`, if there is one."""
+    histogram = router.step_histogram
+    if histogram is None:
+        return y
+    assert router.expert_bias is not None
+    assert isinstance(routed, RouterOutput)
+    of = router.expert_bias, router.config.top_k, token_mask
+    return count_in_backward(y, needed_bias_histogram(routed.scores, *of), histogram)
 
 
 def count_in_backward(

@@ -29,6 +29,7 @@ from symmoe.moe.router import (
     arguments_problem,
     check_finite,
     choice_of,
+    inner_router,
     router_problem,
 )
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
@@ -272,9 +273,13 @@ class MoELayer(ExpertParallelModule):
                 )
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
-        counts = self.training and torch.is_grad_enabled()
-        if counts and router is not None and isinstance(routed, RouterOutput):
-            y = balance.count_call(y, router, routed, load[0], token_mask)
+        step_load = None
+        if router is not None and isinstance(routed, RouterOutput):
+            step_load = router.step_load
+        if step_load is not None and self.training and torch.is_grad_enabled():
+            y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
+            own = inner_router(cast(Router, router))
+            y = balance.count_needed_biases(y, own, routed, token_mask)
         if shared is not None:
             y = y + shared.join()
         aux_loss = self._aux_loss(x, token_mask, routed, load[0], load_before)
@@ -396,12 +401,8 @@ class MoELayer(ExpertParallelModule):
 
     def _load_before_call(self) -> torch.Tensor | None:
         """The load that the step counted before this call, if a loss needs it and the router counts."""
-        if self.router is None:
-            return None
-        router = next((each for each in self.router.modules() if isinstance(each, Router)), None)
-        if router is None or router.step_load is None:
-            return None
-        return router.load_before_call()
+        router = None if self.router is None else inner_router(self.router)
+        return None if router is None or router.step_load is None else router.load_before_call()
 
     def _aux_loss(
         self,

@@ -243,6 +243,11 @@ class Router(nn.Module):
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={self.options.score!r}"
 
 
+def inner_router(router: nn.Module) -> Router:
+    """The Router of a layer's router, which may wrap it."""
+    return next(module for module in router.modules() if isinstance(module, Router))
+
+
 def router_problem(router: nn.Module | None) -> ArgumentError | None:
     """The error if a module cannot be a layer's router, or None; a wrapper must expose the Router inside."""
     if router is None:
