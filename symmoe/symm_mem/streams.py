@@ -332,7 +332,7 @@ class OneCall:
                 with self._memory:
                     self._streams.begin_call()
         except BaseException:
-            self._access.__exit__()
+            self._leave()
             raise
         self._depth += 1
 
@@ -342,9 +342,13 @@ class OneCall:
             if self._depth == 0:
                 with self._memory:
                     self._streams.end_call()
-                self._streams.eager_thread = 0
         finally:
-            self._access.__exit__()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._depth == 0:
+            self._streams.eager_thread = 0
+        self._access.__exit__()
 
 
 def _take_away(reference: weakref.ref[Access]) -> None:
