@@ -130,9 +130,9 @@ class Programs:
         if self._type == "cuda":
             values[STREAM] = current_stream(self._device.index)
         steps = iter(program.steps)
-        if autocast is not None:  # its changes to operators have been made in the build
-            torch.set_autocast_enabled(self._type, False)
         try:
+            if autocast is not None:  # its changes to operators have been made in the build
+                torch.set_autocast_enabled(self._type, False)
             run_steps(steps, things, self._kernels)
         except BaseException as error:
             num_begun = len(program.steps) - length_hint(steps)
