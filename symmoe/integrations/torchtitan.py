@@ -129,7 +129,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         rows_RD, row_scores_R = dispatch_tokens(
             x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order
         )
-        self.tell(topk_expert_ids_TK, (plan.expert_load, plan.num_dropped), x_TD)
+        self.tell(topk_expert_ids_TK, plan.load, x_TD)
         return rows_RD, plan.splits.to(torch.int64), (plan, row_scores_R)
 
     @torch.compiler.disable

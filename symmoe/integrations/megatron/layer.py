@@ -240,7 +240,7 @@ class SymmMoELayer(MoELayer):
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
         plan = begun(dispatcher.plan)
-        self._tell(rows, (plan.expert_load, plan.num_dropped))
+        self._tell(rows, plan.load)
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
