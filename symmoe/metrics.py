@@ -211,7 +211,8 @@ class _Watched:
         load.add_(report.expert_load)
         if report.probs is not None:
             self._knows_probs = True
-            is_slot_TK = report.topk_idx >= 0
+            # The plan reports ids out of range; with a static capacity on a GPU it does later.
+            is_slot_TK = (report.topk_idx >= 0) & (report.topk_idx < num_experts)
             expert_N = report.topk_idx.where(is_slot_TK, 0).flatten().long()
             mass.index_add_(0, expert_N, (report.probs * is_slot_TK).flatten().double())
         total = dict(zip(_TOTALS, others, strict=True))

@@ -12,6 +12,7 @@ from worker import Findings
 from symmoe import MoEConfig, MoELayer, RouterConfig, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.metrics import MetricsLogger
+from symmoe.moe.listeners import RoutingReport
 
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 
@@ -186,6 +187,17 @@ def test_gate_mass_is_the_sum_of_probs(heap: SymmetricHeap):
         model(batch(0, number))
     assert logger.step(0)[0].gate_mass == pytest.approx(want)
     assert (want > 0).sum() > 2
+
+
+def test_gate_mass_ignores_ids_that_no_expert_has(heap: SymmetricHeap):
+    """On a GPU a call with static capacity tells its listeners before the host knows of the error."""
+    model = make_model(heap)
+    logger = MetricsLogger(model)
+    load = torch.zeros(EXPERTS, dtype=torch.int32)
+    ids = torch.tensor([[0, EXPERTS, -1], [2**20, 3, 0]], dtype=torch.int32)
+    report = RoutingReport(ids, ids, load, load[:1], 4, 4, is_training=True, probs=torch.ones(2, 3))
+    model.layers[0].listeners.tell(report)
+    assert logger.step(0)[0].gate_mass == (2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_collapsed_router_is_warned_of(heap: SymmetricHeap):
