@@ -161,7 +161,6 @@ TOKENS_PER_LOSS_BLOCK = 128
 
 # what `lay_out` reports of a plan: int32[SUMMARY_WORDS]
 SUMMARY_WORDS = 16
-BIAS_BINS = 1000  # of the biases that an expert would need to be chosen, for bias_update="quantile"
 (
     SUM_ERROR,  # one of the PLAN_* codes
     SUM_ERROR_RANK,  # the first rank concerned

@@ -25,9 +25,10 @@ from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import check_kind, check_model, modules_of
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
+from symmoe.kernels.operands import require_tensor
 from symmoe.kernels.programs import run_program
 from symmoe.moe.ddp_and_fsdp import all_reduce_together, expert_group_of
-from symmoe.moe.router import Choice, Router, RouterOutput
+from symmoe.moe.router import BIAS_BINS, Router, RouterOutput
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:
@@ -255,23 +256,23 @@ def needed_bias_histogram(
     min(bias) - 1 to max(bias) + 1. With K = E, when every expert is chosen, and without tokens, all are 0. scores: fp32
     [T, E], from 0 to 1; bias: fp32 [E]; token_mask: bool [T], False for tokens that do not count."""
     num_experts = scores.shape[1]
-    counts = torch.zeros(num_experts * control.BIAS_BINS, dtype=torch.int64, device=scores.device)
+    counts = torch.zeros(num_experts * BIAS_BINS, dtype=torch.int64, device=scores.device)
     if top_k < num_experts:
         threshold_T1 = (scores + bias).topk(top_k + 1).values[:, -1:]
         low, width = _bins(bias)
-        bin_TE = ((threshold_T1 - scores - low) / width).long().clamp(0, control.BIAS_BINS - 1)
-        bin_TE += torch.arange(num_experts, device=scores.device) * control.BIAS_BINS
+        bin_TE = ((threshold_T1 - scores - low) / width).long().clamp(0, BIAS_BINS - 1)
+        bin_TE += torch.arange(num_experts, device=scores.device) * BIAS_BINS
         counted_TE = torch.ones_like(bin_TE)
         if token_mask is not None:
             counted_TE = token_mask.unsqueeze(1).expand_as(bin_TE).long()
         counts.scatter_add_(0, bin_TE.flatten(), counted_TE.flatten())
-    return counts.view(num_experts, control.BIAS_BINS)
+    return counts.view(num_experts, BIAS_BINS)
 
 
 def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the first bin of a histogram begins, and the width of a bin."""
     low, high = bias.aminmax()
-    return low - 1, (high - low + 2) / control.BIAS_BINS
+    return low - 1, (high - low + 2) / BIAS_BINS
 
 
 @torch.no_grad()
@@ -366,16 +367,12 @@ def balance_after(
 
 
 def count_needed_biases(
-    y: torch.Tensor, router: Router, routed: Choice, token_mask: torch.Tensor | None
+    y: torch.Tensor, router: Router, routed: RouterOutput, token_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """y, the result of a call, whose backward adds to the router's `step_histogram`, if there is one."""
-    histogram = router.step_histogram
-    if histogram is None:
-        return y
-    assert router.expert_bias is not None
-    assert isinstance(routed, RouterOutput)
-    of = router.expert_bias, router.config.top_k, token_mask
-    return count_in_backward(y, needed_bias_histogram(routed.scores, *of), histogram)
+    """y, the result of a call, whose backward adds to the router's `step_histogram`, with bias_update="quantile"."""
+    bias = require_tensor("expert_bias", router.expert_bias)
+    needed = needed_bias_histogram(routed.scores, bias, router.config.top_k, token_mask)
+    return count_in_backward(y, needed, require_tensor("step_histogram", router.step_histogram))
 
 
 def count_in_backward(

@@ -157,6 +157,7 @@ class MoELayer(ExpertParallelModule):
         options = config.router
         self.router = None if options is None else Router(config, device=device, heap=heap)
         self.sums_global_load = options is not None and options.sums_global_load
+        self.counts_needed_biases = options is not None and options.bias_update == "quantile"
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
@@ -236,10 +237,9 @@ class MoELayer(ExpertParallelModule):
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
-            rows, rows_shape = tokens.to(dtype), x.shape
-            if self.fc1_latent_proj is not None:
-                rows = self.fc1_latent_proj(tokens)
-                rows_shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
+            project = self.fc1_latent_proj
+            rows = tokens.to(dtype) if project is None else project(tokens)
+            rows_shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
             router = self.router
             experts = self.experts
             is_own_choice = token_mask is None and topk_idx is None and probs is None
@@ -278,8 +278,9 @@ class MoELayer(ExpertParallelModule):
             step_load = router.step_load
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
-            own = inner_router(cast(Router, router))
-            y = balance.count_needed_biases(y, own, routed, token_mask)
+            if self.counts_needed_biases:
+                own = inner_router(cast(Router, router))
+                y = balance.count_needed_biases(y, own, cast(RouterOutput, routed), token_mask)
         if shared is not None:
             y = y + shared.join()
         aux_loss = self._aux_loss(x, token_mask, routed, load[0], load_before)

@@ -35,6 +35,8 @@ from symmoe.program.builder import noted
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import replaceable
 
+BIAS_BINS = 1000  # of the biases that an expert would need to be chosen, for bias_update="quantile"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -110,7 +112,7 @@ class Router(nn.Module):
         self._step_load = (
             torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         )
-        bins = (config.num_experts, control.BIAS_BINS)
+        bins = (config.num_experts, BIAS_BINS)
         self._step_histogram = (
             torch.zeros(bins, dtype=torch.int64, device=device)
             if options.bias_update == "quantile"
@@ -128,9 +130,7 @@ class Router(nn.Module):
     @property
     def step_load(self) -> torch.Tensor | None:
         """See the class."""
-        if self._step_load is not None:
-            self._step_load = self._at_home(self._step_load)
-        return self._step_load
+        return self._at_home("_step_load")
 
     @step_load.setter
     def step_load(self, load: torch.Tensor | None) -> None:
@@ -139,16 +139,18 @@ class Router(nn.Module):
     @property
     def step_histogram(self) -> torch.Tensor | None:
         """See the class."""
-        if self._step_histogram is not None:
-            self._step_histogram = self._at_home(self._step_histogram)
-        return self._step_histogram
+        return self._at_home("_step_histogram")
 
-    def _at_home(self, counts: torch.Tensor) -> torch.Tensor:
-        """Counts of a step on the device on which calls count; nothing is counted on "meta"."""
+    def _at_home(self, name: str) -> torch.Tensor | None:
+        """The counts of a step with this name, on the device on which calls count; nothing is counted on "meta"."""
+        counts: torch.Tensor | None = getattr(self, name)
+        if counts is None:
+            return None
         home = next(self.parameters()).device if self.heap is None else self.heap.device
-        if counts.device == home:
-            return counts
-        return torch.zeros_like(counts, device=home) if counts.is_meta else counts.to(home)
+        if counts.device != home:
+            counts = torch.zeros_like(counts, device=home) if counts.is_meta else counts.to(home)
+            setattr(self, name, counts)
+        return counts
 
     def load_before_call(self) -> torch.Tensor:
         """int64 [E]: the step's count before the layer's call that begins now. If backward recomputes a call, the count

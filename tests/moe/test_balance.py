@@ -220,6 +220,23 @@ def test_quantiles_balance_the_group(rank: int, num_ranks: int, findings: Findin
         findings.check(torch.equal(*biases), "ranks have other biases")
 
 
+def test_compiled_and_retained_calls_count_once(heap: SymmetricHeap):
+    router = RouterConfig(score="sigmoid", expert_bias=True, bias_update="quantile")
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router)
+    layer = MoELayer(config, heap)
+    found = []
+    for call in layer, torch.compile(layer, backend="aot_eager"):
+        y, _ = call(batch(0, 0).flatten(0, 1).requires_grad_())
+        assert not layer.router.step_histogram.any()
+        y.sum().backward(retain_graph=True)
+        if call is layer:
+            y.sum().backward()
+        found.append(layer.router.step_histogram.clone())
+        layer.router.start_step()
+    assert found[0].sum() == TOKENS * EXPERTS
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
