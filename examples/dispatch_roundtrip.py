@@ -33,11 +33,11 @@ def main() -> None:
     leases = [heap.lease((plan.row_capacity, HIDDEN), dtype, name=name) for name in names]
     rows_out, out, grad_out, grad_input_out = (lease.tensor for lease in leases)
     n = plan.num_rows
-    rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs, out=rows_out)
+    rows, row_probs, handle = symmoe.dispatch_tokens(x, plan, probs=probs, out=rows_out)
     expert_out = experts(
         rows, plan.splits, row_probs, out=out[:n], grad_input_out=grad_input_out[:n]
     )
-    y = symmoe.combine_tokens(expert_out, plan, grad_out=grad_out[:n])
+    y = symmoe.combine_tokens(expert_out, handle, grad_out=grad_out[:n])
     y.float().square().mean().backward()
 
     print(

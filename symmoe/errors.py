@@ -75,7 +75,7 @@ class StaleLease(SymmoeError):
 
 
 class StalePlan(SymmoeError):
-    """A plan was used in a wrong order: combined before a dispatch with it."""
+    """Calls that share a plan came in a wrong order, or backward got a copy of forward's state."""
 
 
 class StaleRows(SymmoeError):

@@ -19,10 +19,10 @@ from symmoe.checks.arguments import (
 )
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import CombineTrip, combine
-from symmoe.dispatch.plan import Plan, reads_rows_in_place
+from symmoe.dispatch.plan import DispatchHandle, Plan, ReceivedIndex, reads_rows_in_place
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
-from symmoe.errors import ArgumentError, StaleLease, StalePlan, SymmoeError
+from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import require_tensor
 from symmoe.symm_mem.heap import FailPeersOnError
@@ -36,7 +36,7 @@ def dispatch_tokens(
     probs: torch.Tensor,
     out: torch.Tensor | None = None,
     order: str = "rank",
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor, DispatchHandle]: ...
 
 
 @overload
@@ -47,7 +47,7 @@ def dispatch_tokens(
     probs: None = None,
     out: torch.Tensor | None = None,
     order: str = "rank",
-) -> tuple[torch.Tensor, None]: ...
+) -> tuple[torch.Tensor, None, DispatchHandle]: ...
 
 
 def dispatch_tokens(
@@ -57,7 +57,7 @@ def dispatch_tokens(
     probs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     order: str = "rank",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, DispatchHandle]:
     """Sends every token to the ranks of its experts. Collective; does not synchronise the host. Differentiable.
 
     Rows are ordered expert, source rank, token, k; `plan.splits` has the number of rows of each local expert. A rank
@@ -75,8 +75,8 @@ def dispatch_tokens(
         order: order in which backward sums a token's gradients (see combine_tokens).
 
     Returns:
-        rows [N, H] with exact capacity, [capacity, H] with an undefined tail with static capacity; and row_probs
-        fp32 [N] or [capacity], or None without probs.
+        rows [N, H] with exact capacity, [capacity, H] with an undefined tail with static capacity; row_probs fp32
+        [N] or [capacity], or None without probs; and the handle that combine_tokens needs.
 
     Raises:
         ArgumentError: an argument is wrong on any rank; raised on every rank (on GPUs the peers raise at their next
@@ -94,8 +94,8 @@ def dispatch_tokens(
             or _dispatch_problem(x, plan, probs, out, order),
             SEND,
         )
-        rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
-    return rows, row_probs
+        rows, row_probs, handle = _Dispatch.apply(x, probs, plan, out, order)
+    return rows, row_probs, handle
 
 
 class _Dispatch(Function):
@@ -111,21 +111,23 @@ class _Dispatch(Function):
         plan: Plan,
         out: torch.Tensor | None,
         order: str,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.plan = plan
+    ) -> tuple[torch.Tensor, torch.Tensor | None, DispatchHandle]:
         ctx.order = order
         x = x.contiguous()
         probs = None if probs is None else probs.contiguous()
-        rows, row_probs = _receive(x, plan, out, probs)
+        rows, row_probs, index = _receive(x, plan, out, probs)
+        ctx.handle = DispatchHandle(plan, index)
         if out is not None:
             rows = plan.rows_of(wrote_into(out)).detach()
-        return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
+        row_probs = None if row_probs is None else plan.rows_of(row_probs).detach()
+        return rows, row_probs, ctx.handle
 
     @staticmethod
     def backward(
-        ctx: Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
+        ctx: Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
+        plan = ctx.handle.plan
+        needs_x, needs_probs = ctx.needs_input_grad[:2]
         heap = plan.heap
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
@@ -141,7 +143,11 @@ class _Dispatch(Function):
                 d_row_probs = None
             with rows_to_read as rows:
                 with CombineTrip(
-                    rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients
+                    rows,
+                    *ctx.handle,
+                    row_values=d_row_probs,
+                    order=ctx.order,
+                    gradients=gradients,
                 ) as collection:
                     collection.collect()
         return collection.out, collection.values, None, None, None
@@ -152,24 +158,20 @@ def _receive(
     plan: Plan,
     out: torch.Tensor | None,
     probs: torch.Tensor | None = None,
-    *,
-    gradients: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    index: ReceivedIndex | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, ReceivedIndex]:
     """Dispatches x into `out`, or through a temporary lease into new memory, [N, H] with exact capacity, [N_cap, H]
-    with static capacity; also returns row_probs. Collective. gradients: None in forward."""
+    with static capacity; also returns row_probs and the index. Collective. index: None in forward."""
     if out is not None:
-        with dispatch(x, plan, out, probs, layout="expert-major", gradients=gradients) as arrival:
-            return out, arrival.row_probs
+        with dispatch(x, plan, out, probs, layout="expert-major", index=index) as arrival:
+            return out, arrival.row_probs, arrival.index
     plan.heap.statistics.num_staging_copies += 1
     shape = (plan.packed_row_capacity, x.shape[1])
     with plan.heap.lease(shape, x.dtype, name="packed rows", phase=SEND) as packed:
-        with dispatch(
-            x, plan, packed.tensor, probs, layout="packed", gradients=gradients
-        ) as arrival:
+        with dispatch(x, plan, packed.tensor, probs, layout="packed", index=index) as arrival:
             pass
-        return packed.tensor.index_select(
-            0, plan.rows_of(arrival.row_to_packed_row)
-        ), arrival.row_probs
+        packed_rows = plan.rows_of(arrival.index.row_to_packed_row)
+        return packed.tensor.index_select(0, packed_rows), arrival.row_probs, arrival.index
 
 
 def _dispatch_problem(
@@ -199,15 +201,14 @@ def _dispatch_problem(
 
 def combine_tokens(
     expert_out: torch.Tensor,
-    plan: Plan,
+    handle: DispatchHandle,
     *,
     order: str = "rank",
     grad_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums every token's rows on its own rank. Collective; does not synchronise the host. Differentiable.
 
-    The sum is unweighted: apply the probs in the experts. Raises the errors of dispatch_tokens, and StalePlan if no
-    tokens were dispatched with the plan.
+    The sum is unweighted: apply the probs in the experts. Raises the errors of dispatch_tokens.
 
     Args:
         expert_out: rows in the order of dispatch_tokens: with exact capacity [N, H] or [plan.row_capacity, H]; with
@@ -215,7 +216,7 @@ def combine_tokens(
             "slot", and between nodes, peers read the rows, so rows outside the heap are copied to it: the slow path,
             counted in `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied with any
             order.
-        plan: the plan of the dispatch.
+        handle: from dispatch_tokens. It may be used more than once.
         order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
             the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": each
             node's rows in k order, then the sums of the nodes. On one node "node" equals "slot"; between nodes "rank"
@@ -226,12 +227,12 @@ def combine_tokens(
     Returns:
         [T, H].
     """
-    check_kind("plan", plan, Plan, "what make_plan returns")
-    heap = plan.heap
+    check_kind("handle", handle, DispatchHandle, "what dispatch_tokens returns")
+    heap = handle.plan.heap
     heap.check()
     with FailPeersOnError(heap, COLLECT):
-        heap._fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
-        y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
+        heap._fail_for(_combine_problem(expert_out, handle.plan, order, grad_out), COLLECT)
+        y: torch.Tensor = _Combine.apply(expert_out, handle, order, grad_out)
     return y
 
 
@@ -244,25 +245,25 @@ class _Combine(Function):
     def forward(
         ctx: Context,
         expert_out: torch.Tensor,
-        plan: Plan,
+        handle: DispatchHandle,
         order: str,
         grad_out: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.plan = plan
+        ctx.handle = handle
         ctx.grad_out = GradientBuffer("grad_out", grad_out)
         ctx.num_rows = expert_out.shape[0]
-        with _readable_rows(expert_out, plan, order=order, name="expert output") as rows:
-            return combine(rows, plan, order=order)
+        with _readable_rows(expert_out, handle.plan, order=order, name="expert output") as rows:
+            return combine(rows, *handle, order=order)
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan = ctx.plan
+        plan, index = ctx.handle
         buffer = ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):
             plan.heap._fail_for(
                 memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND
             )
-            d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)
+            d_rows, *_ = _receive(dy.contiguous(), plan, buffer, index=index)
             d_rows = ctx.grad_out.hand_on(d_rows)
             ctx.grad_out.end_backward()
         if d_rows.shape[0] < ctx.num_rows:  # expert_out had a tail, which has no gradient
@@ -296,10 +297,6 @@ def _combine_problem(
     error: SymmoeError | None = choices_problem(order=order)
     if error is not None:
         return error
-    try:
-        plan.received_index()
-    except StalePlan as stale:
-        return stale
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
     error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:

@@ -210,9 +210,9 @@ class PublicParts(Choice):
                 run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
                 for name in ("rows", "out", "d_out", "d_rows")
             )
-            rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
+            rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs, out=received)
             y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
-            return combine_tokens(y, plan, grad_out=d_out)
+            return combine_tokens(y, handle, grad_out=d_out)
 
         return forward
 

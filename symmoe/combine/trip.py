@@ -14,7 +14,7 @@ import torch
 from symmoe import kernels
 from symmoe.combine.nodes import Collected, FromNodes
 from symmoe.dispatch.nodes import NodesPlan
-from symmoe.dispatch.plan import Plan, reads_rows_in_place
+from symmoe.dispatch.plan import Plan, ReceivedIndex, reads_rows_in_place
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import require_tensor
@@ -32,6 +32,7 @@ ComputePart = Callable[[Part | None], None]  # computes a part of combine's inpu
 def combine(
     rows: torch.Tensor,
     plan: Plan,
+    index: ReceivedIndex,
     compute: ComputePart = lambda part: None,
     *,
     order: str,
@@ -41,12 +42,13 @@ def combine(
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].
+        index: of the forward dispatch.
         compute: called for all rows, or with a division for one part after the other: the parts of a dispatch in
             reverse order. A part travels while the next one is computed. Between nodes foreign tokens are first: their
             sums travel while this node's rows are computed.
         division: the division of the SMs; None: rows do not travel during GEMMs.
     """
-    collection = CombineTrip(rows, plan, order=order)
+    collection = CombineTrip(rows, plan, index, order=order)
     if division is None or plan.nodes is not None:
         with combine_during(collection, compute, division):
             pass
@@ -139,6 +141,7 @@ class CombineTrip:
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". None: only values return.
+        index: of the forward dispatch.
         row_values: fp32 [N_cap], values to return, complete before the context begins.
         gradients: in backward, index of control.GRADIENTS; equal on all ranks.
 
@@ -150,6 +153,7 @@ class CombineTrip:
         self,
         rows: torch.Tensor | None,
         plan: Plan,
+        index: ReceivedIndex,
         *,
         order: str,
         row_values: torch.Tensor | None = None,
@@ -162,7 +166,7 @@ class CombineTrip:
         self._pulls = reads_rows_in_place(order, plan.nodes)
         self._ops = kernels.for_device(plan.heap.device)
         self._exit = ExitStack()
-        self._packed_to_row, _ = plan.received_index()
+        self._packed_to_row = index.packed_to_row
         self._agreed: control.CallFields = {
             "order": int(self._pulls if plan.nodes is None else order == "slot"),
             "gradients": gradients,

@@ -3,6 +3,6 @@
 May use the heap and precision's wire format. Begin with `plan`, then `trip`.
 """
 
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import DispatchHandle, Plan
 
-__all__ = ["Plan"]
+__all__ = ["DispatchHandle", "Plan"]

@@ -133,7 +133,7 @@ class RailRows:
         return self._integers, self._num_received
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RailPlan:
     """The path of one plan's tokens along the rail. *Sent* rows are the rows that this rank sends, in the order of
     nodes, an equal number for each other node; foreign tokens are in the order of nodes. *Home* rows are the rows of
@@ -145,20 +145,24 @@ class RailPlan:
     num_received: tuple[int, ...]  # and rows from it
     sizes: int  # ranks of a rail must agree on it, so that messages fit
     number: int  # of the plan, equal on the ranks of the rail; each node counts plans by itself
-    brings_maps: bool = True  # whether the plan's first rows still have to carry the maps
 
     @contextmanager
     def bring_in(
-        self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
+        self,
+        tensors: Sequence[torch.Tensor],
+        phase: int,
+        agreed: control.CallFields,
+        *,
+        brings_maps: bool,
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        follows. phase, agreed: as in RemoteNodes.meet. Yields a function that waits for other nodes' rows: of each
-        tensor [F, .], for F foreign tokens."""
+        follows. phase, agreed: as in RemoteNodes.meet. brings_maps: whether the rows carry the maps. Yields a function
+        that waits for other nodes' rows: of each tensor [F, .], for F foreign tokens."""
         heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         sends = of_ways([self.sent_rows(tensor) for tensor in tensors], there)
         receives = of_ways(foreign, back)
-        if self.brings_maps:
+        if brings_maps:
             num_tokens = len(self.found.token_to_home_row)
             num_home = len(self.found.home_row_to_token)
             lines, (sent, come_from) = (
@@ -170,7 +174,6 @@ class RailPlan:
             sends += [(node, sent[node]) for node, _ in there]
             receives += [(node, come_from[node]) for node, _ in back]
         self.meet(phase, agreed)
-        self.brings_maps = False
         with ExitStack() as travels:
             begin = partial(travels.enter_context, nodes_of(heap).moving(sends, receives))
             # A graph may run branches in sequence, in any order. Ranks that wait for other nodes before they reach the
@@ -185,7 +188,7 @@ class RailPlan:
 
     @property
     def key(self) -> Hashable:
-        """What determines the messages besides tensors; see also :attr:`brings_maps`."""
+        """What determines the messages besides tensors."""
         return self.num_sent, self.num_received, self.sizes
 
     def meet(self, phase: int, agreed: control.CallFields) -> None:
@@ -226,7 +229,7 @@ class NodesPlan(Generic[P]):
     """The paths of a plan's tokens to other nodes, along `rails`, and inside them."""
 
     def __init__(self, plan: P, rails: RailPlan) -> None:
-        self._plan = copy.copy(plan)
+        self._plan = plan
         self._topology = rails.heap.topology
         self.rails = rails
 

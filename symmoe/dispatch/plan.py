@@ -21,7 +21,7 @@ from symmoe.checks.arguments import (
     tensor_problem,
 )
 from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, plan_in_node
-from symmoe.errors import ArgumentError, StalePlan
+from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, in_storage, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part
@@ -40,9 +40,19 @@ _OVERFLOW = {
 }
 
 
-@dataclass(eq=False)
+class ReceivedIndex(NamedTuple):
+    """Where the rows that a dispatch has received lie.
+
+    packed_to_row: int32 [P_cap, K], rows of each packed row in k order. row_to_packed_row: int32 [N_cap]; the tail
+    is 0."""
+
+    packed_to_row: torch.Tensor
+    row_to_packed_row: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Plan(PlanIntegers):
-    """The result of :func:`make_plan`: tensors on the heap's device, and their sizes on the host.
+    """The result of :func:`make_plan`: tensors on the heap's device, and their sizes on the host. It never changes.
 
     Attributes:
         splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
@@ -58,8 +68,6 @@ class Plan(PlanIntegers):
         generation: epoch of the plan's barrier; all ranks of a trip must pass the same plan.
         num_rows: N on the host; None with static capacity, where only the device knows N, and for a plan with reserved
             a row budget until it is settled.
-        packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
-        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
         max_rows, max_packed_rows: the largest N and P of any rank; None like num_rows.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
         fits_budget: False for a settled plan with too small a budget on some rank: it then has no rows.
@@ -77,8 +85,6 @@ class Plan(PlanIntegers):
     has_sizes: bool
     generation: int
     num_rows: int | None = None
-    packed_to_row: torch.Tensor | None = None
-    row_to_packed_row: torch.Tensor | None = None
     max_rows: int | None = None
     max_packed_rows: int | None = None
     most_sent: int = 0
@@ -87,16 +93,21 @@ class Plan(PlanIntegers):
 
     phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
 
-    def wait_for_sizes(self) -> None:
-        """Settles a plan with a row budget: reads the rows that its routing needs, and whether they fit. Waits until
-        the device has made the plan. Other plans are settled from the start. ExpertIdError, ConfigMismatch: see
-        make_plan; on every rank."""
+    def but(self, **changes: Any) -> Plan:
+        """The same plan with other values of these attributes."""
+        plan = object.__new__(Plan)
+        vars(plan).update(vars(self), **changes)
+        return plan
+
+    def settled(self) -> Plan:
+        """The plan with the rows that its routing needs, and whether they fit into its row budget. Waits until the
+        device has made the plan, unless the host has its sizes. ExpertIdError, ConfigMismatch: see make_plan; on every
+        rank."""
         if self.has_sizes:
-            return
+            return self
         report = self.heap.await_report(self.generation)
-        self.has_sizes = True
-        self.fits_budget = report[control.SUM_ERROR] != control.PLAN_OVER_BUDGET
-        if self.fits_budget and report[control.SUM_ERROR] != control.PLAN_OK:
+        fits_budget = report[control.SUM_ERROR] != control.PLAN_OVER_BUDGET
+        if fits_budget and report[control.SUM_ERROR] != control.PLAN_OK:
             if (
                 report[control.SUM_ERROR] == control.PLAN_FAULT
                 and self.heap.nodes is not None
@@ -105,24 +116,26 @@ class Plan(PlanIntegers):
                 self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, recorded here
             self.heap.synchronize()  # a peer's fault is recorded, and with a budget also the plan's own
             raise self.heap.faults.of_plan(report)
-        self.num_rows = report[control.SUM_NUM_ROWS]
-        self.most_sent = report[control.SUM_MOST_SENT]
-        self.max_rows = max(1, report[control.SUM_MAX_ROWS])
-        self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
-        if self.row_capacity < 0:
-            self.row_capacity = self.max_rows
-            self.packed_row_capacity = self.max_packed_rows
-            self.expected_rows = self.expected_rows or rounded_up(self.max_rows)
+        num_rows = report[control.SUM_NUM_ROWS]
+        max_rows = max(1, report[control.SUM_MAX_ROWS])
+        max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         self.heap.waits.flight.note(
-            self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED]
+            self.generation, num_rows=num_rows, num_packed=report[control.SUM_NUM_PACKED]
         )
-
-    def shrink(self) -> None:
-        """Gives later buffers only the rows that the routing needs, after forward with a row budget. Local."""
-        self.row_capacity, self.packed_row_capacity = self.needed_rows
-        packed_to_row, row_to_packed_row = self.received_index()
-        self.packed_to_row = packed_to_row[: self.packed_row_capacity]
-        self.row_to_packed_row = row_to_packed_row[: self.row_capacity]
+        settled = self.but(
+            has_sizes=True,
+            fits_budget=fits_budget,
+            num_rows=num_rows,
+            most_sent=report[control.SUM_MOST_SENT],
+            max_rows=max_rows,
+            max_packed_rows=max_packed_rows,
+        )
+        if self.row_capacity >= 0:
+            return settled
+        expected_rows = self.expected_rows or rounded_up(max_rows)
+        return settled.but(
+            row_capacity=max_rows, packed_row_capacity=max_packed_rows, expected_rows=expected_rows
+        )
 
     @property
     def needed_rows(self) -> tuple[int, int]:
@@ -188,14 +201,13 @@ class Plan(PlanIntegers):
         """The part of a row buffer for callers: N rows (exact capacity) or all rows (static)."""
         return buffer if self.num_rows is None else buffer[: self.num_rows]
 
-    def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched. StalePlan: no tokens have
-        been dispatched with this plan yet."""
-        if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise StalePlan(
-                "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
-            )
-        return self.packed_to_row, self.row_to_packed_row
+
+class DispatchHandle(NamedTuple):
+    """What a combine needs of a dispatch: the plan, and where the received rows lie. An opaque result of
+    dispatch_tokens."""
+
+    plan: Plan
+    received_index: ReceivedIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,9 +244,7 @@ class PlanRequest:
                 self.key, functools.partial(self.launch, generation), inputs, plan=generation
             )
             plan = self.plan(storage, generation)
-        if self.row_capacity < 0:
-            plan.wait_for_sizes()
-        return MadePlan(plan, found)
+        return MadePlan(plan.settled() if self.row_capacity < 0 else plan, found)
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
         """Same as plan_of, and notes the plan, in the turn on the heap in which its kernels were launched."""
@@ -457,7 +467,7 @@ def plan_call(
     find_budget: FindBudget = lambda: None,
 ) -> Plan:
     """Same as make_plan, for calls that continue with a trip: between nodes, the trip raises an error at the plan's end
-    on other ranks. With exact capacity the host does not wait if there is a row budget: see Plan.wait_for_sizes.
+    on other ranks. With exact capacity the host does not wait if there is a row budget: see Plan.settled.
     find_budget: with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all
     ranks: the rows that the routing needs. Called after this rank, like its peers, has noticed errors of earlier
     calls."""
@@ -594,10 +604,10 @@ def _made_between_nodes(
     if reads_lengths:
         numbers = torch.stack([integers[: len(num_received)], num_received])
         sent, received = numbers.tolist()
-    plan.nodes = plan_in_node(
+    nodes = plan_in_node(
         heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + request.top_k
     )
-    return MadePlan(plan, routed)
+    return MadePlan(plan.but(nodes=nodes), routed)
 
 
 def plan_problem(

@@ -1,7 +1,7 @@
 """The dispatch trip without autograd: rows of tokens travel to the ranks of their experts (docs/design/trips.md).
 
 The receive buffer is packed [P, H], one row per (token, rank), from which readers gather through
-`plan.row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (a token's rows on the rank, and their
+`row_to_packed_row`, or expert-major [N, H]. Forward sends rows and slots (a token's rows on the rank, and their
 probs); backward sends only rows.
 
 Without a division of the SMs, all rows travel between two barriers. With a division, rows travel on a branch stream
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import Plan, ReceivedIndex
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
@@ -40,7 +40,7 @@ class Arrival:
 
     parts: Iterator[Part] | None
     row_probs: torch.Tensor | None  # fp32; None without probs
-    row_to_packed_row: torch.Tensor  # int32
+    index: ReceivedIndex
 
 
 class ExtraPayload(Protocol):
@@ -62,19 +62,20 @@ def dispatch(
     probs: torch.Tensor | None = None,
     *,
     layout: str,
-    gradients: int | None = None,
+    index: ReceivedIndex | None = None,
+    gradients: int = 0,
     division: Division | None = None,
     is_last: bool = True,
     extra_payload: ExtraPayload | None = None,
 ) -> Iterator[Arrival]:
     """Sends rows of x [T, H], and in forward slots, to every rank's `buffer` (on the heap). Collective. A context: at
-    its end all rows have been sent and received. Does not synchronise the host. Forward sets the plan's `packed_to_row`
-    and `row_to_packed_row`; backward needs them.
+    its end all rows have been sent and received. Does not synchronise the host.
 
     Args:
         probs: fp32 [T, K], which travel along in forward.
         layout: layout of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
-        gradients: in backward, index of control.GRADIENTS, the gradients to collect, equal on all ranks; None: forward.
+        index: in backward, of the forward dispatch; None: forward, which also sends slots and makes the index.
+        gradients: in backward, index of control.GRADIENTS, the gradients to collect, equal on all ranks.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
         is_last: False if another trip of the same call follows, which ends with a barrier of nodes.
         extra_payload: other data that travels, complete when all rows are.
@@ -83,7 +84,7 @@ def dispatch(
         "hidden": x.shape[1],
         "dtype": control.DTYPES.index(x.dtype),
         "probs": int(probs is not None),
-        "gradients": gradients or 0,
+        "gradients": gradients,
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
     }
@@ -92,10 +93,10 @@ def dispatch(
         agreed = {"replicas": 1, "config": number}
     agreed["plan"] = plan.generation
     with ExitStack() as stack:
-        if gradients is None:
-            index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
+        if index is None:
+            slots = stack.enter_context(_received_slots(plan, has_probs=probs is not None))
         else:
-            index = _Index(*plan.received_index())
+            slots = _ReceivedSlots(index)
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
@@ -104,17 +105,19 @@ def dispatch(
             None
             if plan.nodes is None
             else stack.enter_context(
-                plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed)
+                plan.nodes.rails.bring_in(
+                    tensors, control.PHASE_NODES_OUT, agreed, brings_maps=index is None
+                )
             )
         )
         travelling = _token_sources(plan, tensors, come, agreed if is_last else None)
-        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, extra_payload)
+        trip = _Trip(plan, buffer, layout, slots, travelling, agreed, division, extra_payload)
         if division is not None:
             with trip.arriving() as parts:
-                yield Arrival(parts, index.row_probs, index.row_to_packed_row)
+                yield Arrival(parts, slots.row_probs, slots.index)
             return
         trip.send()
-    yield Arrival(None, index.row_probs, index.row_to_packed_row)
+    yield Arrival(None, slots.row_probs, slots.index)
 
 
 def _token_sources(
@@ -134,11 +137,10 @@ def _token_sources(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Index:
-    """The index of received rows, made from the slots of a dispatch: tensors as in Plan and Arrival."""
+class _ReceivedSlots:
+    """The slots that travel with rows, from which the index of received rows is made: tensors as in Arrival."""
 
-    packed_to_row: torch.Tensor
-    row_to_packed_row: torch.Tensor
+    index: ReceivedIndex
     row_probs: torch.Tensor | None = None
     slots: torch.Tensor | None = None  # their buffer, int32 [P_cap, K]; None in backward
     probs: torch.Tensor | None = None  # fp32
@@ -170,13 +172,13 @@ class _Index:
                 packed,
                 num_rows,
                 trip,
-                (self.packed_to_row, self.row_to_packed_row, self.row_probs),
+                (*self.index, self.row_probs),
             )
 
 
 @contextmanager
-def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
-    """A context that leases buffers for slots. After it, unless it raises, the plan has the index."""
+def _received_slots(plan: Plan, *, has_probs: bool) -> Iterator[_ReceivedSlots]:
+    """A context that leases buffers for slots."""
     heap = plan.heap
     shape = (plan.packed_row_capacity, plan.top_k)
     packed_to_row = torch.empty(shape, dtype=torch.int32, device=heap.device)
@@ -191,11 +193,8 @@ def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
         heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as probs,
     ):
         offsets = slots.offset, probs.offset
-        yield _Index(
-            packed_to_row, row_to_packed_row, row_probs, slots.tensor, probs.tensor, offsets
-        )
-    plan.packed_to_row = packed_to_row
-    plan.row_to_packed_row = row_to_packed_row
+        index = ReceivedIndex(packed_to_row, row_to_packed_row)
+        yield _ReceivedSlots(index, row_probs, slots.tensor, probs.tensor, offsets)
 
 
 @dataclass(eq=False)
@@ -206,7 +205,7 @@ class _Trip:
     _plan: Plan
     _buffer: torch.Tensor
     _layout: str
-    _index: _Index
+    _slots: _ReceivedSlots
     _token_sources: Iterator[tuple[Plan, list[torch.Tensor]]]  # see _token_sources
     _agreed: control.CallFields
     _division: Division | None
@@ -226,7 +225,7 @@ class _Trip:
             int, torch.cuda.Event | None
         ] = {}  # by source, the event after which its rows are complete
         with nullcontext() if division is None else self._heap._timed("dispatch"):
-            offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._index.offsets
+            offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._slots.offsets
             if self._extra_payload is not None:
                 # A pass may carry fewer: zeros up to the column of the weights.
                 offsets = *(*offsets, 0, 0)[:READY_WEIGHTS], self._extra_payload.weights_offset
@@ -237,7 +236,7 @@ class _Trip:
     def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
         """Yields the plan and the rows [T, H] to send next, after their slots have been sent."""
         for tokens, (rows, *values) in self._token_sources:
-            self._index.push(tokens, values[0] if values else None, self._ready)
+            self._slots.push(tokens, values[0] if values else None, self._ready)
             yield tokens, rows
 
     def send(self) -> None:
@@ -406,7 +405,7 @@ class _Trip:
         result of the wait for them."""
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
-        self._index.read(
+        self._slots.read(
             (start[first : first + 1], start[end : end + 1]),
             self._plan.num_present,
             (self._ready, arrived),
@@ -416,7 +415,7 @@ class _Trip:
         ):  # the only rank of a node has placed all rows
             self._ops.fan_out(
                 self._buffer,
-                self._index.packed_to_row,
+                self._slots.index.packed_to_row,
                 start,
                 rank=self._heap.rank,
                 source=source,

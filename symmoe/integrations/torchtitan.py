@@ -21,7 +21,7 @@ import torch
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
-from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
+from symmoe.dispatch.plan import DispatchHandle, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
 from symmoe.integrations.given_topk import give_topk
 from symmoe.moe.listeners import Listeners
@@ -120,26 +120,26 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,
         topk_scores_TK: torch.Tensor,
         topk_expert_ids_TK: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[Plan, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[DispatchHandle, torch.Tensor]]:
         plan = plan_call(
             topk_expert_ids_TK,
             heap,
             PlanOptions(self.num_experts, hidden=x_TD.shape[1], dtype=x_TD.dtype),
         )
-        rows_RD, row_scores_R = dispatch_tokens(
+        rows_RD, row_scores_R, handle = dispatch_tokens(
             x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order
         )
         self.tell(topk_expert_ids_TK, plan.load, x_TD)
-        return rows_RD, plan.splits.to(torch.int64), (plan, row_scores_R)
+        return rows_RD, plan.splits.to(torch.int64), (handle, row_scores_R)
 
     @torch.compiler.disable
     def _combine(
-        self, routed_output_RD: torch.Tensor, plan: Plan, row_scores_R: torch.Tensor
+        self, routed_output_RD: torch.Tensor, handle: DispatchHandle, row_scores_R: torch.Tensor
     ) -> torch.Tensor:
         scored_RD = (routed_output_RD * row_scores_R[:, None]).to(
             routed_output_RD.dtype
         )  # the product is fp32
-        return combine_tokens(scored_RD, plan, order=self.config.order)
+        return combine_tokens(scored_RD, handle, order=self.config.order)
 
     def tell(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
         """Reports a call to listeners. load: the plan's expert_load and num_dropped."""

@@ -396,7 +396,7 @@ class _Integers:
         return view
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PlanIntegers:
     """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes, with these
     shapes. T tokens, K slots per token, E experts, R ranks, B blocks; -1 in a map means "none".

@@ -8,7 +8,6 @@ while GEMMs run (moe/overlap.py). Both choices give the same bits.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +21,14 @@ import torch
 from symmoe.autograd import Context, Function, transform_problem, wrote_into
 from symmoe.checks.arguments import CHOICES, choices_problem, kernel_rows, memory_problem
 from symmoe.combine.trip import CombineTrip, combine, combine_during
-from symmoe.dispatch.plan import MAX_TOP_K, MadePlan, Plan, PlanRequest, reads_rows_in_place
+from symmoe.dispatch.plan import (
+    MAX_TOP_K,
+    MadePlan,
+    Plan,
+    PlanRequest,
+    ReceivedIndex,
+    reads_rows_in_place,
+)
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError
 from symmoe.grouped.experts import (
@@ -250,8 +256,11 @@ class _EPStep(NamedTuple):
         if self.plan.nodes is None:
             return (*key, self.kind), inputs, numbers
         rails = self.plan.nodes.rails
-        key = *key, self.kind, rails.brings_maps
-        return key, [*inputs, rails.found.storage], {**numbers, "rail_plan": rails.number}
+        return (
+            (*key, self.kind),
+            [*inputs, rails.found.storage],
+            {**numbers, "rail_plan": rails.number},
+        )
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease for rows, with the width and dtype of `rows`, that arrive from all ranks."""
@@ -274,7 +283,7 @@ class _EPStep(NamedTuple):
         self,
         plan: Plan,
         received: torch.Tensor,
-        row_to_packed_row: torch.Tensor,
+        index: ReceivedIndex,
         row_probs: torch.Tensor,
     ) -> ExpertRows:
         """The rows in the kernels' form. plan: the plan of one run."""
@@ -283,7 +292,7 @@ class _EPStep(NamedTuple):
             plan.row_range,
             row_probs,
             bias_scale=row_probs if self.form.have_biases[1] else None,
-            row_index=row_to_packed_row if self.is_packed else None,
+            row_index=index.row_to_packed_row if self.is_packed else None,
         )
 
 
@@ -325,8 +334,10 @@ def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _E
     )
     if not heap.memory.lacks(needed):
         return step
-    plan.shrink()
-    return step._replace(kind=None, num_rows=max(1, plan.num_rows))
+    num_rows = max(1, plan.num_rows)
+    rows, packed_rows = plan.needed_rows
+    plan = plan.but(row_capacity=rows, packed_row_capacity=packed_rows)
+    return step._replace(plan=plan, kind=None, num_rows=num_rows)
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
@@ -369,8 +380,7 @@ class _Found(NamedTuple):
 
     storage: torch.Tensor  # of the plan
     routed: Sequence[torch.Tensor]  # logits, probs and scores of a route that has run
-    packed_to_row: torch.Tensor  # as in Plan
-    row_to_packed_row: torch.Tensor
+    received_index: ReceivedIndex
     received: Lease  # the received rows
     row_probs: torch.Tensor  # their probs
     a: Any  # the activation, see SecondInput
@@ -381,7 +391,7 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass. They change no shared object: the plan is their own."""
+    """The two halves of a forward pass."""
 
     step: _EPStep
     x: torch.Tensor
@@ -406,7 +416,7 @@ class _Forward:
             storage, *routed = step.plan.launch(self.generation)
             plan = step.plan.plan_of(storage, self.generation)
         else:
-            plan = copy.copy(step.plan)
+            plan = step.plan
         sent = _on_wire(self.x, step.options.wire.rows)
         probs = require_tensor("probs", routed[1] if self.probs is None else self.probs)
         replicas = ReplicaTrip(plan, self.weights)
@@ -417,25 +427,34 @@ class _Forward:
             sent, plan, received.tensor, probs, extra_payload=replicas.extra_payload
         ) as arrival:
             row_probs = require_tensor("row_probs", arrival.row_probs)
-            rows = step.rows(plan, received.tensor, arrival.row_to_packed_row, row_probs)
+            rows = step.rows(plan, received.tensor, arrival.index, row_probs)
             hidden, a = replicas.weights.first_layer(
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
-        planned = plan.storage, routed, *plan.received_index()
-        return _Found(*planned, received, row_probs, a, hidden, replicas.lease), plan, replicas
+        found = _Found(
+            plan.storage, routed, arrival.index, received, row_probs, a, hidden, replicas.lease
+        )
+        return found, plan, replicas
 
     def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
         """The second half, FC2 and combine: y [T, H]."""
         step = self.step
         received = found.received
-        rows = step.rows(plan, received.tensor, plan.received_index()[1], found.row_probs)
+        rows = step.rows(plan, received.tensor, found.received_index, found.row_probs)
         if self.frees:
             received.release()
         shape = (plan.row_capacity, self.x.shape[1])
         order = step.options.order
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
             compute = partial(replicas.weights.second_layer, found.a, rows, out.tensor)
-            y = combine(out.tensor, plan, compute, order=order, division=step.overlap.combine)
+            y = combine(
+                out.tensor,
+                plan,
+                found.received_index,
+                compute,
+                order=order,
+                division=step.overlap.combine,
+            )
         replicas.finish()
         return y
 
@@ -523,14 +542,10 @@ class ExpertParallelMLP(Function):
             found = _Found._make(heap._run(kind, function, operands, **numbers))
             if isinstance(step.plan, PlanRequest):
                 plan = step.plan.plan(found.storage, generation)
-            elif plan.nodes is not None:
-                plan.nodes.rails.brings_maps = False  # the maps have travelled
         routed = routed or found.routed
-        plan.packed_to_row = found.packed_to_row
-        plan.row_to_packed_row = found.row_to_packed_row
         saved = forward.kept(found) if keeps else None
         load = plan.load
-        plan.wait_for_sizes()  # all work is launched: now the host may wait for the plan
+        plan = plan.settled()  # all work is launched: now the host may wait for the plan
         if saved is not None:
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
@@ -546,6 +561,7 @@ class ExpertParallelMLP(Function):
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
             ctx.step = step._replace(plan=plan)
+            ctx.index = found.received_index
             ctx.linears = call.experts.linears
             ctx.rule = route and route.rule
             ctx.routes_rows = route is not None and route.x is x
@@ -600,6 +616,10 @@ def _backward(
     experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = ctx.step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = cast(Plan, step.plan)
+    index = ReceivedIndex(
+        _resized_rows(ctx.index.packed_to_row, plan.packed_row_capacity),
+        _resized_rows(ctx.index.row_to_packed_row, plan.row_capacity),
+    )
     options = step.options
     # As large as in forward, if possible, so that sizes repeat.
     kept = _Kept(received, hidden, row_probs).with_rows(
@@ -626,6 +646,7 @@ def _backward(
     needs = (needs_x, needs_probs)
     backward = _Backward(
         step,
+        index,
         dy,
         x,
         kept,
@@ -636,7 +657,7 @@ def _backward(
         route,
         tensors,
     )
-    of_plan = plan.storage, *plan.received_index()
+    of_plan = plan.storage, *index
     kept_tensors = kept.received, *kept.hidden, kept.row_probs
     read = dy, x, *kept_tensors, *of_plan, *weights.operands
     targets = (fc1.option, fc2.option)
@@ -668,6 +689,7 @@ class _Backward:
     """A backward pass: of the tokens x, or of the rows that forward has received."""
 
     step: _EPStep
+    index: ReceivedIndex
     dy: torch.Tensor
     x: torch.Tensor | None
     kept: _Kept
@@ -690,13 +712,18 @@ class _Backward:
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         division = step.overlap.gradient_dispatch
         send = partial(
-            dispatch, plan=plan, layout=options.layout, gradients=gradients, division=division
+            dispatch,
+            plan=plan,
+            layout=options.layout,
+            index=self.index,
+            gradients=gradients,
+            division=division,
         )
         replicas = ReplicaTrip(plan, self.weights, self.targets)
         if received is None:
             sent = _on_wire(require_tensor("x", self.x), options.wire.rows)
             received = step.receive(sent, name="received rows").tensor
-        rows = step.rows(plan, received, plan.received_index()[1], row_probs)
+        rows = step.rows(plan, received, self.index, row_probs)
         if self.kept.received is None:  # the plan has the routing
             with send(
                 sent, buffer=received, is_last=False, extra_payload=replicas.extra_payload
@@ -748,6 +775,7 @@ class _Backward:
                 sums = CombineTrip(
                     d_rows,
                     plan,
+                    self.index,
                     order=options.order,
                     row_values=experts_backward.d_scale if needs_probs else None,
                     gradients=gradients,

@@ -63,8 +63,8 @@ def run(
     x.requires_grad_()
     plan = make_plan(routing(heap.rank, num_experts), num_experts=num_experts, heap=heap)
     if layout is None:
-        rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-        y = combine_tokens(experts(rows, plan.splits, row_probs), plan, order=order)
+        rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs)
+        y = combine_tokens(experts(rows, plan.splits, row_probs), handle, order=order)
     else:
         way = {"order": order, "layout": layout, "schedule": schedule}
         y = expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire, **way)

@@ -155,13 +155,13 @@ def test_nobody_sees_replicas(rank: int, num_ranks: int, findings: Findings, dev
                     experts = torch.cat([experts, plan.replica_to_expert[rank].cpu()])
                 tokens = x.clone().requires_grad_()
                 weights = probs.clone().requires_grad_()
-                rows, row_probs = dispatch_tokens(tokens, plan, probs=weights, order="slot")
+                rows, row_probs, handle = dispatch_tokens(tokens, plan, probs=weights, order="slot")
                 factors = (
                     on_device((1.5 + experts).repeat_interleave(plan.splits.long().cpu()), heap)
                     * row_probs
                 )
                 y = combine_tokens(
-                    (rows.float() * factors[:, None]).to(rows.dtype), plan, order="slot"
+                    (rows.float() * factors[:, None]).to(rows.dtype), handle, order="slot"
                 )
                 y.backward(x)
                 results.append((y, tokens.grad, weights.grad))

@@ -30,13 +30,15 @@ class Call:
         self._plan = make_plan(ids.to(heap.device), num_experts=num_experts, heap=heap)
         self._x = torch.randn(T, H, device=heap.device, requires_grad=True)
         self._probs = torch.rand(T, K, device=heap.device, requires_grad=True)
-        rows, row_probs = dispatch_tokens(self._x, self._plan, probs=self._probs, order=order)
+        rows, row_probs, self._handle = dispatch_tokens(
+            self._x, self._plan, probs=self._probs, order=order
+        )
         self._rows = rows * row_probs[:, None]
         heap.synchronize()
 
     def make(self) -> None:
         if self._where == "combine":
-            self._y = combine_tokens(self._rows.detach(), self._plan, order=self._order)
+            self._y = combine_tokens(self._rows.detach(), self._handle, order=self._order)
         else:
             self._rows.sum().backward()
 

@@ -119,8 +119,8 @@ def test_captured_calls_are_replayed(
                 (dx,) = torch.autograd.grad(y, tokens, x)
                 return torch.cat([y.detach(), dx])
             plan = make_plan(ids, num_experts=num_experts, heap=heap, capacity=capacity)
-            rows, _ = dispatch_tokens(x, plan)
-            return combine_tokens(rows, plan, order="slot")
+            rows, _, handle = dispatch_tokens(x, plan)
+            return combine_tokens(rows, handle, order="slot")
 
         def fill() -> None:
             chosen = [

@@ -19,11 +19,11 @@ def fail_together(heap: SymmetricHeap, capacity: int | None) -> tuple[str, str]:
         plan = make_plan(
             ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, capacity=capacity
         )
-        rows, _ = dispatch_tokens(
+        rows, _, handle = dispatch_tokens(
             torch.ones(T, 2 * H if heap.rank == 0 else H, device=heap.device), plan
         )
         weight = torch.ones(H, FFN, device=heap.device)
-        combine_tokens(rows @ weight @ weight.t(), plan)
+        combine_tokens(rows @ weight @ weight.t(), handle)
         heap.synchronize()
 
     return outcome(call)
@@ -61,8 +61,8 @@ def look_late(rank: int, num_ranks: int) -> list[str]:
 
         def call() -> None:
             plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap, capacity=4 * T * K)
-            rows, _ = dispatch_tokens(x, plan)
-            y = combine_tokens(rows, plan)
+            rows, _, handle = dispatch_tokens(x, plan)
+            y = combine_tokens(rows, handle)
             heap.synchronize()
             findings.check(torch.equal(y, K * x), "rows are wrong")
 

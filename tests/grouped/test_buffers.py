@@ -607,9 +607,11 @@ class Step:
                 else None
             )
 
-        rows, row_probs = symmoe.dispatch_tokens(self.x, plan, probs=self.probs, out=lease())
+        rows, row_probs, handle = symmoe.dispatch_tokens(
+            self.x, plan, probs=self.probs, out=lease()
+        )
         out = self.model(rows, plan.splits, row_probs, out=lease(), grad_input_out=lease())
-        return symmoe.combine_tokens(out, plan, grad_out=lease())
+        return symmoe.combine_tokens(out, handle, grad_out=lease())
 
     def run(self, *, on_heap: bool) -> list[torch.Tensor]:
         """y, d_x, d_probs, gradients of the experts."""
@@ -642,10 +644,10 @@ def test_a_second_backward_through_combine(heap):
     """Right if the graph is retained; an error, on every rank alike, if its buffer has been let go of."""
     step = Step(heap)
     plan = symmoe.make_plan(step.ids, num_experts=4, heap=heap)
-    rows, _ = symmoe.dispatch_tokens(step.x, plan)
+    rows, _, handle = symmoe.dispatch_tokens(step.x, plan)
     leaf = rows.detach().clone().requires_grad_()
     grad_out = heap.lease((plan.row_capacity, H), torch.float32).tensor[: rows.shape[0]]
-    y = symmoe.combine_tokens(leaf, plan, grad_out=grad_out)
+    y = symmoe.combine_tokens(leaf, handle, grad_out=grad_out)
     y.backward(step.d_y, retain_graph=True)
     first = leaf.grad.clone()
     y.backward(step.d_y)

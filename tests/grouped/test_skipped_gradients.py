@@ -216,7 +216,7 @@ def test_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) ->
                 x = tokens_of(rank, T + rank, H).to(heap.device).requires_grad_(needs[0])
                 probs = torch.full((T + rank, K), 0.5, device=heap.device, requires_grad=needs[1])
                 plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
-                rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs, order=order)
+                rows, row_probs, _ = symmoe.dispatch_tokens(x, plan, probs=probs, order=order)
                 epoch = heap.epoch
                 with counted_kernels(heap) as launches:
                     (rows * row_probs[:, None]).square().sum().backward()
@@ -285,8 +285,8 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
             weights = probs.clone().requires_grad_(needs[1])
             plan = symmoe.make_plan(routing(heap), num_experts=2 * num_ranks, heap=heap)
             if parts:
-                rows, row_probs = symmoe.dispatch_tokens(leaf, plan, probs=weights)
-                y = symmoe.combine_tokens(mlp(rows, plan.splits, row_probs), plan)
+                rows, row_probs, handle = symmoe.dispatch_tokens(leaf, plan, probs=weights)
+                y = symmoe.combine_tokens(mlp(rows, plan.splits, row_probs), handle)
             else:
                 y = expert_parallel_mlp(leaf, weights, mlp, plan)
             y.sum().backward()

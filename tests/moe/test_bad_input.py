@@ -116,7 +116,7 @@ def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
     findings.equal("uneven T", found, ("ConfigMismatch", wanted))
     goes_on(heap, findings)
     # The order of dispatch is that of its backward.
-    rows, _ = dispatch_tokens(
+    rows, *_ = dispatch_tokens(
         torch.randn(T, H, requires_grad=True), plan_of(heap), order="slot" if rank else "rank"
     )
     wanted = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
@@ -130,14 +130,13 @@ def test_misuse(rank: int, num_ranks: int, findings: Findings):
     """Calls in a wrong order, more rows than the capacity, orders of sums that differ, and a heap that is closed."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         plan = plan_of(heap)
-        text = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
         found = outcome(combine_tokens, torch.ones(plan.num_rows, H), plan)
-        wanted = ("StalePlan", text if rank == 0 else f"on rank 0: {text}")
-        findings.equal("combine before dispatch", found, wanted)
-        for call, none in itertools.product(
-            (dispatch_tokens, combine_tokens), (None, "plan", 7)
-        ):  # no peer is told
-            expect(findings, outcome(call, torch.ones(T, H), none), "ArgumentError", "plan (")
+        expect(findings, found, "ArgumentError", "handle (", "what dispatch_tokens returns")
+        for none in (None, "plan", 7):  # no peer is told
+            found = outcome(dispatch_tokens, torch.ones(T, H), none)
+            expect(findings, found, "ArgumentError", "plan (")
+            found = outcome(combine_tokens, torch.ones(T, H), none)
+            expect(findings, found, "ArgumentError", "handle (")
         goes_on(heap, findings)
         last = torch.full((T, K), 2 * num_ranks - 1)
         for capacity in (1, T * K * num_ranks - 1):
@@ -170,7 +169,7 @@ def test_plans(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHea
             f"culprit {culprit}, a fault between {fails_between}, rank {rank} of {num_ranks}"
         )
         old = plan_of(heap)
-        dispatch_tokens(x, old)
+        *_, old_handle = dispatch_tokens(x, old)
         if fails_between:  # epochs that were launched and have not counted are nobody's generations
             findings.equal(
                 "error", Stage("make_plan", heap).call(overflow=rank)[0], "ArgumentError"
@@ -180,13 +179,14 @@ def test_plans(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHea
         mine = old if rank == culprit else new
         found = outcome(dispatch_tokens, x, mine)
         findings.equal("error", found, ("ConfigMismatch", text.format("dispatch: ready")))
-        dispatch_tokens(x, new)
-        found = outcome(combine_tokens, torch.ones(mine.num_rows, H), mine)
+        *_, new_handle = dispatch_tokens(x, new)
+        mine = old_handle if rank == culprit else new_handle
+        found = outcome(combine_tokens, torch.ones(mine.plan.num_rows, H), mine)
         findings.equal("error", found, ("ConfigMismatch", text.format("combine: ready")))
         dispatch_tokens(x, new)
         goes_on(heap, findings, culprit)
-        rows, _ = dispatch_tokens(x, old)  # a plan may be used as often as its ranks like
-        findings.equal("y by the old plan", combine_tokens(rows, old, order="slot"), K * x)
+        rows, _, handle = dispatch_tokens(x, old)  # a plan may be used as often as its ranks like
+        findings.equal("y by the old plan", combine_tokens(rows, handle, order="slot"), K * x)
         del rows
         findings.equal("leased bytes", heap.leased_bytes, 0)
 
@@ -282,15 +282,15 @@ def test_other_heaps(rank: int, num_ranks: int, findings: Findings):
             plan = plan_of(heap, turn)
             found = outcome(dispatch_tokens, x, plan, out=old[: plan.row_capacity])
             expect(findings, found, "StaleLease", "out is memory of lease", "whose heap was closed")
-            rows, _ = dispatch_tokens(x, plan)
+            rows, _, handle = dispatch_tokens(x, plan)
             foreign = other.lease((plan.row_capacity, H), torch.float32, name="foreign").tensor
             for name, found in (
                 ("out", outcome(dispatch_tokens, x, plan, out=foreign)),
-                ("grad_out", outcome(combine_tokens, rows, plan, grad_out=foreign[: len(rows)])),
+                ("grad_out", outcome(combine_tokens, rows, handle, grad_out=foreign[: len(rows)])),
             ):
                 expect(findings, found, "ArgumentError", f"{name} is not on this symmetric heap")
             foreign[: len(rows)] = rows
-            y = combine_tokens(foreign[: plan.num_rows], plan, order="slot")
+            y = combine_tokens(foreign[: plan.num_rows], handle, order="slot")
             findings.equal("y of foreign rows", y, sum(x for _ in range(K)))
             del foreign, rows, plan
             goes_on(heap, findings, turn)
@@ -318,9 +318,9 @@ def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[]
     plan = plan_of(heap, 2)
     if name == "dispatch_tokens":
         return partial(dispatch_tokens, x, plan, probs=probs)
-    rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+    rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs)
     if name == "combine_tokens":
-        return partial(combine_tokens, torch.ones(plan.num_rows, H), plan)
+        return partial(combine_tokens, torch.ones(plan.num_rows, H), handle)
     return (rows * row_probs[:, None]).sum().backward
 
 
@@ -388,9 +388,11 @@ def test_gradients(rank: int, num_ranks: int, findings: Findings, heap: Symmetri
         if name == "y of the layer":
             return [layer(x)[0]]
         plan = plan_of(heap)
-        rows, row_probs = dispatch_tokens(x, plan, probs=torch.ones(T, K, requires_grad=True))
+        rows, row_probs, handle = dispatch_tokens(
+            x, plan, probs=torch.ones(T, K, requires_grad=True)
+        )
         if name == "y of combine_tokens":
-            return [combine_tokens(torch.ones(plan.num_rows, H, requires_grad=True), plan)]
+            return [combine_tokens(torch.ones(plan.num_rows, H, requires_grad=True), handle)]
         return [rows, row_probs] if name == "rows" else [row_probs, rows]
 
     for name in ("y of the layer", "y of combine_tokens", "rows", "row_probs"):
@@ -422,7 +424,7 @@ def test_transforms(rank: int, num_ranks: int, findings: Findings):
         ids = routing(heap, 5)
         plan = plan_of(heap)
         x = torch.ones(T, H)
-        dispatch_tokens(x, plan)
+        *_, handle = dispatch_tokens(x, plan)
 
         def of_weights(weight: torch.Tensor) -> torch.Tensor:
             return torch.func.functional_call(layer, {"router.weight": weight}, (x,))[0].sum()
@@ -442,7 +444,7 @@ def test_transforms(rank: int, num_ranks: int, findings: Findings):
             ),
             "dispatch_tokens": (lambda x: dispatch_tokens(x, plan)[0].sum(), x),
             "combine_tokens": (
-                lambda rows: combine_tokens(rows, plan).sum(),
+                lambda rows: combine_tokens(rows, handle).sum(),
                 torch.ones(plan.num_rows, H),
             ),
         }
@@ -539,8 +541,8 @@ def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str
                 spoiled(lambda: layer(x)[0].sum().backward(), broken, culprit)
             plan = plan_of(heap)
             spoiled(partial(dispatch_tokens, x, plan), "push_rows", culprit)
-            rows, _ = dispatch_tokens(x, plan)
-            spoiled(partial(combine_tokens, rows.detach().clone(), plan), "push_sums", culprit)
+            rows, _, handle = dispatch_tokens(x, plan)
+            spoiled(partial(combine_tokens, rows.detach().clone(), handle), "push_sums", culprit)
             loss = dispatch_tokens(x, plan)[0].sum()
             del rows
             spoiled(loss.backward, "push_sums", culprit)

@@ -59,8 +59,8 @@ def step_of_parts(heap: SymmetricHeap) -> Callable[[], torch.Tensor]:
 
     def step() -> torch.Tensor:
         plan = make_plan(ids, num_experts=heap.num_ranks, heap=heap)
-        rows, _ = dispatch_tokens(x, plan)
-        y = combine_tokens(rows * 2, plan)
+        rows, _, handle = dispatch_tokens(x, plan)
+        y = combine_tokens(rows * 2, handle)
         y.sum().backward()
         return y
 

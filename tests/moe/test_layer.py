@@ -328,7 +328,8 @@ def test_second_order_gradients_are_refused_on_every_rank(
 
     def by_parts(x: torch.Tensor) -> torch.Tensor:
         plan = symmoe.make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap)
-        return symmoe.combine_tokens(symmoe.dispatch_tokens(x, plan)[0], plan)
+        rows, _, handle = symmoe.dispatch_tokens(x, plan)
+        return symmoe.combine_tokens(rows, handle)
 
     calls = {
         "layers": lambda x: second(first(x)[0])[0],

@@ -234,8 +234,8 @@ def test_experts_of_your_own_run_by_parts(
         )
 
     plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
-    rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
-    y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+    rows, row_probs, handle = symmoe.dispatch_tokens(x, plan, probs=probs)
+    y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), handle)
     found = torch.autograd.grad(y.square().sum(), [x, probs])
     dense = (
         probs[..., None]

@@ -318,12 +318,12 @@ def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) 
         ids = torch.tensor([[0, 1], [1, 2], [3, -1]])
         for heap in (one, other, one):
             plan = make_plan(ids, num_experts=4, heap=heap)
-            rows, _ = dispatch_tokens(x, plan)
+            rows, _, handle = dispatch_tokens(x, plan)
             sources = [int(source) for source in sorted(set(rows[:, 0].tolist()))]
             findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
             findings.equal(
                 "y",
-                combine_tokens(rows, plan)[:, 0].tolist(),
+                combine_tokens(rows, handle)[:, 0].tolist(),
                 [2.0 * rank, 2.0 * rank, float(rank)],
             )
 
@@ -429,5 +429,6 @@ def test_a_profile_ends_between_calls(rank: int, num_ranks: int) -> None:
                 plan = make_plan(
                     torch.arange(num_ranks).repeat(64, 1), num_experts=num_ranks, heap=heap
                 )
-                combine_tokens(dispatch_tokens(torch.ones((64, 8)), plan)[0], plan)
+                rows, _, handle = dispatch_tokens(torch.ones((64, 8)), plan)
+                combine_tokens(rows, handle)
         assert len(profile.events()) > 20

@@ -48,12 +48,12 @@ def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
         layer = MoELayer(config, heap)
         for call in ("dispatch", "combine", "backward", "layer", "backward of the layer"):
             plan = ready.plan()
-            rows, _ = dispatch_tokens(ready.x.clone().requires_grad_(), plan)
-            y = combine_tokens(rows, plan)
+            rows, _, handle = dispatch_tokens(ready.x.clone().requires_grad_(), plan)
+            y = combine_tokens(rows, handle)
             z, _ = layer(ready.x.clone().requires_grad_())
             calls: dict[str, Callable[[], object]] = {
                 "dispatch": lambda plan=plan: dispatch_tokens(ready.x, plan),
-                "combine": lambda plan=plan, rows=rows: combine_tokens(rows.detach(), plan),
+                "combine": lambda rows=rows, handle=handle: combine_tokens(rows.detach(), handle),
                 "backward": lambda y=y: y.sum().backward(),
                 "layer": lambda: layer(ready.x),
                 "backward of the layer": lambda z=z: z.sum().backward(),

@@ -24,7 +24,7 @@ import symmoe
 symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order='ranks')
 def f(heap: symmoe.SymmetricHeap, x: torch.Tensor, plan: symmoe.dispatch.Plan) -> torch.Tensor:
     y: torch.Tensor = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)(x)
-    rows, row_probs = symmoe.dispatch_tokens(x, plan)
+    rows, row_probs, handle = symmoe.dispatch_tokens(x, plan)
     return y + rows + row_probs
 symmoe.no_such_name
 """

@@ -125,9 +125,9 @@ class Step:
         num_experts = 2 * self._heap.num_ranks
         ids = (torch.arange(20)[:, None] + torch.arange(TOP_K) + self._fault.seed) % num_experts
         plan = make_plan(ids.to(x.device), num_experts=num_experts, heap=self._heap, hidden=HIDDEN)
-        rows, _ = dispatch_tokens(x, plan)
+        rows, _, handle = dispatch_tokens(x, plan)
         self._at("between")
-        return combine_tokens(rows * 2, plan)
+        return combine_tokens(rows * 2, handle)
 
     def before_kernel(self, name: str) -> None:
         """Hook: the phase that a kernel belongs to."""

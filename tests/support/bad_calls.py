@@ -339,7 +339,6 @@ class Stage:
     """One public call with correct arguments that mistakes start from."""
 
     def __init__(self, name: str, heap: SymmetricHeap, base: tuple = ()) -> None:
-        self.plan: Plan | None = None
         self._heap = heap
         ids = routing(heap, 5)
         generator = torch.Generator().manual_seed(heap.rank)
@@ -362,7 +361,7 @@ class Stage:
                 "topk_idx": ids,
             }
             return
-        self.plan = plan = plan_of(heap)
+        plan = plan_of(heap)
         if name == "expert_parallel_mlp":
             self.function = expert_parallel_mlp
             experts = GroupedMLP(2, H, H, device=heap.device)
@@ -373,11 +372,11 @@ class Stage:
             self.function = dispatch_tokens
             self.good = {"x": x, "plan": plan, "probs": probs, "out": buffer, "order": "rank"}
             return
-        dispatch_tokens(x, plan, probs=probs)
+        *_, handle = dispatch_tokens(x, plan, probs=probs)
         self.function, expert_out = combine_tokens, torch.ones(plan.num_rows, H, device=heap.device)
         self.good = {
             "expert_out": expert_out,
-            "plan": plan,
+            "handle": handle,
             "order": "rank",
             "grad_out": buffer[: plan.num_rows],
         }
@@ -412,11 +411,6 @@ def check_mistake(
         findings.check(
             found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}"
         )
-    if stage_name == "expert_parallel_mlp" and (
-        heap.rank in culprits or heap.streams.raises_at_once
-    ):
-        # On a GPU the peers have launched the dispatch by then; its rows are NaN.
-        findings.check(stage.plan.packed_to_row is None, "tokens have been dispatched")
     if stage_name == "layer":
         y, want = (
             layer(stage.good["x"])[0].detach()

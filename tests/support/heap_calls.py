@@ -25,9 +25,9 @@ def calls_of_a_round_trip(heap: SymmetricHeap, seed: int) -> Iterator[bool]:
     probs = torch.rand((5, 2), generator=generator).to(heap.device)
     plan = make_plan(ids, num_experts=num_experts, heap=heap)
     yield True
-    rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+    rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs)
     yield True
-    y = combine_tokens(rows * row_probs[:, None], plan, order="slot")
+    y = combine_tokens(rows * row_probs[:, None], handle, order="slot")
     yield torch.equal(y, x * probs[:, :1] + x * probs[:, 1:])
 
 

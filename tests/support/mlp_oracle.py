@@ -55,10 +55,10 @@ def in_parts(
         shape = (plan.row_capacity, x.shape[1])
         leases = [stack.enter_context(plan.heap.lease(shape, x.dtype, name=name)) for name in names]
         rows_out, out, d_out, d_rows = (lease.tensor for lease in leases)
-        rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=rows_out, order=order)
+        rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs, out=rows_out, order=order)
         n = rows.shape[0]
         expert_out = experts(rows, plan.splits, row_probs, out=out[:n], grad_input_out=d_rows[:n])
-        yield combine_tokens(expert_out, plan, order=order, grad_out=d_out[:n])
+        yield combine_tokens(expert_out, handle, order=order, grad_out=d_out[:n])
         for lease in leases:
             findings.check(
                 is_unwritten(lease.tensor[num_rows:]), f"the tail of '{lease.name}' was written"

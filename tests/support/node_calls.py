@@ -60,8 +60,8 @@ class Ready:
         """Forward and backward; raises if a result is wrong."""
         x = self.x.clone().requires_grad_()
         plan = self.plan()
-        rows, _ = dispatch_tokens(x, plan)
-        y = combine_tokens(rows, plan)
+        rows, _, handle = dispatch_tokens(x, plan)
+        y = combine_tokens(rows, handle)
         y.sum().backward()
         torch.testing.assert_close(y, TOP_K * self.x)
         torch.testing.assert_close(x.grad, torch.full_like(self.x, TOP_K))
@@ -110,8 +110,8 @@ def wrong_calls(
         x = ready.x
         plan = ready.plan()
         other_plan = ready.plan()
-        rows, _ = dispatch_tokens(x, plan)
-        other_rows, _ = dispatch_tokens(x, other_plan)
+        rows, _, handle = dispatch_tokens(x, plan)
+        other_rows, _, other_handle = dispatch_tokens(x, other_plan)
         wide = torch.cat([x, x], 1)
         short = x[1:]
         bad_ids = ready.ids.clone()
@@ -119,6 +119,7 @@ def wrong_calls(
         float_ids = ready.ids.float() if is_culprit else ready.ids
         more = NUM_EXPERTS * (2 if is_culprit else 1)
         its_plan = plan if on_its_node else other_plan
+        its_handle = handle if on_its_node else other_handle
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
         layers = [
             MoELayer(layer_config(**sizes, stash="none" if differs else "all"), heap)
@@ -159,23 +160,23 @@ def wrong_calls(
             ),
             ("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan)),
             ("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan)),
-            ("ArgumentError", lambda: combine_tokens(rows[1:] if is_culprit else rows, plan)),
+            ("ArgumentError", lambda: combine_tokens(rows[1:] if is_culprit else rows, handle)),
             (
                 "ConfigMismatch",
-                lambda: combine_tokens(rows, plan, order="slot" if on_its_node else "rank"),
+                lambda: combine_tokens(rows, handle, order="slot" if on_its_node else "rank"),
             ),
             ("ConfigMismatch", lambda: dispatch_tokens(x, its_plan)),
             (
                 "ConfigMismatch",
-                lambda: combine_tokens(rows if on_its_node else other_rows, its_plan),
+                lambda: combine_tokens(rows if on_its_node else other_rows, its_handle),
             ),
             (
                 "ConfigMismatch",
-                lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, plan),
+                lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, handle),
             ),
             (
                 "ConfigMismatch",
-                lambda: ready.plan() if on_its_node else combine_tokens(rows, plan),
+                lambda: ready.plan() if on_its_node else combine_tokens(rows, handle),
             ),
         ]
         for name, call in calls:
@@ -337,8 +338,8 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
             x = torch.randn(5, 8, requires_grad=True, **on)
             plan = make_plan(ids, heap=heap, **options)
             probs = torch.ones(5, num_nodes, requires_grad=True, **on)
-            rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-            y = combine_tokens(rows * row_probs[:, None], plan)
+            rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs)
+            y = combine_tokens(rows * row_probs[:, None], handle)
             y.sum().backward()
             kept = torch.full((5, num_nodes), True, **on)
             kept[capacity:] = False

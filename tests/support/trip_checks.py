@@ -12,7 +12,7 @@ from worker import Findings, is_unwritten, on_device, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.combine.trip import CombineTrip
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import DispatchHandle, Plan, ReceivedIndex
 from symmoe.dispatch.trip import dispatch
 from symmoe.program.builder import fill
 
@@ -83,7 +83,7 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         heap.lease((plan.row_capacity, hidden), x.dtype, name="rows") as buffer,
         heap.lease((16,), torch.int32, name="above") as above,
     ):
-        rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=buffer.tensor)
+        rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs, out=buffer.tensor)
         visible = plan.row_capacity if routing.capacity is not None else num_rows
         findings.equal("number of rows", rows.shape[0], visible)
         findings.check(
@@ -96,11 +96,12 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
             "a neighbouring lease was written",
         )
         findings.equal("row_probs", oracle.bits_of(row_probs[:num_rows]), want_probs)
-        _check_index(plan, layout, rank, findings)
+        _check_index(handle.received_index, layout, rank, findings)
 
         # once more over the same plan, rows alone: the trip of backward
         fill(buffer.tensor)
-        with dispatch(x.contiguous(), plan, buffer.tensor, layout="expert-major", gradients=0):
+        index = handle.received_index
+        with dispatch(x.contiguous(), plan, buffer.tensor, layout="expert-major", index=index):
             pass
         findings.equal(
             "rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows
@@ -111,7 +112,7 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
 
     # without a buffer of the caller's and without probs
     copies = heap.statistics.num_staging_copies
-    rows, row_probs = dispatch_tokens(x, plan)
+    rows, row_probs, _ = dispatch_tokens(x, plan)
     findings.equal("row_probs without probs", row_probs, None)
     findings.equal(
         "number of rows",
@@ -131,6 +132,7 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
             x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed"
         ) as arrival:
             row_probs = arrival.row_probs
+            index = arrival.index
         got = oracle.bits_of(buffer.tensor)
         for place, owner in enumerate(layout.packed[rank]):
             if owner is None:
@@ -144,12 +146,12 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
                 )
         findings.check(is_unwritten(buffer.tensor[num_packed:]), "the tail of packed was written")
         findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
-        _check_index(plan, layout, rank, findings)
+        _check_index(index, layout, rank, findings)
         findings.equal(
-            "gathered rows", got[plan.row_to_packed_row[:num_rows].cpu().numpy()], want_rows
+            "gathered rows", got[index.row_to_packed_row[:num_rows].cpu().numpy()], want_rows
         )
         fill(buffer.tensor)
-        with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
+        with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", index=index):
             pass
         used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
         findings.equal(
@@ -231,19 +233,22 @@ def about(num_rows: int) -> int:
     return -(-num_rows // (step := next(steps))) * step
 
 
-def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+def _check_index(
+    index: ReceivedIndex, layout: oracle.Layout, rank: int, findings: Findings
+) -> None:
     num_packed = len(layout.packed[rank])
-    findings.equal("packed_to_row", plan.packed_to_row[:num_packed], layout.packed_to_row[rank])
-    want = np.zeros(plan.row_capacity, np.int64)  # in the tail, by which a backward gathers, too
+    findings.equal("packed_to_row", index.packed_to_row[:num_packed], layout.packed_to_row[rank])
+    want = np.zeros(
+        len(index.row_to_packed_row), np.int64
+    )  # in the tail, by which a backward gathers, too
     want[: len(layout.rows[rank])] = layout.row_to_packed_row[rank]
-    findings.equal("row_to_packed_row", plan.row_to_packed_row, want)
+    findings.equal("row_to_packed_row", index.row_to_packed_row, want)
 
 
 def dispatched(
     heap: SymmetricHeap, case: routings.Case, hidden: int
-) -> tuple[torch.Tensor, torch.Tensor, Plan, oracle.Layout] | None:
-    """x, probs, a plan whose tokens have been dispatched, in either layout, and the layout; None if the routing is to
-    overflow."""
+) -> tuple[torch.Tensor, torch.Tensor, DispatchHandle, oracle.Layout] | None:
+    """x, probs, the handle of their dispatch, and the layout; None if the routing is to overflow."""
     routing, rank = case.routing(heap.num_ranks), heap.rank
     ids = torch.from_numpy(routing.topk_idx[rank])
     layout = oracle.lay_out(
@@ -255,8 +260,9 @@ def dispatched(
     probs = on_device(case.probs(rank, len(ids)), heap)
     plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap)
     with heap.lease((plan.row_capacity, hidden), x.dtype) as lease:
-        dispatch_tokens(x, plan, probs=probs, out=lease.tensor if case.number % 2 else None)
-    return x, probs, plan, layout
+        out = lease.tensor if case.number % 2 else None
+        *_, handle = dispatch_tokens(x, plan, probs=probs, out=out)
+    return x, probs, handle, layout
 
 
 def sum_of_ranks(
@@ -279,7 +285,8 @@ def _check_gradients(
     ready = dispatched(heap, case, hidden)
     if ready is None:
         return
-    x, probs, plan, layout = ready
+    x, probs, handle, layout = ready
+    plan = handle.plan
     num_rows = len(layout.rows[rank])
     d_rows = case.random_rows(case.generator(350 + rank), plan.row_capacity, hidden)
     d_bits = [oracle.bits_of(t) for t in oracle.gather(d_rows[:num_rows])]
@@ -288,7 +295,7 @@ def _check_gradients(
     else:
         want = oracle.sum_slots(layout, rank, d_bits, case.dtype)
     d_probs = torch.arange(plan.row_capacity).float() + 1000.0 * rank
-    rows, row_probs = dispatch_tokens(
+    rows, row_probs, handle = dispatch_tokens(
         x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order
     )
     n = rows.shape[0]
@@ -305,7 +312,7 @@ def _check_gradients(
     dy = case.encoded_rows(rank, x.shape[0], hidden)
     want = oracle.expert_major(layout, rank, [oracle.bits_of(t) for t in oracle.gather(dy)])
     expert_out = torch.zeros((n, hidden), dtype=case.dtype, device=heap.device, requires_grad=True)
-    combine_tokens(expert_out, plan, order=order).backward(on_device(dy, heap))
+    combine_tokens(expert_out, handle, order=order).backward(on_device(dy, heap))
     got = oracle.bits_of(expert_out.grad[:num_rows])
     findings.check(
         (got == want).all(), f"the gradient of expert_out, order={order}, differs from the oracle"
@@ -317,7 +324,8 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
     ready = dispatched(heap, case, hidden)
     if ready is None:
         return
-    _, _, plan, layout = ready
+    _, _, handle, layout = ready
+    plan = handle.plan
     num_rows = len(layout.rows[rank])
     expert_out = case.random_rows(case.generator(300 + rank), num_rows, hidden)
     out_bits = [oracle.bits_of(t) for t in oracle.gather(expert_out)]
@@ -335,7 +343,7 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             rows = lease.tensor
             rows[:num_rows] = expert_out
             copies, version = heap.statistics.num_staging_copies, rows._version
-            y = combine_tokens(rows, plan, order=order)
+            y = combine_tokens(rows, handle, order=order)
             same = oracle.same_numbers(oracle.bits_of(y), want[order], case.dtype)
             findings.check(same, f"y of order={order} differs from the oracle")
             left = oracle.bits_of(rows[:num_rows])
@@ -356,7 +364,7 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             if ordinary is shifted:
                 shifted.copy_(visible)
             before = oracle.bits_of(ordinary).copy()
-            staged = combine_tokens(ordinary, plan, order=order)
+            staged = combine_tokens(ordinary, handle, order=order)
             same = oracle.same_numbers(oracle.bits_of(staged), oracle.bits_of(y), case.dtype)
             findings.check(same, f"order={order} gives other bits when it has to stage")
             findings.check(
@@ -369,17 +377,20 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
         findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
         del ordinary, narrow, shifted
         wide.release()
-    _check_values(plan, layout, rank, findings)
+    _check_values(handle, layout, rank, findings)
 
 
-def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+def _check_values(
+    handle: DispatchHandle, layout: oracle.Layout, rank: int, findings: Findings
+) -> None:
     """One fp32 value per row comes home to its slot: the way of the probs' gradient."""
+    plan = handle.plan
     values = torch.full((plan.row_capacity,), float("nan"), device=plan.heap.device)
     encoded = [1000.0 * rank + row for row in range(len(layout.rows[rank]))]
     values[: len(encoded)] = torch.tensor(encoded, device=values.device)
     with plan.heap.lease((plan.row_capacity, 8), torch.float32) as lease:
         lease.tensor.zero_()
-        with CombineTrip(lease.tensor, plan, order="slot", row_values=values) as collection:
+        with CombineTrip(lease.tensor, *handle, order="slot", row_values=values) as collection:
             collection.collect()
         got = collection.values
     to_row = layout.slot_to_row[rank]
@@ -399,10 +410,10 @@ def check_adjoint(
     rng = case.generator(400 + rank)
     x = torch.from_numpy(rng.integers(-8, 9, (len(ids), hidden))).to(heap.device, case.dtype)
     plan = make_plan(on_device(ids, heap), num_experts=routing.num_experts, heap=heap)
-    rows, _ = dispatch_tokens(x, plan)
+    rows, _, handle = dispatch_tokens(x, plan)
     g = torch.from_numpy(rng.integers(-8, 9, (plan.num_rows, hidden))).to(heap.device, case.dtype)
     for order in ORDERS:
-        y = combine_tokens(g, plan, order=order)
+        y = combine_tokens(g, handle, order=order)
         products = torch.stack([(rows.double() * g).sum(), (x.double() * y).sum()]).cpu()
         dist.all_reduce(products)
         findings.equal(f"<x, combine(g)>, order={order}", float(products[1]), float(products[0]))

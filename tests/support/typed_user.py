@@ -35,11 +35,13 @@ def parts_step(heap: symmoe.SymmetricHeap, x: torch.Tensor) -> torch.Tensor:
     mlp = symmoe.GroupedMLP(4 // heap.num_ranks, 16, 8, dtype=x.dtype)
     with heap.lease((plan.row_capacity, 16), x.dtype, name="rows") as lease:
         assert_type(lease, symmoe.symm_mem.Lease)
-        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=routed.probs, out=lease.tensor)
+        rows, row_probs, handle = symmoe.dispatch_tokens(
+            x, plan, probs=routed.probs, out=lease.tensor
+        )
         assert_type(row_probs, torch.Tensor)
         out = mlp(rows, plan.splits, row_probs)
         assert_type(out, torch.Tensor)
-        y = symmoe.combine_tokens(out, plan, order="slot")
+        y = symmoe.combine_tokens(out, handle, order="slot")
     assert_type(y, torch.Tensor)
     return y.detach()
 
@@ -49,7 +51,7 @@ def without_probs(
 ) -> torch.Tensor:
     """Rows alone."""
     plan = symmoe.make_plan(topk_idx, num_experts=4, heap=heap, capacity=64, overflow="drop")
-    rows, nothing = symmoe.dispatch_tokens(x, plan)
+    rows, nothing, _handle = symmoe.dispatch_tokens(x, plan)
     assert_type(nothing, None)
     return rows
 

@@ -81,10 +81,10 @@ def test_a_step_under_another_default_device(options: dict):
         y, metrics = layer(x, torch.ones(len(x), dtype=torch.bool, device="cpu"))
         (y.square().sum() + metrics.aux_loss).backward()
         plan = symmoe.make_plan(metrics.topk_idx, num_experts=4, heap=heap)
-        rows, probs = symmoe.dispatch_tokens(
+        rows, probs, handle = symmoe.dispatch_tokens(
             x.detach(), plan, probs=x.new_ones(metrics.topk_idx.shape)
         )
-        combined = symmoe.combine_tokens(rows * probs[:, None], plan)
+        combined = symmoe.combine_tokens(rows * probs[:, None], handle)
         return y, x.grad, *(p.grad for p in layer.parameters()), metrics.expert_load, combined
 
     torch.manual_seed(0)

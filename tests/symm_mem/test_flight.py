@@ -58,7 +58,7 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
         assert round_trip(heap, turn)
     plan = new_plan(heap)
     before_s = time.time()
-    rows, _ = dispatch_tokens(torch.full((3 + rank, H), SECRET), plan)
+    rows, _, handle = dispatch_tokens(torch.full((3 + rank, H), SECRET), plan)
     facts: dict = {
         "pid": os.getpid(),
         "epoch": heap.epoch + 1,
@@ -70,7 +70,7 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
             wait_for_arrivals(heap, others)
             heap.timeout_s = heap.start_timeout_s = 0.6
         try:
-            combine_tokens(rows, plan)
+            combine_tokens(rows, handle)
         except PeerTimeout as error:
             facts |= {
                 "text": str(error),

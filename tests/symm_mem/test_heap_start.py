@@ -138,16 +138,17 @@ def test_use_after_close():
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     lease = heap.lease((4,), torch.float32)
     plan = make_plan(torch.zeros(1, 1, dtype=torch.int64), num_experts=1, heap=heap)
+    x = torch.ones(1, 8)
+    *_, handle = dispatch_tokens(x, plan)
     heap.close()
     heap.close()
     assert not heap.owns(lease.tensor)
-    x = torch.ones(1, 8)
     for use in (
         lambda: heap.lease((4,), torch.float32),
         lambda: heap.barrier(control.PHASE_START),
         lambda: make_plan(torch.zeros(1, 1, dtype=torch.int64), num_experts=1, heap=heap),
         lambda: dispatch_tokens(x, plan),
-        lambda: combine_tokens(x, plan),
+        lambda: combine_tokens(x, handle),
         heap.check,
     ):
         with pytest.raises(HeapClosed, match="has been closed"):

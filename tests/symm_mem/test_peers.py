@@ -18,6 +18,7 @@ from limits import HANG_S, PROMPT_S
 from worker import Findings, is_unwritten, open_heap, wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
+from symmoe.dispatch.plan import ReceivedIndex
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, HeapPoisoned, PeerAborted, PeerError, PeerLost, PeerTimeout
 from symmoe.kernels import control
@@ -137,11 +138,11 @@ def test_a_peer_that_does_not_come(
     ids = torch.zeros(2, 1, dtype=torch.int64)
     calls: dict[str, Callable[..., object]] = {
         "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
-        "dispatch_tokens": lambda plan: dispatch_tokens(torch.ones(2, 8), plan) and plan,
-        "combine_tokens": lambda plan: combine_tokens(torch.ones(plan.row_capacity, 8), plan),
+        "dispatch_tokens": lambda plan: dispatch_tokens(torch.ones(2, 8), plan),
+        "combine_tokens": lambda dispatched: combine_tokens(dispatched[0], dispatched[2]),
     }
     first = list(calls).index(call)
-    plan = reduce(lambda plan, name: calls[name](plan), list(calls)[:first], None)
+    result = reduce(lambda result, name: calls[name](result), list(calls)[:first], None)
     dist.barrier()
     if rank == 0:  # only this rank loses patience: the others, who have more, wait by then
         wait_for_arrivals(heap, range(1, missing))
@@ -150,7 +151,7 @@ def test_a_peer_that_does_not_come(
     start = time.monotonic()
     if rank != missing:
         with pytest.raises(PeerTimeout) as caught:
-            calls[call](plan)
+            calls[call](result)
         took_s = time.monotonic() - start
         error = caught.value
         findings.check(0.9 * timeout_s < took_s < PROMPT_S, f"it took {took_s} s")
@@ -170,7 +171,7 @@ def test_a_peer_that_does_not_come(
     dist.barrier()
     if rank == missing:  # finds that its peers have given it up
         name, text = outcome(
-            reduce, lambda plan, name: calls[name](plan), list(calls)[first:], plan
+            reduce, lambda result, name: calls[name](result), list(calls)[first:], result
         )
         exact = f"rank 0 gave up: {wanted}timeout_s={timeout_s}: expected epoch"
         findings.check(name == "PeerAborted" and text.startswith(exact), f"{name}: {text}")
@@ -271,9 +272,11 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
             if way == "dispatch_tokens":
                 dispatch_tokens(x, plan, probs=probs, out=out)
             elif way == "gradient":
-                plan.packed_to_row = torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32)
-                plan.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32)
-                with dispatch(x, plan, out, layout="expert-major", gradients=0):
+                index = ReceivedIndex(
+                    torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32),
+                    torch.zeros(plan.row_capacity, dtype=torch.int32),
+                )
+                with dispatch(x, plan, out, layout="expert-major", index=index):
                     pass
             else:
                 with dispatch(

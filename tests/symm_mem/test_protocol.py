@@ -64,10 +64,10 @@ def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str
             *, hidden: int = H, dtype: torch.dtype = torch.float32, order: str = "slot"
         ) -> None:
             plan = new_plan(heap)
-            dispatch_tokens(tokens(heap), plan)
+            *_, handle = dispatch_tokens(tokens(heap), plan)
             combine_tokens(
                 torch.ones(plan.num_rows, hidden, dtype=dtype, device=heap.device),
-                plan,
+                handle,
                 order=order,
             )
 
@@ -308,10 +308,10 @@ def gradients(heap: SymmetricHeap, calls: int) -> list[torch.Tensor]:
         torch.manual_seed(call)
         mlp = GroupedMLP(2, H, H, device=heap.device)
         experts.append(mlp)
-        rows, row_probs = dispatch_tokens(
+        rows, row_probs, handle = dispatch_tokens(
             tokens(heap), plan, probs=torch.rand(T, K, device=heap.device)
         )
-        loss = loss + combine_tokens(mlp(rows, plan.splits, row_probs), plan).square().sum()
+        loss = loss + combine_tokens(mlp(rows, plan.splits, row_probs), handle).square().sum()
     loss.backward()
     return [mlp.fc1.weight.grad.clone() for mlp in experts]
 

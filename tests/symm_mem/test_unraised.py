@@ -37,12 +37,12 @@ def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tu
     What this rank raises by the end of the call; a leaver is gone before it looks."""
     plan = plan_of(heap, capacity=capacity)
     with looking_away(heap):
-        rows, _ = dispatch_tokens(
+        rows, _, handle = dispatch_tokens(
             torch.ones(T, 2 * H if heap.topology.local_rank == 0 else H), plan
         )
     if leaver:
         return "", ""
-    return outcome(combine_tokens, rows, plan)
+    return outcome(combine_tokens, rows, handle)
 
 
 @pytest.mark.parametrize("capacity", [None, 4 * T * K])

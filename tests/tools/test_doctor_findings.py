@@ -769,15 +769,15 @@ def test_the_self_test_sees_wrong_rows(
     heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch, wrong_part: str
 ):
     def dispatch(*args, **kwargs):
-        rows, probs = symmoe.dispatch_tokens(*args, **kwargs)
+        rows, probs, handle = symmoe.dispatch_tokens(*args, **kwargs)
         if wrong_part == "rows":
             rows[3], rows[4] = rows[4].clone(), rows[3].clone()  # two rows have changed places
-        return rows, probs
+        return rows, probs, handle
 
-    def combine(rows: torch.Tensor, plan) -> torch.Tensor:
+    def combine(rows: torch.Tensor, handle) -> torch.Tensor:
         if wrong_part == "sums":
             rows[-1, 0] += 1
-        return symmoe.combine_tokens(rows, plan)
+        return symmoe.combine_tokens(rows, handle)
 
     monkeypatch.setattr(self_test, "dispatch_tokens", dispatch)
     monkeypatch.setattr(self_test, "combine_tokens", combine)

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from symmoe.checks.arguments import Order, Overflow
-from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
+from symmoe.dispatch.plan import DispatchHandle, PlanOptions, plan_call
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.mlp import experts_call_problem
@@ -78,7 +78,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         self._heap, self._options = heap, options
         self.hidden_shape: torch.Size | None = None
         self.topk_idx: torch.Tensor | None = None
-        self.plan: Plan | None = None
+        self.handle: DispatchHandle | None = None
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -109,17 +109,18 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             hidden=hidden_states.shape[1],
             dtype=hidden_states.dtype,
         )
-        self.plan = plan_call(begun(self.topk_idx), self._heap, options)
+        plan = plan_call(begun(self.topk_idx), self._heap, options)
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
         lease = self._heap.lease(
-            (self.plan.row_capacity, hidden_states.shape[1]),
+            (plan.row_capacity, hidden_states.shape[1]),
             hidden_states.dtype,
             name="dispatched rows",
             phase=SEND,
         )
-        return dispatch_tokens(
-            hidden_states, self.plan, probs=probs, out=lease.tensor, order=self._options.order
+        rows, row_probs, self.handle = dispatch_tokens(
+            hidden_states, plan, probs=probs, out=lease.tensor, order=self._options.order
         )
+        return rows, row_probs
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -127,7 +128,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """(rows, int64 [E / EP] rows of each local expert on the device, probs). Local."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        return hidden_states, begun(self.plan).splits.long(), probs
+        return hidden_states, begun(self.handle).plan.splits.long(), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns its argument. Local."""
@@ -136,7 +137,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
-        return combine_tokens(hidden_states, begun(self.plan), order=self._options.order)
+        return combine_tokens(hidden_states, begun(self.handle), order=self._options.order)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[S / TP, B, H], with the overlapped shared experts' output. Local."""
@@ -145,7 +146,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
             output = output + self.shared_experts.get_output()
-        self.hidden_shape = self.topk_idx = self.plan = None
+        self.hidden_shape = self.topk_idx = self.handle = None
         return output
 
 
@@ -239,8 +240,7 @@ class SymmMoELayer(MoELayer):
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
-        plan = begun(dispatcher.plan)
-        self._tell(rows, plan.load)
+        self._tell(rows, begun(dispatcher.handle).plan.load)
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:

@@ -246,11 +246,11 @@ def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
     second = torch.where(token % 7 > 0, (first + 1 + token % (num_experts - 1)) % num_experts, -1)
     chosen = torch.stack([first, second], dim=1)
     plan = make_plan(chosen, num_experts=num_experts, heap=heap)
-    rows, _ = dispatch_tokens(x, plan)
+    rows, _, handle = dispatch_tokens(x, plan)
     factors = torch.arange(1, 1 + _EXPERTS_PER_RANK, device=device) + _EXPERTS_PER_RANK * rank
     factors = factors.repeat_interleave(plan.splits.long())
     is_wrong = len(rows) != len(factors)
-    y = combine_tokens(rows if is_wrong else rows * factors[:, None].to(dtype), plan)
+    y = combine_tokens(rows if is_wrong else rows * factors[:, None].to(dtype), handle)
     is_wrong |= not torch.equal(
         y, x * (chosen + 1).sum(1, keepdim=True).to(dtype)
     )  # -1 counts nothing
@@ -276,10 +276,10 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
         out, here = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
         targets = [copied.peer(peer)[here] for peer in peers]
 
-        dispatch_tokens(x, plan, out=out)  # combine follows a dispatch
+        *_, handle = dispatch_tokens(x, plan, out=out)
         steps = {
             "dispatch": lambda: dispatch_tokens(x, plan, out=out),
-            "combine": lambda: combine_tokens(plan.rows_of(out), plan),
+            "combine": lambda: combine_tokens(plan.rows_of(out), handle),
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
         return {
