@@ -9,6 +9,9 @@ ceiling_tflops, stock_tflops, stock_ms: the same FLOPs by the GEMMs alone and by
     time
 wire_bytes, wire_gbs: bytes of rows that leave a rank (combine: that arrive), of the rank with the most, from the
     plan; over the median, in 1e9 bytes per second. layer: dispatch and combine together
+deduplicated_bytes, slot_bytes: dispatch, combine: bytes as neutral benchmarks count them, of bf16 rows, of the rank
+    with the most: one row for each pair of a token and another rank that has a slot of it, and one for each slot there.
+    Equal for all variants, whatever they move; the time over them is a rate that other libraries' can be compared with
 copy_gbs: as many bytes by a plain copy in this run
 yardstick: the key that the figure is compared with: ceiling_tflops, stock_tflops, copy_gbs or stock_ms; null for
     yardsticks and other implementations
@@ -114,6 +117,8 @@ _COLUMNS = (  # of the table
         "stock_tflops",
         "wire_gbs",
         "copy_gbs",
+        "deduplicated_bytes",
+        "slot_bytes",
         "weight_copy_bytes",
     ),
     *("held_ordinary_bytes", "held_heap_bytes", "peak_ordinary_bytes", "peak_heap_bytes"),

@@ -31,7 +31,7 @@ from suites.timing import (
     timed_records,
 )
 from symmoe.combine.trip import CombineTrip, combine
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import DispatchHandle, Plan
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import SymmoeError
 from symmoe.kernels.operands import require_tensor
@@ -78,7 +78,7 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
         copies = {variant.name: copy for copy, its in ours.items() for variant in its}
         moved = {name: sent[copy] for name, copy in copies.items()} | sent
         variants = [*itertools.chain(*ours.values()), *_yardsticks(problem, run, sent, stack)]
-        return trip_records("dispatch", problem, run, variants, moved, copies)
+        return trip_records("dispatch", problem, run, variants, moved, copies, plan)
 
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
@@ -93,9 +93,12 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
             run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")
         ).tensor
         with run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed") as packed:
-            with dispatch(problem.tokens.x.detach(), plan, packed.tensor, layout="packed"):
-                pass  # combine follows a dispatch
-        variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
+            with dispatch(
+                problem.tokens.x.detach(), plan, packed.tensor, layout="packed"
+            ) as arrival:
+                pass
+        handle = DispatchHandle(plan, arrival.index)
+        variants = [_combine_variant(problem, handle, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {
             f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy()
@@ -104,7 +107,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         variants += _yardsticks(problem, run, sent, stack)
         moved = {f"order={order}": each for order, each in received.items()} | sent
         copies = {f"order={order}": f"copy {order}" for order in received}
-        return trip_records("combine", problem, run, variants, moved, copies)
+        return trip_records("combine", problem, run, variants, moved, copies, plan)
 
 
 def trip_records(
@@ -114,14 +117,22 @@ def trip_records(
     variants: Sequence[Variant],
     moved: dict[str, npt.NDArray[np.int64]],
     copies: Mapping[str, str] = MappingProxyType({}),
+    plan: Plan | None = None,
 ) -> list[Record]:
     """Measures the variants. moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as
-    many bytes. Collective."""
+    many bytes. plan: of the rows, whose bytes are counted as neutral benchmarks do. Collective."""
     times, errors = measure(run, variants, align=align_ahead)
     wires = {name: wire_bytes(each, run.ranks) for name, each in moved.items()}
+    neutral: Record = {}
+    if plan is not None:
+        row_bytes = problem.case.shape.hidden * DTYPE.itemsize
+        neutral = {
+            key: wire_bytes(combine_bytes(plan, order, row_bytes), run.ranks)
+            for key, order in (("deduplicated_bytes", "rank"), ("slot_bytes", "slot"))
+        }
 
     def figures(name: str, column: int) -> Record:
-        known: Record = {"error": errors[name], "wire_bytes": wires.get(name)}
+        known: Record = {"error": errors[name], "wire_bytes": wires.get(name)} | neutral
         if copies.get(name) not in times:
             return known
         return known | {
@@ -176,8 +187,11 @@ def _dispatch_variant(
         with dispatch(_encoded(x, wire), plan, rows, probs, layout=layout) as arrival:
             return arrival.row_probs
 
+    with dispatch(_encoded(x, wire), plan, rows, layout=layout) as first_arrival:
+        index = first_arrival.index
+
     def backward() -> None:
-        with dispatch(_encoded(dy, wire), plan, rows, layout=layout, gradients=0):
+        with dispatch(_encoded(dy, wire), plan, rows, layout=layout, index=index):
             pass
 
     def verify() -> float:
@@ -203,16 +217,16 @@ def _encoded(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
 
 
 def _combine_variant(
-    problem: Problem, run: Run, plan: Plan, rows: torch.Tensor, order: str
+    problem: Problem, handle: DispatchHandle, rows: torch.Tensor, order: str
 ) -> Variant:
     values = _values_of(problem, problem.rank)
-    values = torch.cat([values, values.new_zeros(plan.row_capacity - len(values))])
+    values = torch.cat([values, values.new_zeros(len(rows) - len(values))])
 
     def forward() -> torch.Tensor:
-        return combine(rows, plan, order=order)
+        return combine(rows, *handle, order=order)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
-        with CombineTrip(rows, plan, order=order, row_values=values) as collection:
+        with CombineTrip(rows, *handle, order=order, row_values=values) as collection:
             collection.collect()
         assert collection.out is not None
         assert collection.values is not None

@@ -49,6 +49,13 @@ class ReceivedIndex(NamedTuple):
     packed_to_row: torch.Tensor
     row_to_packed_row: torch.Tensor
 
+    def with_rows_of(self, plan: Plan) -> ReceivedIndex:
+        """The same index for the capacities of a plan that needs fewer rows."""
+        return ReceivedIndex(
+            self.packed_to_row[: plan.packed_row_capacity],
+            self.row_to_packed_row[: plan.row_capacity],
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanIntegers):

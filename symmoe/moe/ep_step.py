@@ -555,8 +555,11 @@ class ExpertParallelMLP(Function):
                     require_tensor("topk_idx", route.topk_idx),
                     routed[2],
                 )
+            ctx.is_cut = False
             if plan.fits_budget:
-                received, hidden, row_probs = forward.shrunk(saved, found.received, plan)
+                cut = forward.shrunk(saved, found.received, plan)
+                ctx.is_cut = cut is not saved
+                received, hidden, row_probs = cut
                 # Always x: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
@@ -614,17 +617,15 @@ def _backward(
     x = route_kept[0] if ctx.routes_rows else x
     x = x if received is None else None  # backward reads the received rows
     experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
-    step = ctx.step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
+    step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = cast(Plan, step.plan)
-    index = ReceivedIndex(
-        _resized_rows(ctx.index.packed_to_row, plan.packed_row_capacity),
-        _resized_rows(ctx.index.row_to_packed_row, plan.row_capacity),
-    )
+    index = ctx.index
+    kept = _Kept(received, hidden, row_probs)
+    if ctx.is_cut or step is not ctx.step:
+        # As large as in forward, if possible, so that sizes repeat.
+        kept = kept.with_rows(step.num_received, step.num_rows, plan.row_capacity)
+        index = index.with_rows_of(plan)
     options = step.options
-    # As large as in forward, if possible, so that sizes repeat.
-    kept = _Kept(received, hidden, row_probs).with_rows(
-        step.num_received, step.num_rows, plan.row_capacity
-    )
     both = step.form.split(tensors)[:2]
     needed = step.form.split(ctx.needs_input_grad[7:])[:2]
     # Outside the repeated program: where gradients go may change from call to call.

@@ -63,8 +63,8 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
         ):  # a program would run what was built, whatever is patched
             heap._run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
-            trip.CombineTrip = lambda rows, plan, **options: collection(
-                rows.clone(), plan, **options
+            trip.CombineTrip = lambda rows, *rest, **options: collection(
+                rows.clone(), *rest, **options
             )
         elif spoil == "input":
             ep_step.dispatch = lambda x, *rest, **options: dispatch(x.clone(), *rest, **options)
