@@ -191,10 +191,11 @@ def _dry_call(
                 x, routed.probs, experts, plan, out_shape=None, **routed_experts.words
             )
             node = cast(Any, y.grad_fn)
+            plan = node.step.plan
             num_forward = len(heap.events)
             kept = {
                 storage_of(t): t.untyped_storage().nbytes()
-                for t in (*vars(plan).values(), *node.saved_tensors, tokens)
+                for t in (*vars(plan).values(), *node.index, *node.saved_tensors, tokens)
                 if isinstance(t, torch.Tensor)
                 and not isinstance(t, nn.Parameter)
                 and not heap.owns(t)

@@ -24,6 +24,7 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         plan: Plan = node.step.plan
         kept = [
             *(getattr(plan, field.name) for field in fields(Plan)),
+            *node.index,
             *node.saved_tensors[4:],
         ]  # first the router's
         weights, found = {id(p) for p in layer.parameters()}, {}
