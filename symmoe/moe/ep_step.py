@@ -271,8 +271,7 @@ class _EPStep(NamedTuple):
     @property
     def num_received(self) -> int:
         """Rows of a receive buffer."""
-        plan = self.plan
-        return plan.packed_row_capacity if self.is_packed else plan.row_capacity
+        return self.plan.packed_row_capacity if self.is_packed else self.plan.row_capacity
 
     @property
     def is_packed(self) -> bool:
@@ -466,15 +465,15 @@ class _Forward:
         hidden = found.hidden if stash.keeps_h else _NOTHING_SAVED
         return _Kept(received, hidden, found.row_probs)
 
-    def shrunk(self, kept: _Kept, lease: Lease, plan: Plan) -> _Kept:
-        """What to save, once the sizes are known. lease: of the received rows. Hooks on saved tensors see the sizes of
-        the routing, which a checkpoint compares."""
+    def shrunk(self, kept: _Kept, lease: Lease, plan: Plan, *, cuts: bool) -> _Kept:
+        """What to save, once the sizes are known. lease: of the received rows. cuts: whether hooks see saved tensors,
+        which then have the sizes of the routing, because a checkpoint compares them."""
         step = self.step
         max_rows, max_packed_rows = plan.needed_rows
         used = max_packed_rows if step.is_packed else max_rows
         if kept.received is not None and used < lease.shape[0]:
             lease.shrink(used * lease.shape[1] * lease.dtype.itemsize)
-        if saved_tensor_hooks(True) is None:
+        if not cuts:
             return kept
         num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
         return kept.with_rows(used, num_rows, max_rows)
@@ -555,11 +554,11 @@ class ExpertParallelMLP(Function):
                     require_tensor("topk_idx", route.topk_idx),
                     routed[2],
                 )
-            ctx.is_cut = False
+            ctx.is_cut = saved_tensor_hooks(True) is not None
             if plan.fits_budget:
-                cut = forward.shrunk(saved, found.received, plan)
-                ctx.is_cut = cut is not saved
-                received, hidden, row_probs = cut
+                received, hidden, row_probs = forward.shrunk(
+                    saved, found.received, plan, cuts=ctx.is_cut
+                )
                 # Always x: gradients of gradients raise on the way to it, see symmoe/autograd.py.
                 kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
             ctx.save_for_backward(*kept)
