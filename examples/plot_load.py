@@ -1,10 +1,12 @@
 """Draws the load of the experts of a run: `python examples/plot_load.py runs/lm/metrics.jsonl load.png`.
 
 A heat map of each layer (tokens of an expert over the mean of the layer's experts), and below, over all layers, the
-largest expert over the mean, experts without a token, and dropped slots; with replicas also the largest rank over the
-mean, before and after rows have moved. The log has a line for every step: {"step", "expert_load": [layers][experts]} as
-train_lm.py writes them, with replicas also "balanced_per_rank": [layers][ranks], or {"step", "layers": records} with
-the results of `MetricsLogger.step` as dictionaries. If a restart has repeated a step, its last line counts.
+largest expert over the mean, the entropy of the load (1: equal, 0: one expert has every slot), experts without a
+token, and dropped slots; if the log has them, the gate mass of the least used expert over its load (a small value: an
+expert is chosen, and adds little), and with replicas the largest rank over the mean, before and after rows have
+moved. The log has a line for every step: {"step", "expert_load": [layers][experts]} as train_lm.py writes them, with
+replicas also "balanced_per_rank": [layers][ranks], or {"step", "layers": records} with the results of
+`MetricsLogger.step` as dictionaries. If a restart has repeated a step, its last line counts.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ import numpy as np
 
 MAX_LAYERS = 4  # with heat maps of their own: the most uneven ones
 MAX_COLUMNS = 400  # of a heat map: more than its pixels show
-BLUE, VERMILION = "#0072b2", "#d55e00"
+BLUE, VERMILION, GREY = "#0072b2", "#d55e00", "#666666"
 
 
 def read_log(
     path: Path,
-) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None, np.ndarray]:
-    """Steps [S], the layers' names, tokens per expert of each layer [S, E], dropped slots [S] if the log has them, and
-    of_ranks of each step [S, L, 2], or nothing of any.
+) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None, np.ndarray, list[np.ndarray]]:
+    """Steps [S], the layers' names, tokens per expert of each layer [S, E], dropped slots [S] if the log has them,
+    of_ranks of each step [S, L, 2], or nothing of any, and the gate mass of each layer [S, E], if the log has it.
 
     An incomplete last line is ignored.
     """
@@ -42,11 +44,36 @@ def read_log(
             np.array(of_layer)
             for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)
         ]
-        return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None, ranks
+        return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None, ranks, []
     records = list(zip(*(line["layers"] for line in lines), strict=True))  # by layer
     loads = [np.array([record["tokens_per_expert"] for record in of_layer]) for of_layer in records]
     dropped = sum(np.array([record["num_dropped"] for record in of_layer]) for of_layer in records)
-    return sorted(found), [of_layer[0]["name"] for of_layer in records], loads, dropped, ranks
+    masses = [
+        np.array([record["gate_mass"] for record in of_layer])
+        for of_layer in records
+        if all(record.get("gate_mass") for record in of_layer)
+    ]
+    names = [of_layer[0]["name"] for of_layer in records]
+    return sorted(found), names, loads, dropped, ranks, masses if len(masses) == len(loads) else []
+
+
+def shares_of(load: np.ndarray) -> np.ndarray:
+    """Each expert's share of a layer's slots, or of its gate mass, [S, E]."""
+    return load / np.maximum(load.sum(1, keepdims=True), 1e-30)
+
+
+def entropy_of(load: np.ndarray) -> np.ndarray:
+    """The entropy of a layer's load [S], over that of an equal load."""
+    shares = shares_of(load)
+    logarithms = np.log(np.where(shares > 0, shares, 1))
+    return -(shares * logarithms).sum(1) / max(np.log(load.shape[1]), 1e-30)
+
+
+def mass_over_load(load: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """The least ratio of an expert's share of the gate mass and its share of the slots, [S]."""
+    shares = shares_of(load)
+    ratios = shares_of(mass) / np.where(shares > 0, shares, 1)
+    return np.where(shares > 0, ratios, np.inf).min(1)
 
 
 def of_ranks(line: dict) -> list[list[float]]:
@@ -72,11 +99,11 @@ def draw(log: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    steps, names, loads, dropped, ranks = read_log(log)
+    steps, names, loads, dropped, ranks, masses = read_log(log)
     over_mean = [load / np.maximum(load.mean(1, keepdims=True), 1e-30) for load in loads]
     uneven = np.stack([ratio.max(1) for ratio in over_mean])
     shown = sorted(np.argsort(-uneven.mean(1), kind="stable")[:MAX_LAYERS])
-    ratios = [1.9] * len(shown) + [1.5] * (3 if ranks.size else 2)
+    ratios = [1.9] * len(shown) + [1.5] * (4 if ranks.size else 3)
     figure, axes = plt.subplots(
         len(ratios),
         figsize=(8, 0.6 + sum(ratios)),
@@ -102,6 +129,14 @@ def draw(log: Path, picture: Path) -> None:
     of_experts.plot(steps, uneven.max(0), color=VERMILION, label="most uneven layer")
     of_experts.plot(steps, uneven.mean(0), color=BLUE, label="mean of layers")
     of_experts.set(ylabel="largest expert\nover the mean", ylim=(0.9, None))
+    entropies = np.stack([entropy_of(load) for load in loads])
+    health = axes[len(shown) + 1]
+    health.plot(steps, entropies.min(0), color=VERMILION, label="entropy, most uneven layer")
+    health.plot(steps, entropies.mean(0), color=BLUE, label="mean of layers")
+    if masses:
+        least = np.min([mass_over_load(*pair) for pair in zip(loads, masses, strict=True)], 0)
+        health.plot(steps, least, color=GREY, label="gate mass over load, least expert")
+    health.set(ylabel="health\nof routing", ylim=(0, 1.05))
     if ranks.size:
         before, after = ranks.max(1).T
         axes[-2].plot(steps, before, color=VERMILION, label="before balance, most uneven layer")
@@ -118,7 +153,7 @@ def draw(log: Path, picture: Path) -> None:
         axes[-1].plot(steps, percent, color=VERMILION, label="dropped slots, %")
     axes[-1].set(xlabel="step", ylim=(0, None))
     for axis in axes[len(shown) :]:
-        axis.legend(loc="upper right", ncols=2, fontsize=8)
+        axis.legend(loc="best", ncols=2, fontsize=8)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 

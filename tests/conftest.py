@@ -46,6 +46,13 @@ hypothesis.settings.load_profile("repeatable")
 gc.disable()  # what is imported and collected stays: to look through it again and again takes nearly half of the time
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that are named, by -k or by their id, run also if they are slow."""
+    is_named = config.option.keyword or any("::" in each for each in config.args)
+    if is_named and config.option.markexpr == "not gpu and not slow":
+        config.option.markexpr = "not gpu"
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

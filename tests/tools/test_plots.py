@@ -179,7 +179,12 @@ def test_heat_maps_and_lines_are_the_log(tmp_path: Path, figures: dict[str, Figu
     most, mean = (line.get_ydata() for line in axes[3].lines)
     assert most == pytest.approx(over_mean.max(2).max(0))
     assert mean == pytest.approx(over_mean.max(2).mean(0))
-    dead, dropped = (line.get_ydata() for line in axes[4].lines)
+    shares = loads / loads.sum(2, keepdims=True)
+    entropies = -(shares * np.log(shares.clip(1e-30))).sum(2) / np.log(loads.shape[2])
+    least, mean_entropy = (line.get_ydata() for line in axes[4].lines[:2])
+    assert least == pytest.approx(entropies.min(0))
+    assert mean_entropy == pytest.approx(entropies.mean(0))
+    dead, dropped = (line.get_ydata() for line in axes[5].lines)
     assert list(dead) == (loads == 0).sum((0, 2)).tolist()
     assert dropped == pytest.approx(100 * 9 * np.arange(40) / loads.sum((0, 2)))
 
@@ -218,7 +223,8 @@ def test_the_example_jobs_log_is_read_and_half_a_line_is_not(tmp_path: Path):
     lines = [{"step": s, "expert_load": [[s, 2, 3, 0], [1, 1, 1, 1]]} for s in (1, 2, 2)]
     lines[2]["expert_load"][0][0] = 9  # step 2 again, after a restart
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "expert_')
-    steps, names, (first, second), dropped, ranks = plot_load.read_log(path)
+    steps, names, (first, second), dropped, ranks, masses = plot_load.read_log(path)
+    assert masses == []
     assert (steps, names, dropped, ranks.size) == ([1, 2], ["layer 0", "layer 1"], None, 0)
     assert first.tolist() == [[1, 2, 3, 0], [9, 2, 3, 0]]
     assert second.tolist() == [[1, 1, 1, 1]] * 2
@@ -228,6 +234,30 @@ def test_the_example_jobs_log_is_read_and_half_a_line_is_not(tmp_path: Path):
         line["balanced_per_rank"] = balanced
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert plot_load.read_log(path)[4].tolist() == [[[1.0, 5 / 3]], [[1.0, 1.0]]]
+
+
+def test_an_expert_that_is_chosen_and_adds_little_is_seen(
+    tmp_path: Path, figures: dict[str, Figure]
+):
+    made_up_log(tmp_path / "log", num_layers=2, num_steps=3, gate_mass=[1.0, 1, 1, 1, 1, 0.1])
+    plot_load.draw(tmp_path / "log", tmp_path / "x.png")
+    _, _, loads, *_, masses = plot_load.read_log(tmp_path / "log")
+    least = figures["x.png"].axes[3].lines[2].get_ydata()
+    want = [
+        min(
+            mass[step][e] / mass[step].sum() * load[step].sum() / load[step][e]
+            for load, mass in zip(loads, masses, strict=True)
+            for e in range(6)
+            if load[step][e]
+        )
+        for step in range(3)
+    ]
+    assert least == pytest.approx(want)
+    assert max(least) < 1
+
+
+def test_an_empty_log_is_refused(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
     path.write_text("")
     with pytest.raises(ValueError, match="no whole line"):
         plot_load.read_log(path)
