@@ -95,7 +95,8 @@ def fit(name: str) -> dict[str, float]:
         for field, variant in (("load", "none"), ("ms_median", "none"), ("ms_median", "replicas"))
     )
     slope, base = np.polyfit(loads, plain, 1)
-    # So many of rank 0's experts move: hot ones with 2 T rows each, until it has no more than the mean, or 4 places.
+    # So many of rank 0's experts move: hot ones with 2 T rows each, until it has no more than the mean, or all 4
+    # replica slots are used.
     moved = np.where(loads > 1.05, np.ceil((loads - 1) * SHAPES[name].top_k / 2), 0)
     ms_per_gb, cost = np.polyfit(moved * replica_gb(SHAPES[name]), balanced - base - slope, 1)
     return {"base": base, "slope": slope, "cost": max(cost, 0.0), "rate": 1e3 / ms_per_gb}
@@ -104,7 +105,7 @@ def fit(name: str) -> dict[str, float]:
 def predict(
     name: str, num_ranks: int, exponent: float, rates: dict[str, float]
 ) -> list[dict[str, object]]:
-    """Of both layouts and 2 and 4 places."""
+    """Of both layouts and 2 and 4 replica slots."""
     shape = SHAPES[name]
     rng = np.random.default_rng(1)
     shares = popularity(shape, exponent)
@@ -133,7 +134,7 @@ def predict(
                     "ep": num_ranks,
                     "zipf": exponent,
                     "experts": where,
-                    "places": num_replica_slots,
+                    "num_replica_slots": num_replica_slots,
                     **{key: round(float(x), 3) for key, x in results.items()},
                 }
             )

@@ -544,7 +544,8 @@ def sections() -> list[tuple[str, list[str]]]:
             [
                 source(
                     "balance-h200-ep2",
-                    note="Steps without a router, 4 places. Load: rows of rank 0 divided by the mean. Peak: of rank 0.",
+                    note="Steps without a router, 4 replica slots. Load: rows of rank 0 divided by the mean. Peak: of "
+                    "rank 0.",
                 ),
                 table(
                     [

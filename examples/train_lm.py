@@ -82,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--replicas",
         type=int,
-        metavar="PLACES",
+        metavar="REPLICA_SLOTS",
         help="balance by replicas of hot experts, at most so many on a rank",
     )
     parser.add_argument(

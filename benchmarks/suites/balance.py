@@ -19,12 +19,12 @@ from suites.timing import Run
 from symmoe.moe.layer import MoELayer
 from symmoe.tools.ranks import times_in_a_row_ms
 
-PLACES = 4  # of a rank, for replicas
+NUM_REPLICA_SLOTS = 4  # of a rank
 BALANCES = {
     "none": Choice(static=False, options={"router": None}),
     "replicas": Choice(
         static=False,
-        options={"router": None, "balance": "replicas", "replicas_per_rank": PLACES},
+        options={"router": None, "balance": "replicas", "replicas_per_rank": NUM_REPLICA_SLOTS},
     ),
 }
 
@@ -52,7 +52,11 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
         for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
             meter = MemoryMeter(ranks.device, run.heap)
             steps[name]()
-            figures: Record = {"skew": f"{load:.2f}", "load": round(load, 3), "places": PLACES}
+            figures: Record = {
+                "skew": f"{load:.2f}",
+                "load": round(load, 3),
+                "num_replica_slots": NUM_REPLICA_SLOTS,
+            }
             figures |= meter.peak()
             records.append(case_record(problem, "balance", name, "step", taken, **figures))
     return records

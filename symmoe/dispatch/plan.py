@@ -64,7 +64,7 @@ class Plan(PlanIntegers):
     Attributes:
         splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
-        num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, places of a rank for replicas of other ranks'
+        num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, replica slots of a rank, for other ranks'
             experts.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact capacity),
             the given capacity (static), or the rows reserved for the call here; -1: unknown until the plan is settled.
@@ -151,7 +151,7 @@ class Plan(PlanIntegers):
 
     @property
     def row_start(self) -> torch.Tensor:
-        """int32 [e + 1], the first row of each local expert and place; the last is N. A new tensor."""
+        """int32 [e + 1], the first row of each local expert and replica slot; the last is N. A new tensor."""
         return bounds_of(torch.cat([self.row_range, self.replica_ranges[0]], 1))
 
     @property
@@ -162,8 +162,8 @@ class Plan(PlanIntegers):
     @property
     def load(self) -> tuple[torch.Tensor, ...]:
         """expert_load and num_dropped; with replicas also replica_to_expert and replica_rows."""
-        places = (self.replica_to_expert, self.replica_rows) if self.num_replica_slots else ()
-        return self.expert_load, self.num_dropped, *places
+        replicas = (self.replica_to_expert, self.replica_rows) if self.num_replica_slots else ()
+        return self.expert_load, self.num_dropped, *replicas
 
     @property
     def num_present(self) -> torch.Tensor:
@@ -409,9 +409,10 @@ def make_plan(
     With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits.
 
     With `replicas_per_rank`, every call moves rows from overloaded ranks to replicas of their experts on ranks with
-    fewer rows. After its own experts a rank computes the rows of each of its places with the weights of the expert in
-    `plan.replica_to_expert[rank]` (-1: no rows). A rank's experts in a plan are then its E / R experts and its places;
-    topk_idx and expert_load refer to the E experts. ReplicaKernels.place_replicas documents the placement.
+    fewer rows. After its own experts a rank computes the rows of each of its replica slots with the weights of the
+    expert in `plan.replica_to_expert[rank]` (-1: no rows). A rank's experts in a plan are then its E / R experts and
+    its replica slots; topk_idx and expert_load refer to the E experts. ReplicaKernels.place_replicas documents the
+    placement.
 
     Args:
         topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. A
@@ -667,7 +668,7 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
     """The error of options for a group of so many ranks, or None. is_in_order: a node's ranks are consecutive."""
     num_experts = options.num_experts
     dtype = options.dtype
-    places = options.replicas_per_rank
+    num_replica_slots = options.replicas_per_rank
     slack = options.replica_slack
     sizes = (
         "num_experts",
@@ -693,16 +694,17 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
         return ArgumentError(
             f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})"
         )
-    if places < 0:
-        return ArgumentError(f"replicas_per_rank ({places}) must be at least 0")
-    if (num_copies := num_experts + places * num_ranks) > control.MAX_EXPERTS:
+    if num_replica_slots < 0:
+        return ArgumentError(f"replicas_per_rank ({num_replica_slots}) must be at least 0")
+    if (num_copies := num_experts + num_replica_slots * num_ranks) > control.MAX_EXPERTS:
         return ArgumentError(
-            f"num_experts ({num_experts}) and replicas_per_rank ({places}) on each rank make {num_copies} experts; "
-            f"there must be at most {control.MAX_EXPERTS}"
+            f"num_experts ({num_experts}) and replicas_per_rank ({num_replica_slots}) on each rank make "
+            f"{num_copies} experts; there must be at most {control.MAX_EXPERTS}"
         )
-    if places and not is_in_order:
+    if num_replica_slots and not is_in_order:
         return ArgumentError(
-            f"replicas_per_rank ({places}) must be 0 where ranks of a node do not follow each other"
+            f"replicas_per_rank ({num_replica_slots}) must be 0 where ranks of a node do not follow each "
+            "other"
         )
     if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
         return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")

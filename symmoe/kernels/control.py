@@ -98,7 +98,7 @@ AGREED_FIELDS = {
     HEAD_QUANTIZED_WIRE: "quantized_wire",
     HEAD_PACKED_CAPACITY: "room for packed rows",
     HEAD_RAIL_CAPACITY: "rail_capacity",
-    HEAD_NUM_REPLICA_SLOTS: "replica places",
+    HEAD_NUM_REPLICA_SLOTS: "replica slots",
     HEAD_SLACK: "slack per mille",
 }
 
@@ -401,8 +401,8 @@ class PlanIntegers:
     """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes, with these
     shapes. T tokens, K slots per token, E experts, R ranks, B blocks; -1 in a map means "none".
 
-    A rank may have S places for replicas of other ranks' experts, see ReplicaKernels.place_replicas. Their numbers
-    follow its E / R own experts: e is E / R + S. If S is 0, the tensors for places are empty.
+    A rank may have S replica slots for other ranks' experts, see ReplicaKernels.place_replicas. Their numbers follow
+    its E / R own experts: e is E / R + S. If S is 0, the tensors for replica slots are empty.
     """
 
     storage: torch.Tensor
@@ -429,15 +429,15 @@ class PlanIntegers:
     )  # the part of each source: first rows, rows past the last, see lay_out
     expert_load = _Integers("E")  # slots of each expert in the whole group, before dropping
     report = _Integers(SUMMARY_WORDS)  # sizes and errors for the host, as in SUM_*
-    # Begin and end of each place's rows: of all rows, then of rows from earlier ranks, from this rank, from later
-    # ranks.
+    # Begin and end of each replica slot's rows: of all rows, then of rows from earlier ranks, from this rank, from
+    # later ranks.
     replica_ranges = _Integers(4, 2, "S")
     slot_to_copy = _Integers(
         "T if S", "K"
     )  # topk_idx with a copy, rank * e + n, in place of each expert
-    # The expert whose replica a place of a rank has, and its rows there.
+    # The expert that a replica slot of a rank is for, and its rows there.
     replica_to_expert, replica_rows = _Integers("R", "S"), _Integers("R", "S")
-    expert_to_place = _Integers("E if S", "R")  # the place of an expert's replica on a rank
+    expert_to_replica_slot = _Integers("E if S", "R")  # an expert's replica slot on a rank
     copy_slots = _Integers(
         "E if S", "R"
     )  # this rank's slots of an expert that go to its copy on a rank

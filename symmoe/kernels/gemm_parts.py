@@ -27,5 +27,5 @@ class Part:
     rows: torch.Tensor  # the row_range of the launch
     num_sms: int | None = None  # the most SMs that the launch uses; None: all
     is_of_replicas: bool = (
-        False  # whether the groups are the rank's replica places; False: its experts
+        False  # whether the groups are the rank's replica slots; False: its experts
     )

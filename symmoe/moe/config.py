@@ -193,7 +193,7 @@ class MoEConfig:
 
     @property
     def num_replica_slots(self) -> int:
-        """Places for replicas on a rank."""
+        """S, the replica slots of a rank."""
         return self.replicas_per_rank if self.balance == "replicas" else 0
 
     def experts_per_rank(self, num_ranks: int) -> int:

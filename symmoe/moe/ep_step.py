@@ -384,7 +384,7 @@ class _Found(NamedTuple):
     row_probs: torch.Tensor  # their probs
     a: Any  # the activation, see SecondInput
     hidden: SavedActivations
-    places: Lease | None  # the weights of replicas
+    replica_slots: Lease | None  # with the weights of replicas
     y: torch.Tensor | None = None  # [T, H], of both halves
 
 
@@ -569,7 +569,7 @@ class ExpertParallelMLP(Function):
             ctx.routes_rows = route is not None and route.x is x
         y = found.y
         if y is None:
-            y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.places))
+            y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.replica_slots))
         if call.out_shape is not None and call.out_shape != y.shape:
             # In place, because autograd restricts views, and a view loses FSDP's hooks when it is written to. Here, so
             # that no function stands between the caller's gradient and its check.

@@ -53,8 +53,8 @@ class MoEMetrics(NamedTuple):
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
         topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
         num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
-        replica_to_expert, replica_rows: int32 [R, S], for each place of a rank, the expert that it replicates (-1 for
-            none) and the number of rows that it takes; None without balance "replicas". Equal on all ranks.
+        replica_to_expert, replica_rows: int32 [R, S], for each replica slot of a rank, the expert that it replicates
+            (-1 for none) and the number of rows that it takes; None without balance "replicas". Equal on all ranks.
     """
 
     aux_loss: torch.Tensor

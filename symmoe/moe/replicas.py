@@ -1,4 +1,4 @@
-"""Sends weights to the places of replicas, and the gradients of replicas home, besides a step's rows.
+"""Sends weights to the replica slots, and the gradients of replicas home, besides a step's rows.
 
 The plan places the replicas. Weights, biases and adapters travel in every forward and backward pass, so a rank keeps no
 other rank's tensors between passes. Gradients of replicas have the dtype of the expert's gradients, and the expert's
@@ -30,7 +30,7 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease, aligned
 
 _Wanted = (
     tuple[Sequence[int], torch.dtype] | None
-)  # shape and dtype of a matrix for a place, or none
+)  # shape and dtype of a matrix for a replica slot, or none
 
 
 def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
@@ -45,7 +45,7 @@ def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
 
 
 def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
-    """The most bytes that a pass leases for at least one place: an expert's tensors, and gradients up to fp32."""
+    """The most bytes that a pass leases for one or more replica slots: experts' tensors, and gradients up to fp32."""
     tensors = [tensor for tensor in (*experts.biases, *experts.tensors) if tensor is not None]
     num_bytes = (
         sum(tensor.numel() * (tensor.element_size() + 4) for tensor in tensors)
@@ -54,10 +54,10 @@ def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
     return num_replica_slots * num_bytes + 2 * len(control.REPLICA_MATRICES) * ALIGNMENT_BYTES
 
 
-class _Places:
-    """A lease with a matrix for each place, of each kind with a wanted shape and dtype; no lease if no kind is wanted.
-    tensors: by kind, [S, *shape], or None. starts: byte offset of each in the lease. lease: an existing lease; None: a
-    new one."""
+class _ReplicaSlots:
+    """A lease with a matrix for each replica slot, of each kind with a wanted shape and dtype; no lease if no kind is
+    wanted. tensors: by kind, [S, *shape], or None. starts: byte offset of each in the lease. lease: an existing lease;
+    None: a new one."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class _Places:
 
 
 class ReplicaTrip:
-    """Sends weights, as extra payload of a pass's first dispatch, and gradients of replicas. Without places it sends
-    nothing. Collective; does not synchronise the host. targets: in backward, where both layers' weight gradients go.
-    lease: the weights' lease, if they have arrived. Attributes: agreed, values that ranks must agree on, since each
-    lays out its places by its own experts; and weights_offset, where this rank receives the weights."""
+    """Sends weights, as extra payload of a pass's first dispatch, and gradients of replicas. Without replica slots it
+    sends nothing. Collective; does not synchronise the host. targets: in backward, where both layers' weight gradients
+    go. lease: the weights' lease, if they have arrived. Attributes: agreed, values that ranks must agree on, since
+    each lays out its replica slots by its own experts; and weights_offset, where this rank receives the weights."""
 
     def __init__(
         self,
@@ -99,25 +99,27 @@ class ReplicaTrip:
         self._plan = plan
         self._is_sent = not plan.num_replica_slots or lease is not None
         wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
-        self._places = _Places(plan.heap, plan.num_replica_slots, wanted, lease)
+        self._replica_slots = _ReplicaSlots(plan.heap, plan.num_replica_slots, wanted, lease)
         self.weights_offset = 0 if self.lease is None else self.lease.offset
         gradients = () if targets is None else _wanted_gradients(self._own, targets)
-        self._gradients = _Places(plan.heap, plan.num_replica_slots, gradients)
+        self._gradients = _ReplicaSlots(plan.heap, plan.num_replica_slots, gradients)
         self.agreed: Mapping[str, object] = (
             _described("", wanted) | _described("gradient of ", gradients)
             if plan.num_replica_slots
             else {}
         )
         if plan.num_replica_slots:
-            places = replace(
-                weights.of_matrices(self._places.tensors), gradients=self._gradients.tensors
+            replica_slots = replace(
+                weights.of_matrices(self._replica_slots.tensors), gradients=self._gradients.tensors
             )
-            self._weights = replace(weights, replicas=Replicas(places, plan.replica_ranges[0]))
+            self._weights = replace(
+                weights, replicas=Replicas(replica_slots, plan.replica_ranges[0])
+            )
 
     @property
     def lease(self) -> Lease | None:
         """The lease of the weights of replicas."""
-        return self._places.lease
+        return self._replica_slots.lease
 
     @property
     def weights(self) -> ExpertWeights:
@@ -133,7 +135,7 @@ class ReplicaTrip:
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends the tensors that replicas of this rank's experts need."""
-        for pair, starts in self._pairs(self._own, self._places):
+        for pair, starts in self._pairs(self._own, self._replica_slots):
             kernels.for_device(ready.device).push_replicas(
                 pair,
                 self._plan.replica_to_expert,
@@ -153,25 +155,28 @@ class ReplicaTrip:
             ready = heap.barrier(
                 control.PHASE_REPLICAS_HOME, publish=(lease.offset,), plan=generation
             )
-            places = self._plan.replica_to_expert, self._plan.expert_to_place
+            replica_slots = self._plan.replica_to_expert, self._plan.expert_to_replica_slot
             for pair, starts in self._pairs(gradients, self._gradients):
                 kernels.for_device(heap.device).add_from_replicas(
-                    pair, places, heap.peers, ready, column=0, starts=starts
+                    pair, replica_slots, heap.peers, ready, column=0, starts=starts
                 )
             heap.barrier(control.PHASE_REPLICAS_HOME, plan=generation)  # until peers have read
-        for lease in (self._places.lease, self._gradients.lease):
+        for lease in (self._replica_slots.lease, self._gradients.lease):
             if lease is not None:
                 lease.release()
 
     @staticmethod
     def _pairs(
-        matrices: Sequence[Matrices | None], places: _Places
+        matrices: Sequence[Matrices | None], replica_slots: _ReplicaSlots
     ) -> Iterator[tuple[Pair, tuple[int, int]]]:
-        """For each existing kind, both layers' matrices and where the places' matrices begin. Weights travel by these
-        pairs, and gradients home."""
+        """For each existing kind, both layers' matrices and where the replica slots' matrices begin. Weights travel by
+        these pairs, and gradients home."""
         for fc1, fc2 in zip(range(FC1.start, FC1.stop), range(FC2.start, FC2.stop), strict=True):
             if matrices[fc1] is not None or matrices[fc2] is not None:
-                yield (matrices[fc1], matrices[fc2]), (places.starts[fc1], places.starts[fc2])
+                yield (
+                    (matrices[fc1], matrices[fc2]),
+                    (replica_slots.starts[fc1], replica_slots.starts[fc2]),
+                )
 
 
 @functools.lru_cache(maxsize=256)

@@ -399,8 +399,8 @@ def _moe_forward(
 def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> tuple[Any, ...]:
     x = tensors[0]
     eager = _Call(*numbers).eager
-    places = (eager.heap.num_ranks, eager.config.num_replica_slots)
-    shapes = [(eager.config.num_experts,), (1,)] + [places] * 2 * (places[1] > 0)
+    replica_slots = (eager.heap.num_ranks, eager.config.num_replica_slots)
+    shapes = [(eager.config.num_experts,), (1,)] + [replica_slots] * 2 * (replica_slots[1] > 0)
     load = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes]
     return x.new_empty(x.shape), load, torch.empty(1, dtype=torch.int64, device="cpu")
 

@@ -63,7 +63,7 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
     num_ranks, num_experts = counts.shape
     plans = placed(counts, num_replica_slots, slack)
     home = np.arange(num_experts) // (num_experts // num_ranks)
-    for name in ("replica_to_expert", "replica_rows", "expert_to_place", "expert_load"):
+    for name in ("replica_to_expert", "replica_rows", "expert_to_replica_slot", "expert_load"):
         assert all(torch.equal(getattr(plan, name), getattr(plans[0], name)) for plan in plans)
     experts = plans[0].replica_to_expert.numpy()
     rows = plans[0].replica_rows.numpy()
@@ -74,14 +74,18 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
     assert (slots.sum(2) == counts.T).all()
     assert (plans[0].expert_load.numpy() == counts.sum(0)).all()
     wanted = np.zeros((num_experts, num_ranks), dtype=int)
-    for rank, place in np.argwhere(experts >= 0):
-        expert = experts[rank, place]
+    for rank, replica_slot in np.argwhere(experts >= 0):
+        expert = experts[rank, replica_slot]
         assert home[expert] != rank
-        assert rows[rank, place] > 0
-        assert plans[0].expert_to_place[expert, rank] == place
-        wanted[expert, rank] = rows[rank, place]
+        assert rows[rank, replica_slot] > 0
+        assert plans[0].expert_to_replica_slot[expert, rank] == replica_slot
+        wanted[expert, rank] = rows[rank, replica_slot]
     assert (rows[experts < 0] == 0).all()
-    assert (plans[0].expert_to_place >= 0).sum() == (experts >= 0).sum() == np.count_nonzero(wanted)
+    assert (
+        (plans[0].expert_to_replica_slot >= 0).sum()
+        == (experts >= 0).sum()
+        == np.count_nonzero(wanted)
+    )
     wanted[np.arange(num_experts), home] = counts.sum(0) - wanted.sum(1)
     assert (slots.sum(1) == wanted).all()
     for rank in range(num_ranks):  # rows stay where their tokens are
@@ -95,7 +99,7 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
     is_full = (experts >= 0).all(1)
     assert (
         after.max() <= limit or is_full[after < mean].all()
-    )  # as long as a place is left, it is used
+    )  # as long as a replica slot is left, it is used
     if before.max() <= limit:
         assert (experts < 0).all()
     return after.max() <= limit
@@ -108,10 +112,12 @@ def test_ranks_keep_within_the_limit(number: int):
         for step in range(3):
             counts = workload(number, num_ranks, num_experts, step)
             if num_ranks <= 8:
-                assert check_placement(counts, num_experts, slack=0)  # enough places for everything
+                assert check_placement(
+                    counts, num_experts, slack=0
+                )  # enough replica slots for everything
             kept += check_placement(counts, 2, slack=50)
             most += 1
-    # A rank whose 32 experts are all warm would need more than two places: the plan says so.
+    # A rank whose 32 experts are all warm would need more than two replica slots: the plan says so.
     assert kept == most if number in (0, 1, 3, 4) else kept >= most // 2
 
 
@@ -143,14 +149,17 @@ def test_nobody_sees_replicas(rank: int, num_ranks: int, findings: Findings, dev
                 case.random_rows(case.generator(7 + rank), len(ids), case.shape(device)), heap
             )
             probs, results = on_device(case.probs(rank, len(ids)), heap), []
-            for places in (num_replica_slots, 0):
+            for replicas_per_rank in (num_replica_slots, 0):
                 plan = make_plan(
-                    on_device(ids, heap), **routing.arguments, heap=heap, replicas_per_rank=places
+                    on_device(ids, heap),
+                    **routing.arguments,
+                    heap=heap,
+                    replicas_per_rank=replicas_per_rank,
                 )
                 experts = torch.arange(
                     rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank
                 )
-                if places:
+                if replicas_per_rank:
                     check_copies(plan, ids, case.experts_per_rank, findings)
                     experts = torch.cat([experts, plan.replica_to_expert[rank].cpu()])
                 tokens = x.clone().requires_grad_()
@@ -178,7 +187,7 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
         plan.slot_to_copy.cpu(),
     )
     rank, local = copies // num_local, copies % num_local
-    places = torch.cat(
+    replicas = torch.cat(
         [
             torch.zeros(heap.num_ranks, experts_per_rank, dtype=torch.int32),
             plan.replica_to_expert.cpu(),
@@ -186,7 +195,7 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
         1,
     )
     own = rank * experts_per_rank + local
-    expert = torch.where(local < experts_per_rank, own, places[rank.clamp(min=0), local])
+    expert = torch.where(local < experts_per_rank, own, replicas[rank.clamp(min=0), local])
     findings.equal("experts of copies", torch.where(copies < 0, -1, expert), ids.int().numpy())
     for each in ids.unique()[
         ids.unique() >= 0

@@ -86,12 +86,17 @@ def compare(
 
 
 def both(
-    heap: SymmetricHeap, dtype: torch.dtype, findings: Findings, *, places: int = 2, **options: Any
+    heap: SymmetricHeap,
+    dtype: torch.dtype,
+    findings: Findings,
+    *,
+    replicas_per_rank: int = 2,
+    **options: Any,
 ) -> None:
     found = []
     kind = options.pop("kind", {})
     lora_rank = options.pop("lora_rank", 0)
-    for more in ({**REPLICAS, "replicas_per_rank": places}, {}):
+    for more in ({**REPLICAS, "replicas_per_rank": replicas_per_rank}, {}):
         torch.manual_seed(1 + heap.rank)
         experts = GroupedMLP(4, H, I, **kind, dtype=dtype, device=heap.device)
         layer = MoELayer(config(heap.num_ranks, **options, **more), heap, experts=experts)
@@ -113,7 +118,7 @@ def test_results_are_those_without_replicas(
                     findings.where = f"rank {rank} of {num_ranks}, {dtype}, {schedule}, {layout}"
                     both(heap, dtype, findings, order="slot", schedule=schedule, layout=layout)
         findings.where = f"rank {rank} of {num_ranks}"
-        both(heap, torch.bfloat16, findings, places=1)
+        both(heap, torch.bfloat16, findings, replicas_per_rank=1)
         both(heap, torch.bfloat16, findings, order="slot", capacity=TOKENS * K * num_ranks)
 
 
@@ -167,7 +172,7 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
             replicas_per_rank=1,
         )
         findings.equal(
-            "places",
+            "replica slots",
             plan.replica_to_expert.view(-1).tolist(),
             [-1, 0 if ranks_per_node == 2 else -1, -1, -1],
         )
@@ -219,7 +224,7 @@ def test_metrics_say_what_has_moved(
             findings.equal("rows of ranks", metrics.rows_per_rank.numpy(), rows)
             findings.equal("replicas", int(metrics.num_replicas), int(used.sum()))
             totals, num_replicas = totals + rows, num_replicas + int(used.sum())
-            num_lent += int((plan.expert_to_place[4 * rank : 4 * rank + 4] >= 0).sum())
+            num_lent += int((plan.expert_to_replica_slot[4 * rank : 4 * rank + 4] >= 0).sum())
         (record,) = logger.step(0)
         findings.equal("tokens_per_rank", np.array(record.tokens_per_rank), totals[0])
         findings.equal("balanced_per_rank", np.array(record.balanced_per_rank), totals[1])

@@ -441,7 +441,7 @@ def plan_mismatches(num_experts: int) -> list[tuple[Arguments | None, str, str, 
         ({"hidden": None}, "hidden", str(H), "none", agreed),
         ({"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed),
         ({"dtype": None}, "dtype", "torch.float32", "none", agreed),
-        ({"replicas_per_rank": 2}, "replica places", "1", "2", REPLICAS),
+        ({"replicas_per_rank": 2}, "replica slots", "1", "2", REPLICAS),
         ({"replica_slack": 0.1}, "slack per mille", "50", "100", REPLICAS),
     ]
 

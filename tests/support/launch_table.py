@@ -8,8 +8,8 @@ A row says of every parameter what it gets, in the contract's letters (symmoe/ke
     a function    what it makes of an `Arguments`
     else          the value itself
 
-Further sizes: P rows that a gather reads, M tokens of columns, C copies of experts with S places on a rank, L nodes
-with Q ranks each. A launch names its sizes, and what it gets in place of what is in the row, which WAYS names."""
+Further sizes: P rows that a gather reads, M tokens of columns, C copies of experts with S replica slots on a rank, L
+nodes with Q ranks each. A launch names its sizes, and what it gets in place of what is in the row, which WAYS names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -704,7 +704,7 @@ TABLE: dict[str, dict[str, Any]] = {
     },
     "add_from_replicas": {
         "gradients": MATRICES,
-        "places": ("i32 4 2", "i32 32 4"),
+        "replica_slots": ("i32 4 2", "i32 32 4"),
         "peers": peers_of(4, 3),
         "received": "i64 4 A",
         "column": 0,

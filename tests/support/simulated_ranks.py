@@ -42,7 +42,7 @@ class Case:
     pending: int = control.STATUS_OK
     num_ctas: int | None = None
     seed: int = 0
-    num_replica_slots: int = 0  # of a rank, for replicas
+    num_replica_slots: int = 0  # of a rank
     slack: int = 0  # per mille
     num_near: int = 0  # ranks of a node, between which rows are balanced; 0: all
 
@@ -150,7 +150,7 @@ CASES = {
     "replicas of one expert": Case(
         tokens=(33, 20, 45), num_experts=6, top_k=1, ids="one", num_replica_slots=1, num_ctas=3
     ),
-    "too few places": Case(
+    "too few replica slots": Case(
         tokens=(60, 50, 31),
         num_experts=24,
         top_k=6,
@@ -448,9 +448,12 @@ class _Call:
         self.keep_arenas("replicas")
         for rank, peers in enumerate(self.peers):
             gradients = [self.out[f"gradients of rank {rank}[{n}]"].clone() for n in range(2)]
-            places = self.maps[rank]["replica_to_expert"], self.maps[rank]["expert_to_place"]
+            replica_slots = (
+                self.maps[rank]["replica_to_expert"],
+                self.maps[rank]["expert_to_replica_slot"],
+            )
             pair = None if rank == 1 else gradients[0], table_of(gradients[1])
-            self.ops.add_from_replicas(pair, places, peers, ready, column=1, starts=(64, 0))
+            self.ops.add_from_replicas(pair, replica_slots, peers, ready, column=1, starts=(64, 0))
             self.keep(f"gradients and those of replicas of rank {rank}", *gradients)
 
     def dispatch(self) -> None:

@@ -182,7 +182,7 @@ def test_the_model_of_balance():
         cells = ["{:.2f} -> {:.2f}".format(*pair) for pair in times]
         assert (
             f"| {name} | 0.5 | {cells[0]} | {cells[2]} |" in page.read_text()
-        )  # 2 places, random and sorted
+        )  # 2 replica slots, random and sorted
 
 
 def test_every_suite_measures(measured: tuple[int, list[dict], str]):

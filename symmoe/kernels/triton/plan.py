@@ -419,15 +419,15 @@ def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.co
         bound = tl.minimum(bound, known if source <= SIZES.rank else high)
         store_part(parts + 2 * source * SIZES.num_own, begin, bound, mask, SIZES.num_own)
         if source == SIZES.rank and replica_ranges is not None:
-            NUM_PLACES: tl.constexpr = SIZES.experts_per_rank - SIZES.num_own
-            places, is_place = (
+            NUM_REPLICA_SLOTS: tl.constexpr = SIZES.experts_per_rank - SIZES.num_own
+            ranges, is_replica = (
                 replica_ranges + expert - SIZES.num_own,
                 is_local & (expert >= SIZES.num_own),
             )
-            store_part(places, first, end, is_place, NUM_PLACES)
-            store_part(places + 2 * NUM_PLACES, first, begin, is_place, NUM_PLACES)
-            store_part(places + 4 * NUM_PLACES, begin, bound, is_place, NUM_PLACES)
-            store_part(places + 6 * NUM_PLACES, bound, end, is_place, NUM_PLACES)
+            store_part(ranges, first, end, is_replica, NUM_REPLICA_SLOTS)
+            store_part(ranges + 2 * NUM_REPLICA_SLOTS, first, begin, is_replica, NUM_REPLICA_SLOTS)
+            store_part(ranges + 4 * NUM_REPLICA_SLOTS, begin, bound, is_replica, NUM_REPLICA_SLOTS)
+            store_part(ranges + 6 * NUM_REPLICA_SLOTS, bound, end, is_replica, NUM_REPLICA_SLOTS)
         begin = bound
 
 

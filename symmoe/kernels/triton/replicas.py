@@ -1,4 +1,4 @@
-"""Replicas of experts: places, slots, weights and gradients (Triton). Letters: twin/replicas.py."""
+"""Replicas of experts: replica slots, slots, weights and gradients (Triton). Letters: twin/replicas.py."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ def place_replicas_kernel(
     bases,
     replica_to_expert,
     replica_rows,
-    expert_to_place,
+    expert_to_replica_slot,
     copy_slots,
     expert_load,
     slack: tl.int32,
@@ -61,18 +61,20 @@ def place_replicas_kernel(
         here = tl.where((rank == other)[:, None], own, 0)
         tl.store(copy_slots + expert * SIZES.num_ranks + other, here, mask=is_expert)
         tl.store(
-            expert_to_place + expert * SIZES.num_ranks + other,
+            expert_to_replica_slot + expert * SIZES.num_ranks + other,
             tl.full(expert.shape, -1, tl.int32),
             mask=is_expert,
         )
-    for place in range(SIZES.num_replica_slots):
+    for replica_slot in range(SIZES.num_replica_slots):
         tl.store(
-            replica_to_expert + rank * SIZES.num_replica_slots + place,
+            replica_to_expert + rank * SIZES.num_replica_slots + replica_slot,
             tl.full(rank.shape, -1, tl.int32),
             mask=is_rank,
         )
         tl.store(
-            replica_rows + rank * SIZES.num_replica_slots + place, tl.zeros_like(rank), mask=is_rank
+            replica_rows + rank * SIZES.num_replica_slots + replica_slot,
+            tl.zeros_like(rank),
+            mask=is_rank,
         )
     tl.debug_barrier()  # the next stores are to the same places
 
@@ -91,10 +93,10 @@ def place_replicas_kernel(
         given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
         number = tl.minimum(tl.minimum(most - mean, most_room), largest)
         if (most > limit) & (number > 0):
-            place = tl.sum(tl.where(rank == taker, used, 0), axis=0)
-            tl.store(replica_to_expert + taker * SIZES.num_replica_slots + place, given)
-            tl.store(replica_rows + taker * SIZES.num_replica_slots + place, number)
-            tl.store(expert_to_place + given * SIZES.num_ranks + taker, place)
+            replica_slot = tl.sum(tl.where(rank == taker, used, 0), axis=0)
+            tl.store(replica_to_expert + taker * SIZES.num_replica_slots + replica_slot, given)
+            tl.store(replica_rows + taker * SIZES.num_replica_slots + replica_slot, number)
+            tl.store(expert_to_replica_slot + given * SIZES.num_ranks + taker, replica_slot)
             used += (rank == taker).to(tl.int32)
             rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
             left -= tl.where(expert == given, number, 0)
@@ -104,11 +106,13 @@ def place_replicas_kernel(
         given = tl.load(replica_to_expert + first * SIZES.num_replica_slots + n)
         if given >= 0:
             count = tl.load(counts + rank * SIZES.layout.row_words + given, mask=is_source, other=0)
-            places = tl.load(
-                expert_to_place + given * SIZES.num_ranks + rank, mask=is_rank, other=-1
+            replica_slots = tl.load(
+                expert_to_replica_slot + given * SIZES.num_ranks + rank, mask=is_rank, other=-1
             )
             wanted = tl.load(
-                replica_rows + rank * SIZES.num_replica_slots + places, mask=places >= 0, other=0
+                replica_rows + rank * SIZES.num_replica_slots + replica_slots,
+                mask=replica_slots >= 0,
+                other=0,
             )
             wanted = tl.where(
                 rank == given // SIZES.experts_per_rank, tl.sum(count - wanted, axis=0), wanted
@@ -138,7 +142,7 @@ def place_replicas(peers, plan, *, slack, num_near):
         peers.bases,
         plan.replica_to_expert,
         plan.replica_rows,
-        plan.expert_to_place,
+        plan.expert_to_replica_slot,
         plan.copy_slots,
         plan.expert_load,
         slack,
@@ -149,7 +153,7 @@ def place_replicas(peers, plan, *, slack, num_near):
 def route_to_replicas_kernel(
     topk_idx,
     block_starts,
-    expert_to_place,
+    expert_to_replica_slot,
     copy_slots,
     slot_to_copy,
     block_counts,
@@ -169,9 +173,13 @@ def route_to_replicas_kernel(
         copy, begin = tl.full(expert.shape, -1, tl.int32), tl.zeros_like(expert)
         for rank in range(SIZES.num_ranks):
             end = begin + tl.load(copy_slots + expert * SIZES.num_ranks + rank, mask=valid, other=0)
-            place = tl.load(expert_to_place + expert * SIZES.num_ranks + rank, mask=valid, other=-1)
+            replica_slot = tl.load(
+                expert_to_replica_slot + expert * SIZES.num_ranks + rank, mask=valid, other=-1
+            )
             own = tl.where(
-                home == rank, expert - home * SIZES.experts_per_rank, SIZES.experts_per_rank + place
+                home == rank,
+                expert - home * SIZES.experts_per_rank,
+                SIZES.experts_per_rank + replica_slot,
             )
             copy = tl.where(
                 (index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy
@@ -213,7 +221,7 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
         ),
         topk_idx,
         block_starts,
-        plan.expert_to_place,
+        plan.expert_to_replica_slot,
         plan.copy_slots,
         plan.slot_to_copy,
         block_counts,
@@ -223,7 +231,7 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The number of elements of a matrix, and its byte offset in the first place."""
+    """The number of elements of a matrix, and its byte offset in the first replica slot."""
 
     width: int
     dtype: tl.dtype
@@ -232,17 +240,17 @@ class Kind:
 
 @functools.cache
 def _constants(
-    matrices, places: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int
+    matrices, replica_slots: tuple[int, int], at: tuple[int, tuple[int, int]], **ranks: int
 ) -> Constants:
-    """matrices: elements of each of the pair, and the dtype; places: ranks of the group, and places of each;
+    """matrices: elements of each of the pair, and the dtype; replica_slots: ranks of the group, and how many each has;
     at: the column of `received`, and bytes after it; ranks: the node's, its first, this one's experts."""
     first, second = (
         Kind(numel, TRITON_DTYPES[dtype], start)
         for (numel, dtype), start in zip(matrices, at[1], strict=True)
     )
     return kept_sizes(
-        num_group=places[0],
-        num_replica_slots=places[1],
+        num_group=replica_slots[0],
+        num_replica_slots=replica_slots[1],
         column=at[0],
         **ranks,
         rank_lanes=next_power_of_2(ranks["num_ranks"]),
@@ -253,15 +261,15 @@ def _constants(
     )
 
 
-def _move(kernel, pair, places, peers, received, *, column, starts):
-    """Launches a kernel that moves matrices of experts; places: replica_to_expert, and other maps of places."""
+def _move(kernel, pair, replica_slots, peers, received, *, column, starts):
+    """Launches a kernel that moves matrices of experts; replica_slots: replica_to_expert, and other maps of these."""
     num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
     kinds = tuple(
         (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair
     )
     constants = _constants(
         kinds,
-        tuple(places[0].shape),
+        tuple(replica_slots[0].shape),
         (column, starts),
         num_ranks=peers.num_ranks,
         first_rank=peers.in_group(0),
@@ -275,18 +283,20 @@ def _move(kernel, pair, places, peers, received, *, column, starts):
         constants,
         *first,
         *second,
-        *places,
+        *replica_slots,
         peers.bases,
         received,
     )
 
 
 @triton.jit
-def place_of_peer(bases, received, rank, place, KIND: tl.constexpr, SIZES: tl.constexpr):
-    """Pointer to the matrix of a place of a rank, and whether the call has succeeded so far."""
+def replica_slot_of_peer(
+    bases, received, rank, replica_slot, KIND: tl.constexpr, SIZES: tl.constexpr
+):
+    """Pointer to the matrix of a replica slot of a rank, and whether the call has succeeded so far."""
     offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
     matrices = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
-    return tl.multiple_of(matrices, 16) + tl.cast(place, tl.int64) * KIND.width, offset >= 0
+    return tl.multiple_of(matrices, 16) + tl.cast(replica_slot, tl.int64) * KIND.width, offset >= 0
 
 
 @triton.jit
@@ -300,8 +310,8 @@ def push_matrices(
             - SIZES.first_expert
         )
         if (own >= 0) & (own < SIZES.num_own):
-            rank, place = n // SIZES.num_replica_slots, n % SIZES.num_replica_slots
-            target, goes_on = place_of_peer(bases, received, rank, place, KIND, SIZES)
+            rank, replica_slot = n // SIZES.num_replica_slots, n % SIZES.num_replica_slots
+            target, goes_on = replica_slot_of_peer(bases, received, rank, replica_slot, KIND, SIZES)
             if goes_on:
                 source = matrix_of(weight, table, own, KIND.width, KIND.dtype)
                 for first in range(
@@ -339,15 +349,19 @@ def push_replicas(weights, replica_to_expert, peers, received, *, column, starts
 
 @triton.jit
 def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, SIZES: tl.constexpr):
-    """add_from_replicas of one gradient. tables: replica_to_expert and expert_to_place."""
-    replica_to_expert, expert_to_place = tables
+    """add_from_replicas of one gradient. tables: replica_to_expert and expert_to_replica_slot."""
+    replica_to_expert, expert_to_replica_slot = tables
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_replica_slots):
         expert = tl.load(replica_to_expert + SIZES.first_rank * SIZES.num_replica_slots + n)
         own, rank = expert - SIZES.first_expert, n // SIZES.num_replica_slots
         is_own = (own >= 0) & (own < SIZES.num_own)
-        places = expert_to_place + tl.where(is_own, expert, 0) * SIZES.num_group + SIZES.first_rank
-        earlier = tl.load(places + lane, mask=(lane < rank) & is_own, other=-1)
+        replica_slots = (
+            expert_to_replica_slot
+            + tl.where(is_own, expert, 0) * SIZES.num_group
+            + SIZES.first_rank
+        )
+        earlier = tl.load(replica_slots + lane, mask=(lane < rank) & is_own, other=-1)
         if is_own & (
             tl.max(earlier, axis=0) < 0
         ):  # the first replica of an expert adds all of its replicas
@@ -358,9 +372,11 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
                 at = first + tl.arange(0, SIZES.block)
                 total = tl.load(sums + at, mask=at < KIND.width, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
-                    place = tl.load(places + peer)
-                    theirs, goes_on = place_of_peer(bases, received, peer, place, KIND, SIZES)
-                    if (place >= 0) & goes_on:
+                    replica_slot = tl.load(replica_slots + peer)
+                    theirs, goes_on = replica_slot_of_peer(
+                        bases, received, peer, replica_slot, KIND, SIZES
+                    )
+                    if (replica_slot >= 0) & goes_on:
                         total += tl.load(theirs + at, mask=at < KIND.width, other=0.0).to(
                             tl.float32
                         )
@@ -374,19 +390,25 @@ def add_from_replicas_kernel(
     dw1,
     table1,
     replica_to_expert,
-    expert_to_place,
+    expert_to_replica_slot,
     bases,
     received,
     SIZES: tl.constexpr,
 ):
-    tables = (replica_to_expert, expert_to_place)
+    tables = (replica_to_expert, expert_to_replica_slot)
     if SIZES.first.width > 0:
         add_matrices(dw0, table0, tables, bases, received, SIZES.first, SIZES)
     if SIZES.second.width > 0:
         add_matrices(dw1, table1, tables, bases, received, SIZES.second, SIZES)
 
 
-def add_from_replicas(gradients, places, peers, received, *, column, starts):
+def add_from_replicas(gradients, replica_slots, peers, received, *, column, starts):
     _move(
-        add_from_replicas_kernel, gradients, places, peers, received, column=column, starts=starts
+        add_from_replicas_kernel,
+        gradients,
+        replica_slots,
+        peers,
+        received,
+        column=column,
+        starts=starts,
     )

@@ -119,7 +119,7 @@ class PlanKernels:
             received: the result of the plan's barrier; negative words mean that a rank faulted.
             status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if no host waits: kernels
                 that are launched before the host reads it must not move rows.
-            plan: gets the places of rows, the report and, without replica places, expert_load.
+            plan: gets the places of rows, the report and, without replica slots, expert_load.
             capacity: rows that this rank can receive; -1: its host waits for the report before it launches more.
             overflow: one of control.OVERFLOW_*. OVERFLOW_DROP: clips to `capacity`, equal on all ranks, instead of
                 reporting an overflow. OVERFLOW_REPEAT: reports an overflow as PLAN_OVER_BUDGET and does not record it.

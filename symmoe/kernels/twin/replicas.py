@@ -1,6 +1,6 @@
 """Replicas of experts on less loaded ranks: their rows, weights and gradients.
 
-Every rank has S places, each for a replica of one expert of another rank. A weight of one expert has M numbers.
+Every rank has S replica slots, each for a replica of one expert of another rank. A weight of one expert has M numbers.
 """
 
 import torch
@@ -24,11 +24,11 @@ class ReplicaKernels:
 
         The limit is (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up. While the rank with the most
         rows exceeds the limit, it moves rows of its largest remaining expert to the rank with the fewest rows that has
-        a free place. It moves the least of: its rows above the mean, the other rank's rows below the mean, the expert's
-        rows. Ties go to the lowest number. A rank's rows first go to a copy on the same rank, as many as both counts
-        allow; the rest is assigned in the order of source ranks and of the ranks with copies. There are at most R * S
-        moves, and a rank exceeds the limit only if no remaining place could help. plan: gets expert_load,
-        replica_to_expert, replica_rows, expert_to_place and copy_slots.
+        a free replica slot. It moves the least of: its rows above the mean, the other rank's rows below the mean, the
+        expert's rows. Ties go to the lowest number. A rank's rows first go to a copy on the same rank, as many as both
+        counts allow; the rest is assigned in the order of source ranks and of the ranks with copies. There are at most
+        R * S moves, and a rank exceeds the limit only if no remaining replica slot could help. plan: gets expert_load,
+        replica_to_expert, replica_rows, expert_to_replica_slot and copy_slots.
         """
         num_ranks, num_replica_slots = plan.replica_to_expert.shape
         num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
@@ -43,7 +43,7 @@ class ReplicaKernels:
             [0] * num_ranks,
         )
         plan.replica_to_expert.fill_(-1)
-        plan.expert_to_place.fill_(-1)
+        plan.expert_to_replica_slot.fill_(-1)
         plan.replica_rows.zero_()
         for near in (range(first, first + num_near) for first in range(0, num_ranks, num_near)):
             total = sum(rows[near.start : near.stop])
@@ -69,7 +69,7 @@ class ReplicaKernels:
                     expert,
                     number,
                 )
-                plan.expert_to_place[expert, taker] = used[taker]
+                plan.expert_to_replica_slot[expert, taker] = used[taker]
                 moves_ER[expert, taker] += number
                 used[taker] += 1
                 rows[giver], rows[taker], left[expert] = (
@@ -111,7 +111,7 @@ class ReplicaKernels:
         place_TK = places_of_slots(expert_TK, is_valid_TK, num_experts)
         end_ER = plan.copy_slots.cumsum(1)
         rank_R = torch.arange(num_ranks, device=ids_TK.device)
-        copy_ER = num_local * rank_R + per_rank + plan.expert_to_place
+        copy_ER = num_local * rank_R + per_rank + plan.expert_to_replica_slot
         expert_E = torch.arange(num_experts, device=ids_TK.device)
         home_E = expert_E // per_rank
         copy_ER[expert_E, home_E] = home_E * num_local + expert_E % per_rank
@@ -135,25 +135,28 @@ class ReplicaKernels:
         column: int,
         starts: tuple[int, int],
     ) -> None:
-        """Writes the matrices of this rank's experts to the places with their replicas, unless the call has failed.
+        """Writes the matrices of this rank's experts to their replica slots on other ranks, unless the call has failed.
 
-        weights: [E / R, ...], M numbers per expert, a multiple of 16 bytes. A rank's places [S, M] for a weight begin
-        `starts` bytes after the offset received[., column].
+        weights: [E / R, ...], M numbers per expert, a multiple of 16 bytes. A rank's replica slots [S, M] for a weight
+        begin `starts` bytes after the offset received[., column].
         """
         for weight, start in _present(weights, starts, received):
             num_own, *shape = weight.shape
-            for (rank, place), expert in _used(replica_to_expert, peers):
+            for (rank, replica_slot), expert in _used(replica_to_expert, peers):
                 if expert // num_own == peers.in_group(peers.rank):
-                    places = peers.region(
-                        rank, int(received[rank, column]) + start, (place + 1, *shape), weight.dtype
+                    replica_slots = peers.region(
+                        rank,
+                        int(received[rank, column]) + start,
+                        (replica_slot + 1, *shape),
+                        weight.dtype,
                     )
-                    places[place] = matrix(weight, expert % num_own)
+                    replica_slots[replica_slot] = matrix(weight, expert % num_own)
 
     @staticmethod
     @writes("gradients")
     def add_from_replicas(
         gradients: Pair,
-        places: tuple[torch.Tensor, torch.Tensor],
+        replica_slots: tuple[torch.Tensor, torch.Tensor],
         peers: control.Peers,
         received: torch.Tensor,
         *,
@@ -165,20 +168,20 @@ class ReplicaKernels:
 
         gradients: gradients of push_replicas' weights. A rank's replica gradients, [S, M] in the same dtype, begin
         `starts` bytes after received[., column].
-        places: replica_to_expert, expert_to_place.
+        replica_slots: replica_to_expert, expert_to_replica_slot.
         """
         for gradient, start in _present(gradients, starts, received):
             (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
-            for (rank, place), expert in _used(places[0], peers):
+            for (rank, replica_slot), expert in _used(replica_slots[0], peers):
                 if expert // num_own == peers.in_group(peers.rank):
                     theirs = peers.region(
                         rank,
                         int(received[rank, column]) + start,
-                        (place + 1, *shape),
+                        (replica_slot + 1, *shape),
                         gradient.dtype,
                     )
                     g = expert % num_own
-                    sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[place]
+                    sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[replica_slot]
             for g, total in sums.items():
                 store_sum(gradient, g, total, accumulate=False)
 
@@ -195,6 +198,6 @@ def _present(
 def _used(
     replica_to_expert: torch.Tensor, peers: control.Peers
 ) -> list[tuple[tuple[int, int], int]]:
-    """((rank, place), expert) for the places with a replica, on the ranks of these peers."""
-    places = replica_to_expert[peers.in_group(0) :][: peers.num_ranks]
-    return [((int(r), int(p)), int(places[r, p])) for r, p in (places >= 0).nonzero()]
+    """((rank, replica_slot), expert) for the replica slots with a replica, on the ranks of these peers."""
+    replica_slots = replica_to_expert[peers.in_group(0) :][: peers.num_ranks]
+    return [((int(r), int(s)), int(replica_slots[r, s])) for r, s in (replica_slots >= 0).nonzero()]
