@@ -9,7 +9,7 @@ of five orders), or all on the first ranks ("sorted"). Which rows move is what p
 
 load: rows of the slowest rank over the mean; bytes: of weights, twice, and of gradients, that replicas move out of or
 into the busiest rank. base and slope are fitted to balance-h200-ep2.json (two H200s), and so are, to its steps with
-replicas, cost and rate: whatever replicas add there, as if nothing of it were hidden. It is within 2 % of all steps of
+replicas, cost and rate: whatever replicas add there, as if nothing of it were hidden. It is within 4 % of all steps of
 the record. Left out: that more ranks send more rows over the network, and do so unevenly, and that GEMMs of fewer rows
 are slower.
 """

@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measurements.md"
 PRESETS = ("qwen3-30b", "mixtral-8x7b", "deepseek-like")
+NEW_PRESETS = ("glm-5", "kimi-k2", "deepseek-v4-pro", "qwen3.5-397b")
 BOTH = ("forward", "backward")
 
 H200 = "NVIDIA H200, driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, NVSHMEM 3.4.5"
@@ -27,10 +28,11 @@ TOP = f"""\
 
 `benchmarks/measurements.py` writes this page from the [records](../benchmarks/results/README.md), which also have the
 commands, and 10th and 90th percentiles. *H200* is {H200}.
-Unless a table states otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
-ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
-2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). [Benchmarking](benchmarking.md) and [reliability](reliability.md#suites)
-define suites and ways; [decisions](design/index.md) describe the experiments.
+Unless a table states otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden
+H, ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
+2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8), glm-5 (6144, 2048, 256, 8), kimi-k2 (7168, 2048, 384, 8),
+deepseek-v4-pro (7168, 3072, 384, 6), qwen3.5-397b (4096, 1024, 512, 10). [Benchmarking](benchmarking.md) and
+[reliability](reliability.md#suites) define suites and ways; [decisions](design/index.md) describe the experiments.
 """
 
 Record = dict[str, Any]
@@ -109,7 +111,7 @@ KINDS = (
 STEPS = ("steps-h200-ep2", "deepep-h200-ep2", "steps-h100-ep1")
 COLUMNS = [
     *(("qwen3-30b", tokens, STEPS[:2]) for tokens in (8192, 2048, 512)),
-    *((preset, 8192, STEPS[:2]) for preset in PRESETS[1:]),
+    *((preset, 8192, STEPS[:2]) for preset in (*PRESETS[1:], *NEW_PRESETS)),
     *((preset, 8192, STEPS[2:]) for preset in ("qwen3-30b", "deepseek-like")),
 ]
 

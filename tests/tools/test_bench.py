@@ -171,7 +171,7 @@ def test_the_model_of_balance():
             moving = rates["slope"] + rates["cost"] + 1e3 * num_moved * replica / rates["rate"]
             if row["preset"] == recorded:
                 extra = moving if row["variant"] == "replicas" else rates["slope"] * row["load"]
-                assert rates["base"] + extra == pytest.approx(row["ms_median"], rel=0.02)
+                assert rates["base"] + extra == pytest.approx(row["ms_median"], rel=0.04)
         found = balance_model.predict(name, 8, 0.5, rates)
         assert found == [
             one for one in committed if (one["shape"], one["ep"], one["zipf"]) == (name, 8, 0.5)
