@@ -884,6 +884,7 @@ def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> 
     cases.check_equal(found)
 
 
+@pytest.mark.slow
 @run_on(2, fixture="ranks")
 def test_fp8_experts_train_as_bf16(rank: int, num_ranks: int) -> None:
     """With gradients fused into main_grad, the losses of a step differ by less than 5 % of the first loss."""

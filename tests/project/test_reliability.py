@@ -15,7 +15,7 @@ SLICES = {
     "routings": (range(14), 2),  # one of each stratum; 28 below, without a mutant
     "gradients": (range(13), 2),
     "determinism": ((*range(15, 26), 1040), 2),  # a repeat with skew, and a restart
-    "stalls": (range(60), 2),
+    "stalls": (range(24), 2),
     "fuzz": (range(72), 2),  # three of each mutation
     "soak": (range(151), 2),
     "lifecycle": ((0, 1, 2, 50), 2),

@@ -133,6 +133,7 @@ def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     assert "quantized_wire='both'" in used
 
 
+@pytest.mark.slow
 def test_replicas_balance_ranks_and_change_no_loss(losses: list[float], tmp_path: Path):
     records = train(tmp_path, "--replicas=2", num_ranks=2)
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)

@@ -70,6 +70,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_record_says_how_tests_ended_and_why(checkout: Path):
     path = checkout / "record.json"
     assert run.main(["made-up", str(checkout), "--record", str(path)]) == 1

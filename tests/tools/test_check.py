@@ -243,9 +243,10 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        (
+        pytest.param(
             "raises_on_rank_1",
             r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*test_check.py:\d+\)",
+            marks=pytest.mark.slow,
         ),
         (
             "leaves_no_gradient",
@@ -306,9 +307,10 @@ def test_masked_scores():
         *((target, "is no file with :function") for target in ("/missing/model", "./model")),
         ("test_check:rihgt", "test_check.py has no function 'rihgt'"),
         ("chekc_cases:right", "there is no module chekc_cases"),
-        (
+        pytest.param(
             "test_check:returns_nothing",
             "returns NoneType; it must return a Trained, or a torch Module",
+            marks=pytest.mark.slow,
         ),
     ],
 )
