@@ -31,7 +31,7 @@ from symmoe.checkpoint.manifest import MANIFEST, SEAL, Manifest, parse, seal_of
 from symmoe.errors import ArgumentError, CheckpointError
 
 _LOG = logging.getLogger(__name__)
-_BUFFER_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
 _LATEST = "latest"
 _REPLACED = ".replaced"
 _COMPLETE = re.compile(r"step-(\d{8})(\.replaced)?")
@@ -174,16 +174,15 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
 
 
 def _check_sizes(place: Path, manifest: Manifest) -> None:
-    found = {
-        path.name: path.lstat() for path in place.glob("*.safetensors")
-    }  # readers would load all of these
-    for name in sorted({*found, *manifest.files}):
-        here = found[name].st_size if name in found and stat.S_ISREG(found[name].st_mode) else None
-        there = manifest.files[name].bytes if name in manifest.files else None
-        if here != there:
-            raise CheckpointError(
-                f"{place / name} has {here} bytes (None: is no plain file); {MANIFEST} says {there}"
-            )
+    # Readers would load all of these.
+    statuses = {path.name: path.lstat() for path in place.glob("*.safetensors")}
+    here = {name: its.st_size for name, its in statuses.items() if stat.S_ISREG(its.st_mode)}
+    there = {name: file.bytes for name, file in manifest.files.items()}
+    for name, _ in sorted(here.items() ^ there.items()):
+        raise CheckpointError(
+            f"{place / name} has {here.get(name)} bytes (None: is no plain file); "
+            f"{MANIFEST} says {there.get(name)}"
+        )
 
 
 def _complete(directory: Path) -> dict[str, int]:
@@ -222,19 +221,20 @@ def read(path: Path) -> bytes:
 def sha256(path: Path) -> str:
     """sha256 of a file. CheckpointError as :func:`read`."""
     digest = hashlib.sha256()
-    buffer = bytearray(_BUFFER_BYTES)
     with naming(path, "read"), _open(path, os.O_RDONLY) as file:
-        while length := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:length])
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
     return digest.hexdigest()
 
 
 def write(path: Path, data: bytes) -> None:
     """A new file with these bytes, on disk when this returns. CheckpointError: it exists, or cannot be written."""
-    with naming(path, "written"), _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
+    with (
+        naming(path, "written"),
+        io.BufferedWriter(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file,
+    ):
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from symmoe.checkpoint.optimizer_state import (
     install,
 )
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import ModuleState, Place, places_of, rows_problem
+from symmoe.checkpoint.tensors import ModuleState, Place, lists_by_key, places_of, rows_problem
 from symmoe.errors import CheckpointError
 
 
@@ -101,8 +102,11 @@ def load_checkpoint(
                 reader.read_data(copies.plan, copies).wait()
                 check_shared(shared)
             rows = _Rows(path, stored, filled)
-            unknown = stored.keys() - {place.key for place in places}
-            matched.mine = sorted(key for key in unknown if not key.startswith(PREFIX))
+            matched.mine = sorted(
+                key
+                for key in stored.keys() - {place.key for place in places}
+                if not key.startswith(PREFIX)
+            )
         with peers.step():
             for key in sorted(set.intersection(*map(set, matched.by_rank))):
                 raise CheckpointError(f"{path} has {key}, which the model has not")
@@ -129,32 +133,33 @@ class _Rows(DefaultLoadPlanner):
         self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]
     ) -> None:
         super().__init__()
-        self._rows: dict[tuple[str, int | None], torch.Tensor] = {}
-        chunks: dict[str, list[ChunkStorageMetadata]] = {}
-        for place in places:
+        self._places = lists_by_key((place.key, place) for place in places)
+        for place in itertools.chain(*self._places.values()):
             if place.key not in stored:
                 raise CheckpointError(f"{path} has no {place.key}")
             there = stored[place.key]
-            here = place.tensor.dtype
-            if (there.properties.dtype, tuple(there.size)) != (here, place.shape):
+            if (there.properties.dtype, tuple(there.size)) != (place.tensor.dtype, place.shape):
                 raise CheckpointError(
                     f"{place.key} is {there.properties.dtype} {list(there.size)} in {path} "
-                    f"and {here} {list(place.shape)} in the model"
+                    f"and {place.tensor.dtype} {list(place.shape)} in the model"
                 )
-            own = chunks.setdefault(place.key, [])
-            self._rows[place.key, len(own)] = place.rows
-            own.append(ChunkStorageMetadata(torch.Size(place.offsets), place.rows.shape))
+        chunks = {
+            key: [
+                ChunkStorageMetadata(torch.Size(place.offsets), place.rows.shape) for place in its
+            ]
+            for key, its in self._places.items()
+        }
         self.plan = LoadPlan(
             [
                 item
-                for key, own in chunks.items()
-                for item in create_read_items_for_chunk_list(key, stored[key], own)
+                for key, its in chunks.items()
+                for item in create_read_items_for_chunk_list(key, stored[key], its)
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of a chunk that the plan reads."""
-        return self._rows[index.fqn, index.index]
+        return self._places[index.fqn][cast("int", index.index)].rows
 
 
 def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorStorageMetadata]:

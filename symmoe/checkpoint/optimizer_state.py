@@ -33,15 +33,18 @@ def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Group
         id(place.parameter): replace(place, tensor=place.parameter)
         for place in reversed(list(model))
     }
-    rules = (
-        (
-            id(parameter) not in places,
-            f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}",
+    raise_for(
+        first_problem(
+            *(
+                (
+                    id(parameter) not in places,
+                    f"optimizer has a parameter that is not in model: group {number}, {index}, {list(parameter.shape)}",
+                )
+                for number, group in enumerate(optimizer.param_groups)
+                for index, parameter in enumerate(group["params"])
+            )
         )
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
     )
-    raise_for(first_problem(*rules))
     return [
         [places[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
     ]
@@ -84,20 +87,22 @@ def told_of(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
 
 def record_of(settings: list[Any], told: Sequence[Mapping[str, Any]]) -> StoredOptimizer:
     """Merges all ranks' descriptions to the stored record without tensors. CheckpointError: ranks disagree."""
-    values = agreed([table["values"] for table in told])
-    groups = [
-        StoredGroup(_merged(tables), its)
-        for its, tables in zip(
-            settings[1], zip(*(each["params"] for each in told), strict=True), strict=True
-        )
-    ]
-    some = {
-        key: experts
-        for key, experts in _merged(table["states"] for table in told).items()
-        if experts is not None
-    }
-    of_stacks = sorted({key for table in told for key in table["of_stacks"]})
-    return StoredOptimizer(settings[0], groups, values, some, of_stacks)
+    name, settings_of_groups, _ = settings
+    params_of_groups = zip(*(table["params"] for table in told), strict=True)
+    return StoredOptimizer(
+        name=name,
+        groups=[
+            StoredGroup(params=_merged(tables), settings=its)
+            for tables, its in zip(params_of_groups, settings_of_groups, strict=True)
+        ],
+        values=agreed([table["values"] for table in told]),
+        experts={
+            key: experts
+            for key, experts in _merged(table["states"] for table in told).items()
+            if experts is not None
+        },
+        of_stacks=sorted({key for table in told for key in table["of_stacks"]}),
+    )
 
 
 def places_of_state(
@@ -123,15 +128,17 @@ def check_record(
     name = type(optimizer).__name__
     if stored.name != name:
         raise CheckpointError(f"the checkpoint's optimizer is {stored.name!r}, not {name!r}")
-    here: dict[str, set[int | None]] = {}
-    for place in model:
-        here.setdefault(place.key, set()).update(place.experts or [None])
+    here: dict[str, list[int | None]] = lists_by_key(
+        (place.key, expert) for place in model for expert in place.experts or (None,)
+    )
     for number, (group, places) in enumerate(itertools.zip_longest(stored.groups, groups)):
-        ours = {(place.key, expert) for place in places or () for expert in place.experts or [None]}
+        ours = {
+            (place.key, expert) for place in places or () for expert in place.experts or (None,)
+        }
         theirs = {
             (key, expert)
             for key, experts in (group.params if group else {}).items()
-            for expert in here.get(key, {None})
+            for expert in here.get(key, (None,))
             if experts is None or expert in experts
         }
         if differing := sorted({key for key, _ in ours ^ theirs}):
@@ -150,8 +157,11 @@ def empty_state(
 ) -> tuple[State, list[Place], Shared]:
     """A new state for the optimizer, its tensors for loading, and the tensors that experts share, to load first. Reuses
     the optimizer's tensors that fit. CheckpointError: the stored sets of experts differ from ours."""
-    stored = [key for key in (*tensors, *record.values) if key.startswith(PREFIX)]
-    parts = (key.removeprefix(PREFIX).rpartition(".") for key in stored)
+    parts = (
+        key.removeprefix(PREFIX).rpartition(".")
+        for key in (*tensors, *record.values)
+        if key.startswith(PREFIX)
+    )
     kinds = lists_by_key((name, kind) for name, _, kind in parts)
     state: State = {}
     filled = []

@@ -85,6 +85,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
         mine = (bytes(FAULT_BYTES) if problem is None else encode(problem)) + message
 
         def exchange() -> list[bytes]:
+            self._is_over = True  # unless every rank arrives, without a problem
             try:
                 told = self._bootstrap.gather_bytes(mine)
                 for rank, theirs in enumerate(told):
@@ -93,16 +94,12 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
                 self._is_over = is_last
                 return [theirs[FAULT_BYTES:] for theirs in told]
             except PeerError as error:
-                self._is_over = True
                 how = (
                     "is gone"
                     if isinstance(error, PeerLost)
                     else "has not come within the process group's timeout"
                 )
                 raise CheckpointError(f"rank {error.rank} {how}: {error.__cause__}") from error
-            except BaseException:
-                self._is_over = True
-                raise
 
         return exchange() if self.num_ranks == 1 else _to_the_end(exchange)
 

@@ -174,8 +174,10 @@ def _json(name: str, value: Any) -> str:
 
 
 def _parts(places: Iterable[Place]) -> _Parts:
-    in_order = sorted(places, key=lambda place: (place.key, place.start or 0))
-    parts: _Parts = lists_by_key((place.key, place) for place in in_order)
+    parts: _Parts = lists_by_key(
+        (place.key, place)
+        for place in sorted(places, key=lambda place: (place.key, place.start or 0))
+    )
     for key, its in parts.items():
         kinds = [(place.tensor.dtype, place.shape) for place in its]
         for dtype, shape in kinds:
@@ -272,10 +274,10 @@ def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, An
     for number, keys in enumerate(shards):
         name = f"rank-{rank:05d}-{number:04d}.safetensors"
         offsets = {key: {"saved_offsets": parts[key][0].offsets} for key in keys}
-        header = {
-            "DCP_SHARDING_INFO": json.dumps(offsets)
-        }  # one entry: safetensors does not order several
-        data = safetensors.torch.save({key: _to_host(parts[key]) for key in keys}, header)
+        data = safetensors.torch.save(
+            {key: _to_host(parts[key]) for key in keys},
+            {"DCP_SHARDING_INFO": json.dumps(offsets)},  # one: safetensors does not order several
+        )
         folder.write(unfinished / name, data)
         written[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return written

@@ -254,7 +254,7 @@ def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleSta
         stored = {place.key[1:]: place.rows.to("meta") for place in places}
         return {_NOTE: path, "tensors": stored, "others": others}
     is_same = all(each is node[name] for name, each in others.items())
-    return node if is_same else {name: others.get(name, each) for name, each in node.items()}
+    return node if is_same else {**node, **others}
 
 
 def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any:
@@ -354,8 +354,7 @@ def _of_module(
         plain = name.replace(COMPILED, "")
         key = f"{prefix}.{plain}"
         if name not in experts:
-            for place in _walk(key, tensor, rank, num_ranks):
-                yield plain, place
+            yield from ((plain, place) for place in _walk(key, tensor, rank, num_ranks))
             continue
         path, _, leaf = name.rpartition(".")
         around = [
@@ -366,14 +365,16 @@ def _of_module(
         owner: Any = module.get_submodule(path)
         discrete = _DISCRETE.fullmatch(leaf) if isinstance(owner, GroupedLinear) else None
         num_local = owner.num_groups if discrete else len(tensor)
-        place = Place(
-            key=key.removesuffix(leaf) + "weight" if discrete else key,
-            tensor=tensor,
-            start=ep_rank * num_local + (int(discrete[1]) if discrete else 0),
-            num_rows=ep_size * num_local,
-            is_row=discrete is not None,
+        yield (
+            plain,
+            Place(
+                key=key.removesuffix(leaf) + "weight" if discrete else key,
+                tensor=tensor,
+                start=ep_rank * num_local + (int(discrete[1]) if discrete else 0),
+                num_rows=ep_size * num_local,
+                is_row=discrete is not None,
+            ),
         )
-        yield plain, place
 
 
 def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | None:

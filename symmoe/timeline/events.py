@@ -57,20 +57,17 @@ class Timeline:
     def phases(self) -> list[PhaseTimes]:
         """The times of every phase that occurs, by direction."""
         found, gemms = [], [_spans_of(events, GEMMS) for events in self.ranks]
-        for direction in DIRECTIONS:
-            for phase in PHASES:
-                mine = [
-                    [e for e in events if (e.direction, e.phase) == (direction, phase)]
-                    for events in self.ranks
-                ]
-                if number := sum(map(len, mine)):
-                    spans = [_spans_of(events, {phase}) for events in mine]
-                    exposed = tuple(
-                        length(_without(*pair)) for pair in zip(spans, gemms, strict=True)
-                    )
-                    found.append(
-                        PhaseTimes(phase, direction, number, tuple(map(length, spans)), exposed)
-                    )
+        for direction, phase in itertools.product(DIRECTIONS, PHASES):
+            mine = [
+                [e for e in events if (e.direction, e.phase) == (direction, phase)]
+                for events in self.ranks
+            ]
+            if number := sum(map(len, mine)):
+                spans = [_spans_of(events, {phase}) for events in mine]
+                exposed = tuple(length(_without(*pair)) for pair in zip(spans, gemms, strict=True))
+                found.append(
+                    PhaseTimes(phase, direction, number, tuple(map(length, spans)), exposed)
+                )
         return found
 
     def exposed_communication(self, rank: int) -> list[Span]:
@@ -113,9 +110,16 @@ def table(timeline: Timeline) -> str:
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """In the Trace Event Format: a process per rank, a thread per lane, and one that shows exposed communication."""
-    items = [item for rank in range(len(timeline.ranks)) for item in _items_of(timeline, rank)]
-    recorded = {"device": timeline.device, "clock_error_us": list(timeline.clock_error_us)}
-    return {"traceEvents": items, "displayTimeUnit": "ms", "otherData": recorded}
+    return {
+        "traceEvents": [
+            item for rank in range(len(timeline.ranks)) for item in _items_of(timeline, rank)
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "device": timeline.device,
+            "clock_error_us": list(timeline.clock_error_us),
+        },
+    }
 
 
 def _items_of(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:

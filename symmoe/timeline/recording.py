@@ -192,18 +192,23 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     """A trace's events by begin, on the clock of the trace (Kineto's Chrome format); in a recording, only launches
     after its start. A kernel has the phase and the direction of its launch's range; without a range, as in a CUDA
     graph, its name determines the phase. A host computes an operator while its range lasts."""
-    items = [item for item in trace["traceEvents"] if item.get("ph") == "X"]
 
     def of(*categories: str) -> list[Trace]:
-        return [item for item in items if item.get("cat") in categories]
+        return [
+            item
+            for item in trace["traceEvents"]
+            if item.get("ph") == "X" and item.get("cat") in categories
+        ]
 
     # By correlation: the thread, and the time.
     launches: dict[Any, tuple[Any, float]] = {
         item["args"].get("correlation"): ((item["pid"], item["tid"]), float(item["ts"]))
         for item in of("cuda_runtime", "cuda_driver")
     }
-    starts = [item for item in of("user_annotation") if item["name"] == START]
-    started = max((float(item["ts"]) for item in starts), default=-math.inf)
+    started = max(
+        (float(item["ts"]) for item in of("user_annotation") if item["name"] == START),
+        default=-math.inf,
+    )
     # By thread: span, direction, operator.
     ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)
     for item in of("user_annotation"):
@@ -219,8 +224,7 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             Event("host", BY_OPERATOR[name], direction, name, *span)
             for *span, direction, name in spans
         ]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ()
-    for item in of(*kinds):
+    for item in of("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ():
         begin, name = float(item["ts"]), item["name"]
         thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
         if launched >= started:
@@ -228,11 +232,14 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             place = bisect_right(candidates, launched, key=lambda found: found[0]) - 1
             is_in_range = place >= 0 and launched <= candidates[place][1]
             direction, operator = candidates[place][2:] if is_in_range else ("", "")
-            phase = BY_OPERATOR.get(operator) or BY_KERNEL.get(name, OTHER)
-            lane = f"stream {item['args'].get('stream', item['tid'])}"
             events.append(
                 Event(
-                    lane, phase, direction, name[:_NAME_LENGTH], begin, begin + float(item["dur"])
+                    lane=f"stream {item['args'].get('stream', item['tid'])}",
+                    phase=BY_OPERATOR.get(operator) or BY_KERNEL.get(name, OTHER),
+                    direction=direction,
+                    name=name[:_NAME_LENGTH],
+                    begin_us=begin,
+                    end_us=begin + float(item["dur"]),
                 )
             )
     return sorted(events, key=lambda event: (event.begin_us, event.end_us))

@@ -89,9 +89,11 @@ def compare(dtype: str, one: Found, other: Found, ranks: Sequence[Found]) -> Ite
             parts = None if want is None else _parts(stage, got, want, len(ranks))
             if parts is None or want is None:
                 if stage == START or (stage != ACTIVATION and name in one[START]):
-                    shapes = [[*its.shape] for its in got]
                     has = "is not there" if want is None else f"has shape {[*want.shape]}"
-                    this.text = f"has shapes {shapes} on {len(got)} of the ranks, and {has} on one rank{_LACKS}"
+                    this.text = (
+                        f"has shapes {[[*its.shape] for its in got]} on {len(got)} of the ranks, "
+                        f"and {has} on one rank{_LACKS}"
+                    )
             elif any(its.dtype != want.dtype for its in got):
                 this.text = f"has {got[0].dtype} on rank 0, {got[-1].dtype} on the last, and {want.dtype} on one rank"
             elif stage == ACTIVATION and not want.is_floating_point():
@@ -127,10 +129,11 @@ def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -
     got, wants, is_cut = parts
     values = one[this.stage]
     want = values[this.name]
-    if this.stage == SAVED and this.name in one[UPDATE]:
-        this.error = 0.0  # the step's update was compared
-    elif this.stage == UPDATE and _is_rounding(this, one[CLIPPED]):
-        this.error = 0.0  # an optimizer like Adam makes full steps of it
+    # The step's update was compared; and an optimizer like Adam makes full steps of rounding.
+    if (this.stage == SAVED and this.name in one[UPDATE]) or (
+        this.stage == UPDATE and _is_rounding(this, one[CLIPPED])
+    ):
+        this.error = 0.0
     elif not want.is_floating_point():
         this.error = float(not all(map(torch.equal, got, wants)))
     else:

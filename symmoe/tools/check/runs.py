@@ -91,7 +91,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     model = trained.model
     names = {id(its): name for name, its in model.named_parameters()}
     trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
-    start = _values(_state(trained))
+    start = _values(_state(trained, names))
     yield START, start
     optimizer = trained.optimizer
     if optimizer is None and trained.step is None:
@@ -135,11 +135,11 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
             if name in stepped
         },
     )
-    yield SAVED, _values(_state(trained) | _state_of_optimizer(optimizer, names))
+    yield SAVED, _values(_state(trained, names, optimizer))
     if trained.optimizer is None and (trained.save or trained.load):
         optimizer = None  # save and load do not use it
     save, load = _save_and_load(trained, optimizer)
-    before = _state(trained) | _state_of_optimizer(optimizer, names)
+    before = _state(trained, names, optimizer)
     bits = {name: _bits(its) for name, its in before.items()}
     save(str(folder))
     for its in before.values():  # shows tensors that load misses
@@ -147,10 +147,9 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         part.copy_(spoilt(part))
     ranks.barrier()
     load(str(folder))
-    after = _state(trained) | _state_of_optimizer(optimizer, names)
-    values = _values(after)
+    after = _state(trained, names, optimizer)
     changed = [name for name in bits if name not in after or _bits(after[name]) != bits[name]]
-    yield LOADED, {name: values.get(name, torch.empty(0)) for name in changed}
+    yield LOADED, _values({name: after.get(name, torch.empty(0)) for name in changed})
 
 
 def _save_and_load(trained: Trained, optimizer: torch.optim.Optimizer | None) -> tuple[_Way, _Way]:
@@ -178,8 +177,12 @@ def _experts(model: nn.Module) -> set[int]:
     }
 
 
-def _state(trained: Trained) -> dict[str, torch.Tensor]:
-    """A model's state in a checkpoint: parameters, buffers, and True for tied parameters."""
+def _state(
+    trained: Trained, names: Mapping[int, str], optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
+    """The state in a checkpoint. Of the model: parameters, buffers, and True for tied parameters. Of the optimizer:
+    tensors and numeric options, by parameter; and its own parameters, such as master weights. names: of the model's
+    parameters, by id."""
     model = trained.model
     state: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
@@ -193,17 +196,9 @@ def _state(trained: Trained) -> dict[str, torch.Tensor]:
         if name in persistent:
             is_own = any(fnmatchcase(name, pattern) for pattern in trained.own_buffers)
             state[name + OWN * is_own] = buffer
-    return state
-
-
-def _state_of_optimizer(
-    optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]
-) -> dict[str, torch.Tensor]:
-    """An optimizer's tensors and numeric options, by parameter; and its own parameters, such as master
-    weights."""
-    state: dict[str, torch.Tensor] = {}
     if optimizer is None:
         return state
+    num_of_model = len(state)
     for group in optimizer.param_groups:
         options = {
             key: torch.tensor(value, dtype=OPTION)
@@ -211,7 +206,7 @@ def _state_of_optimizer(
             if isinstance(value, float)
         }
         for its in group["params"]:
-            name = names.get(id(its), f"weight {len(state)} of the optimizer")
+            name = names.get(id(its), f"weight {len(state) - num_of_model} of the optimizer")
             if id(its) not in names:
                 state[name] = its
             state |= {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from symmoe.checks.json_values import typed
-from symmoe.errors import ArgumentError, first_problem
+from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.symm_mem.flight_record import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
@@ -107,18 +107,21 @@ def parse_record(said: Any, path: str) -> Record:
     except ValueError as error:
         raise ArgumentError(str(error)) from error
     peer = record.error.rank if record.error.type in ("PeerTimeout", "PeerAborted") else 0
-    problem = first_problem(
-        (
-            len(record.epoch_of_rank) != record.num_ranks,
-            f"epoch_of_rank is not a number of each of {record.num_ranks} ranks",
-        ),
-        *(
-            (not 0 <= rank < record.num_ranks, f"{name} is {rank}, of {record.num_ranks} ranks")
-            for name, rank in (("rank", record.rank), ("rank of error", peer))
-        ),
+    raise_for(
+        first_problem(
+            (
+                len(record.epoch_of_rank) != record.num_ranks,
+                f"{path}: epoch_of_rank is not a number of each of {record.num_ranks} ranks",
+            ),
+            *(
+                (
+                    not 0 <= rank < record.num_ranks,
+                    f"{path}: {name} is {rank}, of {record.num_ranks} ranks",
+                )
+                for name, rank in (("rank", record.rank), ("rank of error", peer))
+            ),
+        )
     )
-    if problem is not None:
-        raise ArgumentError(f"{path}: {problem}")
     return record
 
 

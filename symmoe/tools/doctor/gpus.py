@@ -121,8 +121,15 @@ def check_gpus(
     if not gpus.gpus:
         return findings_about("gpus", *_check_none(gpus.error, smi, torch_cuda, visible, driver))
     if torch_cuda is None:
-        text = f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs"
-        return findings_about("gpus", (True, "problem", text, _REINSTALL))
+        return findings_about(
+            "gpus",
+            (
+                True,
+                "problem",
+                f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs",
+                _REINSTALL,
+            ),
+        )
     used = {smi.index_of(gpu) for gpu in gpus.gpus}
     names = Counter((gpu.name, gpu.major, gpu.minor, gpu.total_memory) for gpu in gpus.gpus)
     kinds = [
@@ -157,9 +164,13 @@ def _check_kind(index: int, gpu: Any) -> list[Said]:
     capability = gpu.major, gpu.minor
     status = architectures.status(capability)
     known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
-    newer = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
     return first(
-        (capability < architectures.LEAST, "problem", f"{known} below 8.0", newer),
+        (
+            capability < architectures.LEAST,
+            "problem",
+            f"{known} below 8.0",
+            "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer",
+        ),
         (
             status != "measured",
             "note",
@@ -199,11 +210,6 @@ def _check_none(
 ) -> list[Said]:
     name = next((each["name"] for each in smi.devices.values()), "")
     listed = f"nvidia-smi lists {len(smi.devices)} x {name}, torch sees none"
-    fix = (
-        "systemctl start nvidia-fabricmanager"
-        if "not yet initialized" in error or "802" in error
-        else "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container"
-    )
     return first(
         (
             not smi.devices,
@@ -224,7 +230,18 @@ def _check_none(
             "unset CUDA_VISIBLE_DEVICES",
         ),
         driver,
-        (True, "problem", f"{listed}: {error or 'it does not say why'}", fix),
+        (
+            "not yet initialized" in error or "802" in error,
+            "problem",
+            f"{listed}: {error}",
+            "systemctl start nvidia-fabricmanager",
+        ),
+        (
+            True,
+            "problem",
+            f"{listed}: {error or 'it does not say why'}",
+            "python -c 'import torch; torch.cuda.init()' says more; reload the driver, or restart the container",
+        ),
     )
 
 
@@ -330,13 +347,14 @@ def _largest_group(pairs: Sequence[Pair], visible: str | None) -> str:
     """The largest set of GPUs that are all paired with each other, for CUDA_VISIBLE_DEVICES; "" without pairs."""
     linked = {(pair.first, pair.second) for pair in pairs}
     indices = sorted({index for two in linked for index in two})
-    groups = (
-        group
-        for size in range(len(indices), 1, -1)
-        for group in itertools.combinations(indices, size)
-    )
     best = next(
-        (group for group in groups if linked.issuperset(itertools.combinations(group, 2))), ()
+        (
+            group
+            for size in range(len(indices), 1, -1)
+            for group in itertools.combinations(indices, size)
+            if linked.issuperset(itertools.combinations(group, 2))
+        ),
+        (),
     )
     return ",".join(visible.split(",")[index].strip() if visible else str(index) for index in best)
 

@@ -117,7 +117,6 @@ def read_system(environment: Mapping[str, str]) -> System:
     files, processes = (
         resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
     )
-    limits = [processes, *host_backend.left_by_groups("pids")]
     problem = host_backend.preflight()
     try:
         os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
@@ -137,7 +136,12 @@ def read_system(environment: Mapping[str, str]) -> System:
         shm_free_bytes=shm.free if shm else None,
         max_files=None if files == resource.RLIM_INFINITY else files,
         max_processes=min(
-            (each for each in limits if each != resource.RLIM_INFINITY), default=None
+            (
+                each
+                for each in (processes, *host_backend.left_by_groups("pids"))
+                if each != resource.RLIM_INFINITY
+            ),
+            default=None,
         ),
         compiler=next((path for path in found if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
@@ -153,18 +157,22 @@ def check_system(system: System, *, has_gpu: bool) -> list[Finding]:
             (True, "problem", problem, "run it on Linux: a container or a virtual machine will do"),
         )
     no_heap = "note" if has_gpu else "problem", f"no heap in host memory: {problem}"
-    allow = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
-    move = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
     use = "Triton compiles a launcher for every kernel"
-    headers = f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev"
     free = "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
-    has = (
-        f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, "
-        f"{system.num_cores} core{'s' * (system.num_cores != 1)}{free}"
-    )
     return findings_about(
         "system",
-        *first(("memfd" in problem, *no_heap, allow), (problem, *no_heap, move)),
+        *first(
+            (
+                "memfd" in problem,
+                *no_heap,
+                "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel",
+            ),
+            (
+                problem,
+                *no_heap,
+                "" if has_gpu else "run it on a machine with x86-64, or with GPUs",
+            ),
+        ),
         (
             has_gpu and system.compiler is None,
             "problem",
@@ -175,9 +183,15 @@ def check_system(system: System, *, has_gpu: bool) -> list[Finding]:
             has_gpu and not system.has_python_headers,
             "problem",
             f"Python.h is not there: {use}",
-            headers,
+            f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev",
         ),
-        (True, "ok", has, ""),
+        (
+            True,
+            "ok",
+            f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, "
+            f"{system.num_cores} core{'s' * (system.num_cores != 1)}{free}",
+            "",
+        ),
     )
 
 

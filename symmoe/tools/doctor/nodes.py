@@ -5,6 +5,7 @@ a heap that spans nodes, and measured between GPUs, all at the same time."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import socket
@@ -117,21 +118,24 @@ def join_and_examine(
             board.gather("leaves", None, None if rank == 0 else [0])
         return findings
     except RanksMissing as error:
-        text, fix = (
+        found = Finding(
+            "problem",
+            "nodes",
             str(error),
             "see what they have printed; py-spy dump --pid ... says where they are",
         )
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        text = (
+        found = Finding(
+            "problem",
+            "nodes",
             f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT={where}: "
-            f"{_first_line(error)}"
+            f"{_first_line(error)}",
+            "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more",
         )
-        fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
-    found = [Finding("problem", "nodes", text, fix)]
     if local_rank == 0:
-        tell(found)
-    return found
+        tell([found])
+    return [found]
 
 
 def examine_nodes(
@@ -147,8 +151,10 @@ def examine_nodes(
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
         mine = read_facts(board.local_rank, environment, endpoint, problem)
-        said = board.gather("facts", asdict(mine))
-        facts = [Facts(**each | {"endpoint": Endpoint(*each["endpoint"])}) for each in said]
+        facts = [
+            Facts(**each | {"endpoint": Endpoint(*each["endpoint"])})
+            for each in board.gather("facts", asdict(mine))
+        ]
         try:
             topology = find_topology([each.domain for each in facts], board.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
@@ -239,13 +245,16 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
         for name in sorted({name for each in facts for name in each.versions})
     }
     without = [rank for rank, each in enumerate(facts) if not each.gpu]
-    num_nodes = topology.num_nodes
     num_machines = len({each.machine for each in facts})
     places = [
         f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}"
         for node, ranks in enumerate(topology.nodes)
     ]
-    of_nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes of {len(topology.ranks)}"
+    of_nodes = (
+        "1 node"
+        if topology.num_nodes == 1
+        else f"{topology.num_nodes} nodes of {len(topology.ranks)}"
+    )
     text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
     virtual = f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})"
     rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
@@ -271,12 +280,17 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
         ),
         *first(
             (
-                num_nodes == 1,
+                topology.num_nodes == 1,
                 "note",
                 f"{text}: there is no network between ranks to look at",
                 "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes",
             ),
-            (True, "ok", f"{text}{virtual * (num_machines < num_nodes)}; rails: {rails}", ""),
+            (
+                True,
+                "ok",
+                f"{text}{virtual * (num_machines < topology.num_nodes)}; rails: {rails}",
+                "",
+            ),
         ),
     )
 
@@ -319,7 +333,6 @@ def _check_sockets(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> list[Finding]:
     problems = _ranks_by([each.problem for each in facts])
-    named = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
     where = _places(topology, len(facts))
     shown = [
@@ -329,15 +342,20 @@ def _check_sockets(
     fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
     if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
         fix += "; let the firewall pass all TCP ports between the nodes"
-    ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
     names = [
-        f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends
+        f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})"
+        for end in (facts[ranks[0]].endpoint for ranks in topology.nodes)
     ]
     text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
     return findings_about(
         "sockets",
         *(
-            (problem, "problem", f"rank {listed(ranks)}: {problem}", named)
+            (
+                problem,
+                "problem",
+                f"rank {listed(ranks)}: {problem}",
+                f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there",
+            )
             for problem, ranks in problems.items()
         ),
         (pairs, "problem", _some(shown), fix),
@@ -346,14 +364,16 @@ def _check_sockets(
 
 
 def _check_nccl(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
-    on_gpus = [rank for rank, each in enumerate(facts) if each.gpu and topology.num_nodes > 1]
-    unordered = [rank for rank in on_gpus if facts[rank].launch_order != "1"]
-    text = (
-        f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
-        "rails, GPUs may start the two communicators in different orders, and wait for each other"
-    )
+    unordered = [rank for rank, each in enumerate(facts) if each.gpu and each.launch_order != "1"]
     return findings_about(
-        "nccl", (unordered, "note", text, f"export {LAUNCH_ORDER}=1 on every node")
+        "nccl",
+        (
+            unordered and topology.num_nodes > 1,
+            "note",
+            f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
+            "rails, GPUs may start the two communicators in different orders, and wait for each other",
+            f"export {LAUNCH_ORDER}=1 on every node",
+        ),
     )
 
 
@@ -361,40 +381,42 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> list[Finding]:
     """Findings about rails: which connect, their speed, and the slowest one. rails: each rank's result."""
     where = _places(topology, len(rails))
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
-    if failed := [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]:
-        return findings_about(
-            "rails",
-            (
-                True,
-                "problem",
-                f"rails do not connect: {_some(failed)}",
-                f"firewalls; cables; {log}",
-            ),
-        )
+    failed = [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]
     slowest = [
         min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)
     ]
     gbs = [rails[rank].gbs for rank in slowest]
     usual = median(gbs)
-    if math.isinf(usual):
-        text = f"rails {listed(range(len(gbs)))} connect; between CPUs nothing is measured"
-        return findings_about("rails", (True, "ok", text, ""))
     last = gbs.index(min(gbs))
     place = where[slowest[last]]
     speeds = "; ".join(f"rail {number}: {each:.3g} GB/s" for number, each in enumerate(gbs))
     return findings_about(
         "rails",
         (
-            gbs[last] < _SLOW * usual,
+            not failed and gbs[last] < _SLOW * usual < math.inf,
             "note",
             f"rail {last} is slow: {gbs[last]:.3g} GB/s at {place}, the median rail has {usual:.3g}",
             f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}",
         ),
-        (
-            True,
-            "ok",
-            f"{speeds} (each rank sends and receives; of its slowest); slowest: {place}",
-            "",
+        *first(
+            (
+                failed,
+                "problem",
+                f"rails do not connect: {_some(failed)}",
+                f"firewalls; cables; {log}",
+            ),
+            (
+                math.isinf(usual),
+                "ok",
+                f"rails {listed(range(len(gbs)))} connect; between CPUs nothing is measured",
+                "",
+            ),
+            (
+                True,
+                "ok",
+                f"{speeds} (each rank sends and receives; of its slowest); slowest: {place}",
+                "",
+            ),
         ),
     )
 
@@ -405,13 +427,9 @@ def _places(topology: Topology, num_ranks: int) -> list[str]:
 
 def listed(numbers: Sequence[int]) -> str:
     """ "0-3, 8": joins ranges of three and more."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        parts[-1:] = (
-            [[*parts[-1], number]]
-            if parts and number == parts[-1][-1] + 1
-            else [*parts[-1:], [number]]
-        )
+    # Numbers minus their indices are equal within a range.
+    ranges = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    parts = [[number for _, number in its] for _, its in ranges]
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
 
 

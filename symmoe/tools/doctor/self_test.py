@@ -80,16 +80,20 @@ def run_trial(
     start, ranks = time.monotonic(), range(num_ranks)
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
         known = {
-            "store": f"{folder}/store",
-            "num_ranks": num_ranks,
-            "deadline_s": math.ceil(deadline_s) + 1,
-            "job": job,
+            rank: {
+                "rank": rank,
+                "num_ranks": num_ranks,
+                "store": f"{folder}/store",
+                "out": f"{folder}/found-{rank}",
+                "deadline_s": math.ceil(deadline_s) + 1,
+                "job": job,
+            }
+            for rank in ranks
         }
-        its = {rank: known | {"rank": rank, "out": f"{folder}/found-{rank}"} for rank in ranks}
         processes = start_processes(
             "symmoe-doctor",
             command[0],
-            {rank: (*command[1:], json.dumps(its[rank])) for rank in ranks},
+            {rank: (*command[1:], json.dumps(known[rank])) for rank in ranks},
             dict.fromkeys(ranks, variables),
             DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
@@ -146,7 +150,6 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
     )
     if trial.figures is None:
         failed = "problem", f"{ranks}: {trial.error}: {trial.text}"
-        more = f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
         install = trial.text.find("pip install")
         return findings_about(
             "self-test",
@@ -162,7 +165,12 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
                     *failed,
                     "symmoe doctor --json > doctor.json, and open an issue with it",
                 ),
-                (True, *failed, more),
+                (
+                    True,
+                    *failed,
+                    f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py "
+                    "shows more",
+                ),
             ),
         )
     # One rank moves no rows: it has no such figures.

@@ -47,13 +47,10 @@ def read_versions() -> Versions:
     found = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
     found["torch"] = torch.__version__  # includes the build's label, unlike some distributions
     try:
-        pins = (
-            match.groups()
-            for each in metadata.requires("torch") or []
-            if (match := _PIN.match(each))
-        )
         of_torch = {
-            name: pin if kind == "==" else pin.rpartition(".")[0] + ".*" for name, kind, pin in pins
+            match[1]: match[3] if match[2] == "==" else match[3].rpartition(".")[0] + ".*"
+            for match in map(_PIN.match, metadata.requires("torch") or [])
+            if match
         }
     except metadata.PackageNotFoundError:
         of_torch = {}
@@ -63,12 +60,11 @@ def read_versions() -> Versions:
 def output_of(*command: str, timeout_s: float = 30.0) -> str:
     """A command's output; "" if it is missing, fails or times out."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s
-        )
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
 
 
 def version_of(distribution: str) -> str | None:
@@ -108,7 +104,6 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
         "nvshmem4py": bindings,
     }
     parts = [f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items()]
-    built = f"CUDA {cuda}" if cuda else "CPUs"
     return findings_about(
         "versions",
         *first(
@@ -207,5 +202,10 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
             "megatron-core without psutil: its distributed checkpoints hang",
             "pip install 'psutil>=5'",
         ),
-        (True, "ok", f"{', '.join(parts)}; torch is built for {built}", ""),
+        (
+            True,
+            "ok",
+            f"{', '.join(parts)}; torch is built for {f'CUDA {cuda}' if cuda else 'CPUs'}",
+            "",
+        ),
     )
