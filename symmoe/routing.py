@@ -98,13 +98,15 @@ def replay_routing(
         if isinstance(routing, Iterable) and not isinstance(routing, Mapping)
         else [routing]
     )
-    if not all(isinstance(one, Mapping) for one in given):
-        _fail_for(
-            ArgumentError(
-                f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array"
-            ),
-            layers,
-        )
+    _fail_for(
+        first_problem(
+            (
+                not all(isinstance(one, Mapping) for one in given),
+                f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array",
+            )
+        ),
+        layers,
+    )
     each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
     for one in each:
         _fail_for(_problem(layers, one), layers)
@@ -188,20 +190,26 @@ def routing_from_array(
     check_kind("array", array, (np.ndarray, torch.Tensor, Sequence), "an array of integers")
     found = _routed_layers(model)
     given = _signed(array)
-    if given.dim() != 3:
-        _fail_for(
-            ArgumentError(f"array has shape {list(given.shape)}; it must be [tokens, layers, K]"),
-            found,
-        )
+    _fail_for(
+        first_problem(
+            (
+                given.dim() != 3,
+                f"array has shape {list(given.shape)}; it must be [tokens, layers, K]",
+            )
+        ),
+        found,
+    )
     num_rows, num_layers = given.shape[:2]
     places = list(range(num_layers) if layers is None else layers)
-    if len(places) != len(found) or not all(0 <= place < num_layers for place in places):
-        _fail_for(
-            ArgumentError(
-                f"layers are {places} of the {num_layers} of array; the model has {len(found)}"
-            ),
-            found,
-        )
+    _fail_for(
+        first_problem(
+            (
+                len(places) != len(found) or not all(0 <= place < num_layers for place in places),
+                f"layers are {places} of the {num_layers} of array; the model has {len(found)}",
+            )
+        ),
+        found,
+    )
     if rows is not None:
         ids = _signed(rows).flatten().cpu()
         is_whole = ids.dtype == torch.bool

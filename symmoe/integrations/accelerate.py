@@ -13,6 +13,7 @@ from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
 from symmoe.checkpoint.tensors import own_state_dict, refuse_state_dicts
+from symmoe.checks.arguments import modules_of
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError, first_problem, raise_for
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
@@ -59,7 +60,7 @@ class Accelerator(_Accelerator):
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As in accelerate, with a DDP that ignores the experts."""
-        if _has_experts(model):
+        if modules_of(model, ExpertParallelModule):
             prepare_for_ddp(model)
         return super().prepare_model(model, *args, **kwargs)
 
@@ -88,7 +89,7 @@ class Accelerator(_Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """As in accelerate. ArgumentError: experts are on several ranks; the result would have only this rank's."""
-        if not _has_experts(model):
+        if not modules_of(model, ExpertParallelModule):
             return super().get_state_dict(model, unwrap)
         if not self._gives_state_dicts:
             raise ArgumentError(
@@ -153,7 +154,3 @@ class Accelerator(_Accelerator):
         finally:
             self._optimizers = optimizers
             self._gives_state_dicts = False
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(isinstance(module, ExpertParallelModule) for module in model.modules())

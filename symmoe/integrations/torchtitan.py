@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchtitan.config.override import derive, override
@@ -164,7 +164,6 @@ def token_dispatcher(
         config: the replaced one, which gives num_experts and top_k.
         fields: other fields of `SymmoeTokenDispatcher.Config`, at least hidden_dim and num_max_tokens_per_rank.
     """
-    replacement: SymmoeTokenDispatcher.Config = derive(
-        config, SymmoeTokenDispatcher.Config, **fields
+    return cast(
+        SymmoeTokenDispatcher.Config, derive(config, SymmoeTokenDispatcher.Config, **fields)
     )
-    return replacement

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchtitan.config.override import derive, override
@@ -159,7 +159,9 @@ def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedE
     dispatcher = token_dispatcher(
         config.token_dispatcher, **{"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}
     )
-    new: SymmoeRoutedExperts.Config = derive(
-        config, SymmoeRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher
+    return cast(
+        SymmoeRoutedExperts.Config,
+        derive(
+            config, SymmoeRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher
+        ),
     )
-    return new

@@ -104,8 +104,11 @@ class RouterLoss:
     @property
     def options(self) -> dict[str, Any]:
         """The options of the kernel router_losses."""
-        coefs = {"balance_coef": self.balance_coef, "z_coef": self.z_coef}
-        return {**coefs, "normalises": self.score != "softmax"}
+        return {
+            "balance_coef": self.balance_coef,
+            "z_coef": self.z_coef,
+            "normalises": self.score != "softmax",
+        }
 
     def __call__(
         self,
@@ -382,8 +385,7 @@ def count_in_backward(
     backward of the call's balance loss, which is newer than y. So a checkpoint that recomputes for that loss still sees
     forward's count."""
     if torch.compiler.is_compiling():
-        counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)  # type: ignore[no-untyped-call]
-        return counted
+        return cast(torch.Tensor, _CountInBackward.apply(y, expert_load, step_load))  # type: ignore[no-untyped-call]
     loads = [expert_load.long()]  # a copy: users may write to the caller's, in the metrics
 
     def add(_: torch.Tensor) -> None:

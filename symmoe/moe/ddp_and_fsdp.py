@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from symmoe.checks.arguments import modules_of
-from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.errors import ArgumentError, SymmoeError, first_problem
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
@@ -209,28 +209,20 @@ def experts_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None
     """The error of a wrapper around the calls of this rank's experts, or of FSDP's sharding of them, or None. symmoe's
     own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Otherwise FSDP treats the experts of
     different ranks as equal."""
-    problem = _fsdp_problem(experts, num_ranks) if num_ranks > 1 else None
-    return problem or experts_call_problem(experts)
-
-
-def _fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
-    for name in ("fc1", "fc2"):
+    for name in ("fc1", "fc2") if num_ranks > 1 else ():
         linear = cast(GroupedLinear, modules[name])
-        if not getattr(linear, "_is_fsdp_managed_module", False):  # it may have a wrapper
-            continue
-        shape = (
-            linear.weight.shape
-            if linear.is_packed and hasattr(linear.weight, "device_mesh")
-            else (0,)
-        )
-        if shape[0] != num_ranks * linear.num_groups:
+        if getattr(linear, "_is_fsdp_managed_module", False) and not (  # it may have a wrapper
+            linear.is_packed
+            and hasattr(linear.weight, "device_mesh")
+            and linear.weight.shape[0] == num_ranks * linear.num_groups
+        ):
             return ArgumentError(
                 "FSDP has taken experts, which differ from rank to rank, for parts of the same: build the model anew, "
                 "and call symmoe.training.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
                 "transformers: symmoe.integrations.transformers.register in place of swap_moe)"
             )
-    return None
+    return experts_call_problem(experts)
 
 
 def device_problem(
@@ -307,22 +299,23 @@ def _group_problem(
     if not layer.is_expert_parallel:
         return None  # if every rank has all experts, they are like any parameter for DDP
     reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
-    if any(id(parameter) in reduced for parameter in _parameters(layer.experts)):
-        return ArgumentError(
-            "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
-            "build the model anew, and call symmoe.training.parallel.data_parallel(model, mesh) in its place, or "
-            "symmoe.training.prepare_for_ddp(model) before something else wraps it"
-        )
     world = dist.get_process_group_ranks(ddp.process_group)
     ep_group = layer.heap.bootstrap.global_ranks
     num_replicas = len(layer.heap.expert_ranks)
-    if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
-        return ArgumentError(
+    return first_problem(
+        (
+            any(id(parameter) in reduced for parameter in _parameters(layer.experts)),
+            "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
+            "build the model anew, and call symmoe.training.parallel.data_parallel(model, mesh) in its place, or "
+            "symmoe.training.prepare_for_ddp(model) before something else wraps it",
+        ),
+        (
+            not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group),
             f"DistributedDataParallel has the ranks {world}, the experts are spread over {ep_group} and have "
             f"{num_replicas} replica(s): build the heap with expert_group, the ranks with this rank's "
-            "experts, or over a mesh, and call symmoe.training.parallel.data_parallel(model, mesh)"
-        )
-    return gradients_elsewhere(layer.experts)
+            "experts, or over a mesh, and call symmoe.training.parallel.data_parallel(model, mesh)",
+        ),
+    ) or gradients_elsewhere(layer.experts)
 
 
 @torch.no_grad()
@@ -337,12 +330,13 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     mine = torch.stack([parameter.detach().double().sum() for parameter in smallest]).nan_to_num()
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(ddp.process_group))]
     dist.all_gather(theirs, mine, group=ddp.process_group)
-    if all(torch.equal(sums, theirs[0]) for sums in theirs):
-        return None
-    return ArgumentError(
-        "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
-        "reduced them, otherwise on each rank. Clip with symmoe.training.clip_grad_norm (transformers: take "
-        "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts"
+    return first_problem(
+        (
+            not all(torch.equal(sums, theirs[0]) for sums in theirs),
+            "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it "
+            "had reduced them, otherwise on each rank. Clip with symmoe.training.clip_grad_norm (transformers: take "
+            "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts",
+        )
     )
 
 

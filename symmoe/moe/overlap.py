@@ -157,14 +157,6 @@ class Sizes:
         """The share of hidden * item_bytes that a row has on the wire; None: all."""
         return 1 if row_bytes is None else row_bytes / (self.hidden * self.item_bytes)
 
-    def send_sums(self) -> Move:
-        """The move of a combine to peers: sums of the rows of peers' tokens."""
-        return Move(push_bytes=self.wire_bytes, sum_bytes=self.peers_bytes)
-
-    def sum_home(self) -> Move:
-        """The sum at home: own rows, and the received sums."""
-        return Move(sum_bytes=self.row_bytes / self.num_ranks + self.wire_bytes)
-
     @property
     def received_bytes(self) -> float:
         """Bytes of the rows that a rank receives in a dispatch, one per token of other ranks, if not quantised."""
@@ -258,34 +250,27 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
     """n SMs move rows. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with one part
     on all SMs, and FC2 with combine begins with one. With order "slot" rows travel when all are complete."""
     rates = gpu.rates
-    sent = sizes.send_sums()
-    home = sizes.sum_home()
-    num_ranks = sizes.num_ranks
+    # A combine to peers: sums of the rows of peers' tokens. At home: own rows, and the received sums.
+    sent = Move(push_bytes=sizes.wire_bytes, sum_bytes=sizes.peers_bytes)
+    home = Move(sum_bytes=sizes.row_bytes / sizes.num_ranks + sizes.wire_bytes)
     home_s = home.exclusive_s(rates)
 
-    def dispatch(flops: int, push: Move) -> Division | None:
-        last = flops / num_ranks
+    def in_parts(flops: int, move: Move, part_s: float, end_s: float = 0.0) -> Division | None:
+        alone = flops / sizes.num_ranks  # the part without a move beside it
 
         def overlapped_s(n: int) -> float:
-            others_s = max(gpu.gemm_s(flops - last, n), push.overlapped_s(n, rates))
-            return others_s + gpu.gemm_s(last) + (num_ranks - 1) * rates.part_s
+            others_s = max(gpu.gemm_s(flops - alone, n), move.overlapped_s(n, rates))
+            return others_s + gpu.gemm_s(alone) + end_s + (sizes.num_ranks - 1) * part_s
 
-        return gpu.best(push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
+        return gpu.best(move.exclusive_s(rates) + gpu.gemm_s(flops) + end_s, overlapped_s)
 
     flops = sizes.product_flops
-    part = sizes.product_flops / num_ranks
-    sent_s = sent.exclusive_s(rates)
-
-    def combined_s(n: int) -> float:
-        others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
-        return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
-
     found = Overlap(
-        dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
-        gradient_dispatch=dispatch(flops, sizes.push(sizes.sent_gradient_row_bytes)),
-        combine=gpu.best(gpu.gemm_s(flops) + sent_s + home_s, combined_s),
+        dispatch=in_parts(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes), rates.part_s),
+        gradient_dispatch=in_parts(flops, sizes.push(sizes.sent_gradient_row_bytes), rates.part_s),
+        combine=in_parts(flops, sent, rates.launch_s, home_s),
         gradient_combine=gpu.best(
-            sent_s + home_s + gpu.dw1_s(sizes),
+            sent.exclusive_s(rates) + home_s + gpu.dw1_s(sizes),
             lambda n: max(
                 gpu.dw1_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates)
             ),

@@ -142,16 +142,11 @@ def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
     return layers[0].heap.rank if not parts or _are_copies(layers[0]) else _checksum(parts)
 
 
-def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
-    """Sums of the bits of tensors, or of the rows of dimension 0, independent of order. Synchronises."""
-    bits = (each.detach().view(_INTEGERS[each.element_size()]) for each in tensors)
-    sums = [each.flatten(int(by_row)).sum(-1, dtype=torch.int64) for each in bits]
-    return [each.view(-1).tolist() for each in sums]
-
-
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Does not depend on their order."""
-    digest = hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()
+    """Checksum of the bits of tensors, whatever their order. Synchronises."""
+    bits = [each.detach().view(_INTEGERS[each.element_size()]) for each in tensors]
+    sums = [each.sum(dtype=torch.int64) for each in bits]
+    digest = hashlib.sha256(repr(sorted(map(int, sums))).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
@@ -167,6 +162,6 @@ def _has_bits(parameter: torch.Tensor) -> bool:
 
 def _are_copies(layer: ExpertParallelModule) -> bool:
     """Whether this rank has several experts, all of them equal."""
-    weights = [weight.detach() for weight in layer.experts.fc1.weight_parameters()]
-    sums = [each for found in _sums(weights, by_row=len(weights) == 1) for each in found]
-    return len(sums) > 1 and len(set(sums)) == 1
+    weights = layer.experts.fc1.weight_parameters()
+    of_experts = weights[0] if layer.experts.fc1.is_packed else weights
+    return len(of_experts) > 1 and len({_checksum([weight]) for weight in of_experts}) == 1

@@ -84,14 +84,17 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
                 "reduce_gradients has been called for these gradients already, and there was no backward since: again "
                 f"it would divide those of experts by the number of ranks ({num_ranks}) once more",
             ),
+            *(
+                (
+                    True,
+                    f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast(Any, parameter).placements}): "
+                    "FSDP reduces its gradient in backward, and reduce_gradients would do it again",
+                )
+                for parameter in parameters
+                if hasattr(parameter, "device_mesh")
+            ),
         )
     )
-    for parameter in parameters:
-        if hasattr(parameter, "device_mesh"):
-            raise ArgumentError(
-                f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast(Any, parameter).placements}): "
-                "FSDP reduces its gradient in backward, and reduce_gradients would do it again"
-            )
     # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
     reduced = [p.grad for p in experts if shows and p.grad is not None and _is_reduced(p.grad)]
     kept = [gradient.clone() for gradient in reduced]

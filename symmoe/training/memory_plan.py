@@ -90,6 +90,7 @@ def plan_memory(
             likely; this is the mean, real routing needs more. "worst": every token of every rank chooses this rank.
             A static capacity ignores it.
     """
+    check_kind("config", config, MoEConfig)
     raise_for(
         size_problem(
             num_ranks=num_ranks,
@@ -97,9 +98,8 @@ def plan_memory(
             num_layers=num_layers,
             num_in_flight=num_in_flight,
         )
+        or choice_problem("routing", routing, get_args(Routing))
     )
-    check_kind("config", config, MoEConfig)
-    raise_for(choice_problem("routing", routing, get_args(Routing)))
     rows = num_ranks * num_tokens * min(config.top_k, config.experts_per_rank(num_ranks))
     packed_rows = num_ranks * num_tokens  # "worst"
     if routing == "uniform":

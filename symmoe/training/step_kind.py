@@ -183,11 +183,53 @@ class Modules:
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id; the reference keeps the id unique
         self.ddp_on_default_stream = False  # whether a DDP accumulates there
-        self.places: list[list[Any]] = []  # tensor addresses, from `settings`
-        self._trained: list[tuple[Any, ...]] = []
-        self._values: list[Any] = []
         self._settings = 0
         self._look()
+
+    def _look(self) -> None:
+        self.num_looks += 1
+        modules = modules_of(self._model, nn.Module)  # ArgumentError: no model
+        self.parameters = list(self._model.parameters())
+        self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
+        self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
+        self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._listeners = [listeners for _, listeners in find_listeners(self._model).values()]
+        self._callbacks = [listeners.callbacks for listeners in self._listeners]
+        tables = [
+            *(vars(module)[name] for module in modules for name in _TABLES if name in vars(module)),
+            *(table for table in chain.from_iterable(self._hooks) if table is not None),
+        ]
+        self._full = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        self._entries = list(chain.from_iterable(map(dict.values, self._full)))
+        self._vars = list(map(vars, modules))
+        self._num_attributes = sum(map(len, self._vars))
+        found = [
+            (d, n)
+            for d in self._vars
+            for n in d
+            if (id(d), n) not in self._own and n not in _SET_BY_DDP
+        ]
+        self._attributes = [
+            (d, name)
+            for d, name in found
+            if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
+        ]
+        self._public = [
+            (d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor
+        ]
+        self.located = [  # in memory of their own
+            t
+            for t in (*self.parameters, *self._model.buffers())
+            if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        ]
+        self.sharded: list[Any] = [
+            parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
+        ]
+        # Unknown until `settings`.
+        self.places: list[list[Any]] = []  # tensor addresses
+        self._trained: list[tuple[Any, ...]] = []
+        self._values: list[Any] = []
 
     def settings(self) -> int:
         """A number that identifies the step's settings, except tensor addresses."""
@@ -306,50 +348,6 @@ class Modules:
             or any(self._empty)
             or [each.callbacks for each in self._listeners] != self._callbacks
         )
-
-    def _look(self) -> None:
-        self.num_looks += 1
-        modules = modules_of(self._model, nn.Module)  # ArgumentError: no model
-        self.parameters = list(self._model.parameters())
-        self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
-        self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
-        self.ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._listeners = [listeners for _, listeners in find_listeners(self._model).values()]
-        self._callbacks = [listeners.callbacks for listeners in self._listeners]
-        tables = [
-            *(vars(module)[name] for module in modules for name in _TABLES if name in vars(module)),
-            *(table for table in chain.from_iterable(self._hooks) if table is not None),
-        ]
-        self._full = [table for table in tables if table]
-        self._empty = [table for table in tables if not table]
-        self._entries = list(chain.from_iterable(map(dict.values, self._full)))
-        self._vars = list(map(vars, modules))
-        self._num_attributes = sum(map(len, self._vars))
-        found = [
-            (d, n)
-            for d in self._vars
-            for n in d
-            if (id(d), n) not in self._own and n not in _SET_BY_DDP
-        ]
-        self._attributes = [
-            (d, name)
-            for d, name in found
-            if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
-        ]
-        self._public = [
-            (d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor
-        ]
-        self.located = [  # in memory of their own
-            t
-            for t in (*self.parameters, *self._model.buffers())
-            if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        ]
-        self.sharded: list[Any] = [
-            parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
-        ]
-        self.places = []
-        self._trained = []
-        self._values = []  # unknown
 
 
 def _is_same(old: object, new: object) -> bool:
