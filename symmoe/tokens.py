@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import overload
+from typing import cast, overload
 
 import torch
 
@@ -94,8 +94,10 @@ def dispatch_tokens(
             or _dispatch_problem(x, plan, probs, out, order),
             SEND,
         )
-        rows, row_probs, handle = _Dispatch.apply(x, probs, plan, out, order)
-    return rows, row_probs, handle
+        return cast(
+            "tuple[torch.Tensor, torch.Tensor | None, DispatchHandle]",  # not made in every call
+            _Dispatch.apply(x, probs, plan, out, order),
+        )
 
 
 class _Dispatch(Function):
@@ -232,8 +234,7 @@ def combine_tokens(
     heap.check()
     with FailPeersOnError(heap, COLLECT):
         heap._fail_for(_combine_problem(expert_out, handle.plan, order, grad_out), COLLECT)
-        y: torch.Tensor = _Combine.apply(expert_out, handle, order, grad_out)
-    return y
+        return cast(torch.Tensor, _Combine.apply(expert_out, handle, order, grad_out))
 
 
 class _Combine(Function):

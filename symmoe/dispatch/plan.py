@@ -139,9 +139,10 @@ class Plan(PlanIntegers):
         )
         if self.row_capacity >= 0:
             return settled
-        expected_rows = self.expected_rows or rounded_up(max_rows)
         return settled.but(
-            row_capacity=max_rows, packed_row_capacity=max_packed_rows, expected_rows=expected_rows
+            row_capacity=max_rows,
+            packed_row_capacity=max_packed_rows,
+            expected_rows=self.expected_rows or rounded_up(max_rows),
         )
 
     @property
