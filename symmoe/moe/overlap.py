@@ -250,7 +250,7 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
     """n SMs move rows. Peers' last rows are complete after the whole move: so a dispatch in R parts ends with one part
     on all SMs, and FC2 with combine begins with one. With order "slot" rows travel when all are complete."""
     rates = gpu.rates
-    # A combine to peers: sums of the rows of peers' tokens. At home: own rows, and the received sums.
+    # push_sums: sums of the rows of peers' tokens. sum_home: own rows, and the received sums.
     sent = Move(push_bytes=sizes.wire_bytes, sum_bytes=sizes.peers_bytes)
     home = Move(sum_bytes=sizes.row_bytes / sizes.num_ranks + sizes.wire_bytes)
     home_s = home.exclusive_s(rates)
