@@ -220,6 +220,7 @@ def test_a_router_that_chooses_otherwise(dtype: str):
         ]
 
 
+@pytest.mark.slow
 def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """The program of docs/check.md, as its reader would run it."""
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
