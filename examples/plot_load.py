@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +23,19 @@ MAX_COLUMNS = 400  # of a heat map: more than its pixels show
 BLUE, VERMILION, GREY = "#0072b2", "#d55e00", "#666666"
 
 
-def read_log(
-    path: Path,
-) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None, np.ndarray, list[np.ndarray]]:
-    """Steps [S], the layers' names, tokens per expert of each layer [S, E], dropped slots [S] if the log has them,
-    of_ranks of each step [S, L, 2], or nothing of any, and the gate mass of each layer [S, E], if the log has it.
+class Log(NamedTuple):
+    """What a log has, of L layers and S steps."""
 
-    An incomplete last line is ignored.
-    """
+    steps: list[int]
+    names: list[str]  # of the layers
+    loads: list[np.ndarray]  # tokens per expert of each layer, [S, E]
+    dropped: np.ndarray | None  # slots [S]
+    ranks: np.ndarray  # of_ranks of each step, [S, L, 2], or empty
+    masses: list[np.ndarray]  # gate mass of each layer, [S, E], or empty
+
+
+def read_log(path: Path) -> Log:
+    """The log in a file. An incomplete last line is ignored."""
     text = path.read_text(encoding="utf-8")
     found = {
         line["step"]: line for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())
@@ -44,7 +50,8 @@ def read_log(
             np.array(of_layer)
             for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)
         ]
-        return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None, ranks, []
+        names = [f"layer {i}" for i in range(len(layers))]
+        return Log(sorted(found), names, layers, None, ranks, masses=[])
     records = list(zip(*(line["layers"] for line in lines), strict=True))  # by layer
     loads = [np.array([record["tokens_per_expert"] for record in of_layer]) for of_layer in records]
     dropped = sum(np.array([record["num_dropped"] for record in of_layer]) for of_layer in records)
@@ -54,7 +61,9 @@ def read_log(
         if all(record.get("gate_mass") for record in of_layer)
     ]
     names = [of_layer[0]["name"] for of_layer in records]
-    return sorted(found), names, loads, dropped, ranks, masses if len(masses) == len(loads) else []
+    return Log(
+        sorted(found), names, loads, dropped, ranks, masses if len(masses) == len(loads) else []
+    )
 
 
 def shares_of(load: np.ndarray) -> np.ndarray:

@@ -333,10 +333,9 @@ def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _E
     )
     if not heap.memory.lacks(needed):
         return step
-    num_rows = max(1, plan.num_rows)
     rows, packed_rows = plan.needed_rows
-    plan = plan.but(row_capacity=rows, packed_row_capacity=packed_rows)
-    return step._replace(plan=plan, kind=None, num_rows=num_rows)
+    shrunk = plan.but(row_capacity=rows, packed_row_capacity=packed_rows)
+    return step._replace(plan=shrunk, kind=None, num_rows=max(1, plan.num_rows))
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:

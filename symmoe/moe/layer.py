@@ -273,8 +273,9 @@ class MoELayer(ExpertParallelModule):
                 )
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
-        has_chosen = router is not None and isinstance(routed, RouterOutput)
-        step_load = cast(Router, router).step_load if has_chosen else None
+        step_load = (
+            router.step_load if router is not None and isinstance(routed, RouterOutput) else None
+        )
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
             if self.counts_needed_biases:

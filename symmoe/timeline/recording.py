@@ -192,13 +192,10 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     """A trace's events by begin, on the clock of the trace (Kineto's Chrome format); in a recording, only launches
     after its start. A kernel has the phase and the direction of its launch's range; without a range, as in a CUDA
     graph, its name determines the phase. A host computes an operator while its range lasts."""
+    items = [item for item in trace["traceEvents"] if item.get("ph") == "X"]
 
     def of(*categories: str) -> list[Trace]:
-        return [
-            item
-            for item in trace["traceEvents"]
-            if item.get("ph") == "X" and item.get("cat") in categories
-        ]
+        return [item for item in items if item.get("cat") in categories]
 
     # By correlation: the thread, and the time.
     launches: dict[Any, tuple[Any, float]] = {

@@ -67,25 +67,25 @@ def run(args: argparse.Namespace) -> int:
         findings = join_and_examine(
             os.environ, tell, args.ranks_per_node, sends=not args.no_self_test
         )
+        # In every process, so that torchrun on every node returns it.
+        return int(worst_level(findings) == "problem")
     # torchrun has started one per rank; they would disturb each other.
-    elif os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
-    elif args.read:
+    if args.read:
         diagnosis = diagnose([read_record(path) for path in args.read])
         print(
             json.dumps(dataclasses.asdict(diagnosis), indent=1) if args.json else diagnosis.sentence
         )
         return 0
-    else:
-        if not args.no_self_test:
-            print(
-                "The self-test takes some 10 s, longer the first time on GPUs...",
-                file=sys.stderr,
-                flush=True,
-            )
-        findings = examine(dict(os.environ), self_test=not args.no_self_test)
-        tell(findings)
-    # With --nodes in every process, so that torchrun on every node returns it.
+    if not args.no_self_test:
+        print(
+            "The self-test takes some 10 s, longer the first time on GPUs...",
+            file=sys.stderr,
+            flush=True,
+        )
+    findings = examine(dict(os.environ), self_test=not args.no_self_test)
+    tell(findings)
     return int(worst_level(findings) == "problem")
 
 
