@@ -18,7 +18,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measurements.md"
 PRESETS = ("qwen3-30b", "mixtral-8x7b", "deepseek-like")
-NEW_PRESETS = ("glm-5", "kimi-k2", "deepseek-v4-pro", "qwen3.5-397b")
+NEW_PRESETS = (
+    "glm-5",
+    "kimi-k2",
+    "deepseek-v4-pro",
+    "qwen3.5-397b",
+    "gpt-oss-120b",
+    "nemotron-3-super",
+    "3584x3072x448x16",
+)
 BOTH = ("forward", "backward")
 
 H200 = "NVIDIA H200, driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, NVSHMEM 3.4.5"
@@ -31,8 +39,10 @@ commands, and 10th and 90th percentiles. *H200* is {H200}.
 Unless a table states otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden
 H, ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
 2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8), glm-5 (6144, 2048, 256, 8), kimi-k2 (7168, 2048, 384, 8),
-deepseek-v4-pro (7168, 3072, 384, 6), qwen3.5-397b (4096, 1024, 512, 10). [Benchmarking](benchmarking.md) and
-[reliability](reliability.md#suites) define suites and ways; [decisions](design/index.md) describe the experiments.
+deepseek-v4-pro (7168, 3072, 384, 6), qwen3.5-397b (4096, 1024, 512, 10), gpt-oss-120b (2880, 2880, 128, 4). Latent
+experts are measured in their latent width: nemotron-3-super (1024, 2688, 512, 22), and 3584x3072x448x16, which is
+kimi-k3 with half of its 896 experts: all of them do not fit beside stock torch's copy. [Benchmarking](benchmarking.md)
+and [reliability](reliability.md#suites) define suites and ways; [decisions](design/index.md) describe the experiments.
 """
 
 Record = dict[str, Any]

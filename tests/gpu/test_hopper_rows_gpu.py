@@ -8,7 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from simulated_ranks import peers_of_arenas
 
-from symmoe.kernels import hopper_choice
+from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.triton import tokens
 
 if hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
@@ -42,7 +42,7 @@ class Problem:
         row_bytes = self.H * dtype.itemsize
         views = [self.rows(capacity + 8).view(torch.uint8).flatten() for _ in range(self.R)]
         self.peers = peers_of_arenas(views)[rank]
-        self.received = torch.zeros(self.R, 3, dtype=torch.int64, device="cuda")
+        self.received = torch.zeros(self.R, control.NUM_PUBLISHED, dtype=torch.int64, device="cuda")
         self.received[:, 1] = OFFSET + 512 * torch.arange(self.R, device="cuda")
         assert self.received.max() + capacity * row_bytes <= views[0].numel()
         self.x = self.rows(self.T)
@@ -138,7 +138,7 @@ def test_push_sums(case, dtype):
             0, number - 20, p.R + 1, device="cuda"
         ).int()  # what is left of them is not looked at
         packed_to_row[number - 20 :] = 2**30
-        received = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda")
+        received = torch.zeros(p.R, control.NUM_PUBLISHED, dtype=torch.int64, device="cuda")
         most = int((starts[1:] - starts[:-1]).max())
         received[:, 0] = p.received[:, 1]
         received[:, 1] = (
@@ -175,7 +175,7 @@ def test_sum_home(case, dtype):
         packed = torch.where(goes, goes.int().cumsum(0).int() - 1 + start, -1).int()
         rows = p.rows(p.capacity)
         returned = p.rows(max(1, p.R - 1) * p.T)
-        ready = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda")
+        ready = torch.zeros(p.R, control.NUM_PUBLISHED, dtype=torch.int64, device="cuda")
         arrived = torch.zeros(1, dtype=torch.int64)
         arrived, results = arrived.cuda(), []
         for num_ctas in (None, 1, 6):

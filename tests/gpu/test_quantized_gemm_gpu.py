@@ -148,6 +148,8 @@ def test_bits_of_kernels_for_hopper_are_those_of_the_twin(widths):
         if launch.ways.endswith("table"):
             launch = replace(launch, dtype=FP32)
         for tuning in OF_HOPPER[launch.kernel]:
+            if tuning is LESS and launch.dtype == FP32:
+                continue  # it does not fit
             assert differences(launch, device=DEVICE, like=like, splits=splits, tuning=tuning) == []
 
 
