@@ -34,15 +34,13 @@ H200 = "NVIDIA H200, driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, NVSHME
 TOP = f"""\
 # Measurements
 
-`benchmarks/measurements.py` writes this page from the [records](../benchmarks/results/README.md), which also have the
-commands, and 10th and 90th percentiles. *H200* is {H200}.
-Unless a table states otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden
-H, ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
-2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8), glm-5 (6144, 2048, 256, 8), kimi-k2 (7168, 2048, 384, 8),
-deepseek-v4-pro (7168, 3072, 384, 6), qwen3.5-397b (4096, 1024, 512, 10), gpt-oss-120b (2880, 2880, 128, 4). Latent
-experts are measured in their latent width: nemotron-3-super (1024, 2688, 512, 22), and 3584x3072x448x16, which is
-kimi-k3 with half of its 896 experts: all of them do not fit beside stock torch's copy. [Benchmarking](benchmarking.md)
-and [reliability](reliability.md#suites) define suites and ways; [decisions](design/index.md) describe the experiments.
+`benchmarks/measurements.py` writes this page from the [records](../benchmarks/results/README.md), with commands and
+percentiles. *H200* is {H200}. Medians, bf16,
+T = 8192 tokens per rank, uniform routing, unless stated. Layers, as (hidden, ffn, experts, choices): qwen3-30b (2048,
+768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168, 2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8),
+glm-5 (6144, 2048, 256, 8), kimi-k2 (7168, 2048, 384, 8), deepseek-v4-pro (7168, 3072, 384, 6), qwen3.5-397b (4096,
+1024, 512, 10), gpt-oss-120b (2880, 2880, 128, 4); in their latent width nemotron-3-super (1024, 2688, 512, 22) and half
+of kimi-k3 (3584, 3072, 448, 16). Suites: [benchmarking](benchmarking.md), [reliability](reliability.md#suites).
 """
 
 Record = dict[str, Any]
