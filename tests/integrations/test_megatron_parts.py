@@ -151,7 +151,6 @@ def fp8_problem(config: TransformerConfig) -> ArgumentError | None:
 REFUSED = [
     ("moe_token_dispatcher_type", "flex", layer_problem),
     ("expert_tensor_parallel_size", 2, layer_problem),
-    ("moe_latent_size", 16, layer_problem),
     ("moe_router_padding_for_quantization", True, layer_problem),
     ("overlap_moe_expert_parallel_comm", True, layer_problem),
     ("overlap_dispatch_backward_with_experts_wgrad", True, layer_problem),
@@ -171,6 +170,7 @@ REFUSED = [
     ("fp8_wgrad", False, fp8_problem),
     ("first_last_layers_bf16", True, fp8_problem),
     ("hidden_size", 40, fp8_problem),
+    ("moe_latent_size", 24, fp8_problem),
 ]
 
 

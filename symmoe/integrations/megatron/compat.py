@@ -29,7 +29,6 @@ _Limit = tuple[
 _LAYER_LIMITS: tuple[_Limit, ...] = (
     ("moe_token_dispatcher_type", ("alltoall", "allgather"), "symmoe takes the dispatcher's place"),
     ("expert_tensor_parallel_size", (1,), "experts are not split over tensor-parallel ranks"),
-    ("moe_latent_size", (None,), "latent projections are not tested"),
     (
         "moe_router_padding_for_quantization",
         (False, None),
@@ -65,6 +64,11 @@ _FP8_LIMITS: tuple[_Limit, ...] = (
     ("fp8_wgrad", (True,), "weight gradients are products of FP8 numbers too"),
     ("first_last_layers_bf16", (False,), "the experts of all layers compute in FP8"),
 )
+
+
+def expert_hidden(config: TransformerConfig) -> int:
+    """The width of the experts' rows: Megatron's layer projects tokens to a latent width and back."""
+    return int(config.moe_latent_size or config.hidden_size)
 
 
 def slots_per_token(config: TransformerConfig) -> int:
@@ -108,8 +112,8 @@ def experts_problem(config: TransformerConfig) -> ArgumentError | None:
         *_rules(config, (*_EXPERT_LIMITS, *(_FP8_LIMITS if config.fp8 else ()))),
     ) or precision_problem(
         precision_of(config),
-        hidden_size=config.hidden_size,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        **{"moe_latent_size" if config.moe_latent_size else "hidden_size": expert_hidden(config)},
     )
 
 

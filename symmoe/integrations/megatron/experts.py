@@ -1,6 +1,6 @@
 """Megatron's experts as grouped GEMMs.
 
-H hidden, F moe_ffn_hidden_size, e experts on this rank, N rows sorted by expert.
+H hidden_size or moe_latent_size, F moe_ffn_hidden_size, e experts on this rank, N rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
 from symmoe.grouped.rows_function import RowArguments
 from symmoe.integrations.megatron.compat import (
+    expert_hidden,
     experts_problem,
     precision_of,
     process_groups,
@@ -84,7 +85,7 @@ class SymmExperts(MegatronModule):
         self.num_local_experts = num_local_experts
         self._ep_group, self._expt_dp_group = pg_collection.ep, pg_collection.expt_dp
         self.activation = activation_of(config)
-        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        hidden, ffn = expert_hidden(config), config.moe_ffn_hidden_size
         width = self.activation.activation.hidden_width(ffn)
         self.linear_fc1 = self._linear(hidden, width, config.init_method, split_dim=1)
         self.linear_fc2 = self._linear(ffn, hidden, config.output_layer_init_method, split_dim=2)
@@ -275,7 +276,7 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
 def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
     """symmoe's configuration for tokens routed by Megatron; `how`: further fields."""
     return MoEConfig(
-        hidden=config.hidden_size,
+        hidden=expert_hidden(config),
         ffn=config.moe_ffn_hidden_size,
         num_experts=config.num_moe_experts,
         top_k=slots_per_token(config),
