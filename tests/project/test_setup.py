@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from programs import printed_by
 
+from symmoe import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "pyproject.toml",
@@ -246,12 +248,12 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     (tmp_path / "program.py").write_text(
-        "import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8"
+        "import symmoe\nprint(symmoe.__version__)\n", encoding="utf-8"
     )
     run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
     ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
-    assert printed_by("-c", run, cwd=tmp_path, env=environment) == "SymmetricHeap\n"
+    assert printed_by("-c", run, cwd=tmp_path, env=environment) == f"{__version__}\n"
 
 
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

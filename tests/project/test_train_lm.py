@@ -89,17 +89,9 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, out: Path):
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-def test_says_first_what_it_trains_and_when_nothing_is_left(out: Path):
-    options = ("--preset=tiny", "--order=slot", f"--out={out}", "--resume", "--steps=10")
-    first, second, *_ = output_of("train_lm.py", *options, num_ranks=2).splitlines()
-    assert first.startswith("trains a byte-level language model (2 layers, 4 experts) on Python's")
-    assert "10 steps on 2 processes, of preset tiny; its 20 steps take seconds" in first
-    assert second == f"the checkpoint has {STEPS} steps, --steps is 10: 0 to train"
-
-
 def test_muon_trains_experts_and_resumes(losses: list[float], tmp_path: Path):
     """From the same numbers as AdamW; on one rank as on two, from a checkpoint of both optimizers' states."""
-    records = train(tmp_path, "--muon", num_ranks=2)
+    records = train(tmp_path, "--muon", "--save-every=16", num_ranks=2)
     assert records[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
     assert abs(records[-1]["loss"] - losses[-1]) > 1e-3
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
@@ -180,20 +172,26 @@ def test_resume_refuses_another_run(finished: Path):
 
 
 def test_a_finished_run_is_extended_and_sampled(finished: Path, out: Path):
-    records = train(out, "--resume", f"--steps={STEPS + 2}", num_ranks=2)
+    options = ("train_lm.py", "--preset=tiny", "--order=slot", f"--out={out}")
+    printed = output_of(*options, "--resume", f"--steps={STEPS + 2}", num_ranks=2)
+    first, second, *_ = printed.splitlines()
+    assert first.startswith("trains a byte-level language model (2 layers, 4 experts) on Python's")
+    assert "22 steps on 2 processes, of preset tiny; its 20 steps take seconds" in first
+    assert second == f"the checkpoint has {STEPS} steps, --steps is 22: 2 to train"
+    records = metrics_of(out)
     assert records[:STEPS] == metrics_of(finished)
     assert [record["step"] for record in records[STEPS:]] == [STEPS + 1, STEPS + 2]
     assert read_manifest(out / "checkpoints").step == STEPS + 2
-    printed = output_of(
-        "train_lm.py",
-        "--preset=tiny",
-        "--order=slot",
-        f"--out={out}",
-        "--prompt=class",
-        num_ranks=2,
-    )
+    printed = output_of(*options, "--prompt=class", num_ranks=2)
     assert printed.startswith("--- sample ---\nclass")
     assert read_manifest(out / "checkpoints").step == STEPS + 2
+
+
+@pytest.mark.slow
+def test_says_when_nothing_is_left(out: Path):
+    options = ("--preset=tiny", "--order=slot", f"--out={out}", "--resume", "--steps=10")
+    printed = output_of("train_lm.py", *options, num_ranks=2)
+    assert f"the checkpoint has {STEPS} steps, --steps is 10: 0 to train" in printed
 
 
 @pytest.mark.slow
