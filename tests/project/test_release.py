@@ -92,10 +92,11 @@ def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
     build = """
 import os, shutil, sys
 from setuptools.build_meta import build_sdist, build_wheel
-sdist = build_sdist(sys.argv[1])
-shutil.unpack_archive(os.path.join(sys.argv[1], sdist), sys.argv[2])
-os.chdir(os.path.join(sys.argv[2], sdist.removesuffix(".tar.gz")))
-build_wheel(sys.argv[1])
+out, unpacked = sys.argv[1:]
+sdist = build_sdist(out)
+shutil.unpack_archive(os.path.join(out, sdist), unpacked)
+os.chdir(os.path.join(unpacked, sdist.removesuffix(".tar.gz")))
+build_wheel(out)
 """
     run(sys.executable, "-c", build, out, tmp_path_factory.mktemp("sdist"), cwd=sources)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
