@@ -401,7 +401,6 @@ SUITES = (
     "fuzz",
     "soak",
     "lifecycle",
-    "mutations",
     "litmus",
 )
 
