@@ -153,17 +153,6 @@ def plain(context: Context) -> Trained:
     return trained(training(context))
 
 
-def from_meta(context: Context) -> Trained:
-    """Made on the meta device, with what is loaded put in the place of it."""
-    with torch.device("meta"):
-        model = Small(context.heap)
-    model.load_state_dict(Small(context.heap).to(context.dtype).state_dict(), assign=True)
-    model.head.weight = model.embed.weight
-    fill(model, context)
-    model.frozen.requires_grad_(False)
-    return trained(Training(context, model, adam(list(model.parameters()))))
-
-
 def loads_by_assignment(context: Context) -> Trained:
     """Which makes new parameters; without state of the optimizer, which a resumed job makes after it."""
     it = training(context)

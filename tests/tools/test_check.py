@@ -76,7 +76,7 @@ PLANTED = [
     ("forgets_the_optimizer", LOADED, "step of scale", "was not loaded on rank 0, 1"),
     ("unties_in_load", LOADED, TIE, "is not there any more on rank 0"),
 ]
-WELL_TRAINED = ["plain", "from_meta", "loads_by_assignment", "with_masters", "statistics_of_rank_0"]
+WELL_TRAINED = ["plain", "loads_by_assignment", "with_masters", "statistics_of_rank_0"]
 
 
 @pytest.mark.parametrize(
