@@ -69,7 +69,7 @@ EXTRAS = {  # by module, a package that it imports, and the extra that brings th
     "integrations.transformers.trainer": ("transformers", "transformers"),
 }
 
-# A new process that imports the package, and what it sees. `refuse` and `allow` hide packages and show them again.
+# A new process that imports the package: what it sees, at first without Triton, and of single packages in the end.
 PROGRAM = """
 import importlib, json, os, sys
 import torch, symmoe
