@@ -399,7 +399,6 @@ SUITES = (
     "fuzz",
     "soak",
     "lifecycle",
-    "mutations",
     "litmus",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     A file is held out by the hash of its relative path, so the split does not depend on the other files.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    paths: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = set(folders) - _SKIPPED  # walks no installed packages, which are many
+        paths += [Path(place, name) for name in names if name.endswith(".py")]
     train, heldout = bytearray(), bytearray()
-    for path in sorted(folder.rglob("*.py")):
-        relative = path.relative_to(folder)
-        if _SKIPPED.isdisjoint(relative.parts):
-            bucket = hashlib.sha256(relative.as_posix().encode()).digest()[0] % _HELDOUT_ONE_IN
-            (heldout if bucket == 0 else train).extend(path.read_bytes())
+    for path in sorted(paths):
+        name = path.relative_to(folder).as_posix()
+        bucket = hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_ONE_IN
+        (heldout if bucket == 0 else train).extend(path.read_bytes())
     digest = hashlib.sha256(train + b"\0" + heldout).hexdigest()
     return Corpus(
         train=np.frombuffer(train, dtype=np.uint8),

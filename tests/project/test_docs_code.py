@@ -16,6 +16,7 @@ import pytest
 from example_runs import run_forked
 from limits import HANG_S
 from packaging.requirements import Requirement
+from torch.distributed import run as torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGGING_FACE = ("transformers>=5.23", "accelerate", "safetensors")
@@ -150,11 +151,12 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
         "HF_HUB_OFFLINE": "1",
     }
     plain = re.fullmatch(r"(?:torchrun --nproc-per-node=(\d)|python) train\.py", " ".join(command))
-    if plain and not by_launcher:
+    options = {"folder": folder, "environment": environment}
+    if plain and by_launcher:  # torchrun itself is forked, the ranks that it starts are not
+        done = run_forked(Path(torchrun.__file__), *words[3:], num_ranks=None, **options)
+    elif plain:
         num_ranks = int(plain[1]) if plain[1] else None
-        done = run_forked(
-            folder / "train.py", num_ranks=num_ranks, folder=folder, environment=environment
-        )
+        done = run_forked(folder / "train.py", num_ranks=num_ranks, **options)
     else:
         done = subprocess.run(
             words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S

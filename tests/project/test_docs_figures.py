@@ -125,8 +125,7 @@ def promises() -> list[str]:
         f"after {faults('kill')['p50'] / 1000:.3f} s (`timeout_s=2`), after {faults('raise')['p50']:.0f} ms",
         f"{suite('stalls')['cases_run']:,} calls, {suite('stalls')['num_stalls']} of them with a stall "
         "of half a timeout: 0 false timeouts",
-        f"{litmus['observations'] / 1e6:.1f} million words: 0 stale; "
-        f"{suite('mutations')['cases_run']} mutations of the CPU kernels: all found",
+        f"{litmus['observations'] / 1e6:.1f} million words: 0 stale",
         f"{suite('soak')['cases_run']:,} steps, {suite('lifecycle')['cases_run']} heaps and jobs",
         f"{kills['cases_run']} kills: old or new state",
     ]

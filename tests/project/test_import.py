@@ -1,11 +1,13 @@
 """What importing the package does not do, which room may import which, and that no files import each other."""
 
 import ast
+import functools
 import graphlib
-import importlib
 import inspect
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import printed_by
@@ -24,8 +26,7 @@ ROOMS = (
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
 MAY_READ_ENVIRONMENT = {
-    f"symmoe/symm_mem/{name}.py"
-    for name in ("start", "nvshmem_backend", "host_backend", "flight_record")
+    f"symmoe/symm_mem/{name}.py" for name in ("start", "nvshmem_backend", "flight_record")
 }
 MAY_READ_ENVIRONMENT.add("symmoe/tools/doctor/command.py")  # what the machine's is, is its subject
 MAY_READ_ENVIRONMENT.add("symmoe/nodes/reach.py")  # where gloo listens, gloo reads there
@@ -36,11 +37,19 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Imports and names of a file: what the tests below look for."""
+    tree = ast.parse((PACKAGE.parent / path).read_bytes())
+    kinds = ast.Import | ast.ImportFrom | ast.Attribute | ast.Name
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
 def imports_of(path: Path) -> list[str]:
     """Dotted names of everything a file imports, wherever in the file; `from a import b` counts as a.b as well. But
     `from package import module` needs the module, not what the package's own file imports."""
     found = []
-    for node in ast.walk(ast.parse((PACKAGE.parent / path).read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -48,73 +57,6 @@ def imports_of(path: Path) -> list[str]:
             members = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
     return found
-
-
-def run(code: str) -> str:
-    return printed_by("-c", code).strip()
-
-
-def test_import_is_cheap_and_has_no_side_effects():
-    heavy = ("torch", "triton", "nvshmem", "cuda", "numpy")
-    out = run(
-        "import sys, threading, time\n"
-        "start = time.process_time()\n"
-        "import symmoe\n"
-        "took = time.process_time() - start\n"
-        f"print([name for name in {heavy} if name in sys.modules], threading.active_count(), took < 1.0)\n"
-    )
-    assert out == "[] 1 True"
-
-
-def test_everything_public_is_there_without_triton_or_nvshmem_and_so_is_low_precision():
-    out = run(
-        "import os, sys\n"
-        "before = dict(os.environ)\n"
-        "import torch, symmoe\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('triton', 'nvshmem', 'cuda', 'ml_dtypes'):\n"
-        "            raise ImportError(name + ' is not to be imported here')\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        "assert 'triton' not in sys.modules\n"
-        "for name in symmoe.__all__:\n"
-        "    assert getattr(symmoe, name).__name__ == name, name\n"
-        "with symmoe.SymmetricHeap(num_bytes=1 << 20, backend='host') as heap:\n"
-        "    plan = symmoe.make_plan(torch.tensor([[0, 1]]), num_experts=2, heap=heap)\n"
-        "    rows, _, handle = symmoe.dispatch_tokens(torch.ones(1, 8), plan)\n"
-        "    assert symmoe.combine_tokens(rows, handle).tolist() == [[2.0] * 8]\n"
-        "    del rows\n"
-        "from symmoe.precision import NVFP4\n"
-        "NVFP4().quantize(torch.ones(2, 32))\n"
-        "assert os.environ == before\n"
-        "assert not torch.distributed.is_initialized()\n"
-        "print('ok')\n"
-    )
-    assert out == "ok"
-
-
-def test_what_only_mxfp8_and_nvfp4_need_is_not_imported_for_others():
-    out = run(
-        "import sys, torch, symmoe\n"
-        "from symmoe.precision import Float8Block\n"
-        "with symmoe.SymmetricHeap(num_bytes=8 << 20, backend='host') as heap:\n"
-        "    for precision in (None, Float8Block()):\n"
-        "        sizes = {'hidden': 128, 'ffn': 128, 'num_experts': 2, 'top_k': 1}\n"
-        "        config = symmoe.MoEConfig(**sizes, precision=precision)\n"
-        "        layer = symmoe.MoELayer(config, heap, dtype=torch.bfloat16)\n"
-        "        x = torch.randn(8, 128, dtype=torch.bfloat16, requires_grad=True)\n"
-        "        layer(x)[0].sum().backward()\n"
-        "        del layer, x\n"
-        "try:\n"
-        "    import triton\n"
-        "    from symmoe.kernels import gpu, hopper_launchers\n"
-        "except ImportError:\n"
-        "    pass\n"
-        "before = [name for name in sys.modules if 'block_scaled' in name]\n"
-        "from symmoe.precision import NVFP4\n"
-        "print(before, len([name for name in sys.modules if 'block_scaled' in name]) > 2)\n"
-    )
-    assert out == "[] True"
 
 
 EXTRAS = {  # by module, a package that it imports, and the extra that brings that
@@ -127,57 +69,119 @@ EXTRAS = {  # by module, a package that it imports, and the extra that brings th
     "integrations.transformers.trainer": ("transformers", "transformers"),
 }
 
+# A new process that imports the package: what it sees, at first without Triton, and of single packages in the end.
+PROGRAM = """
+import importlib, json, os, sys
+import torch, symmoe
 
-def public_names() -> dict[str, list[str]]:
-    """By module: the names in its `__all__`, or else those of the functions and classes that it defines."""
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "nvshmem", "cuda", "ml_dtypes"):
+            raise ImportError(name + " is not to be imported here")
+
+def block_scaled():
+    return [name for name in sys.modules if "block_scaled" in name]
+
+answers = {"triton": "triton" in sys.modules}
+sys.meta_path.insert(0, Refuse())
+environment = dict(os.environ)
+names = [name for name in dir(symmoe) if name[0] != "_"]
+answers["packages"] = sorted(set(names) - set(symmoe.__all__))
+answers["listed"] = set(symmoe.__all__) < set(names)
+answers["early"] = [name for name in answers["packages"] if f"symmoe.{name}" in sys.modules]
+answers["reduce_gradients"] = symmoe.reduce_gradients.__name__
+answers["FSDP"] = "symmoe.training.parallel" in sys.modules
+answers["package"] = symmoe.lora.__name__
+answers["public"] = [getattr(symmoe, name).__name__ for name in symmoe.__all__]
+from symmoe.precision import Float8Block
+with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
+    plan = symmoe.make_plan(torch.tensor([[0, 1]]), num_experts=2, heap=heap)
+    rows, _, handle = symmoe.dispatch_tokens(torch.ones(1, 8), plan)
+    answers["sum"] = symmoe.combine_tokens(rows, handle).tolist()
+    del rows
+    for precision in (None, Float8Block()):
+        config = symmoe.MoEConfig(hidden=128, ffn=128, num_experts=2, top_k=1, precision=precision)
+        layer = symmoe.MoELayer(config, heap, dtype=torch.bfloat16)
+        x = torch.randn(8, 128, dtype=torch.bfloat16, requires_grad=True)
+        layer(x)[0].sum().backward()
+        del layer, x
+
+if (child := os.fork()) == 0:  # beside what follows, which has no Triton
+    sys.meta_path.pop(0)
+    if importlib.util.find_spec("triton"):
+        from symmoe.kernels import gpu, hopper_launchers
+    os._exit(len(block_scaled()))
+answers["block_scaled"] = [os.waitpid(child, 0)[1], block_scaled()]
+from symmoe.precision import NVFP4
+NVFP4().quantize(torch.ones(2, 32))
+answers["nvfp4"] = len(block_scaled())
+sys.meta_path.pop(0)
+answers["unchanged"] = os.environ == environment and not torch.distributed.is_initialized()
+
+answers["missing"] = []
+for module, package in json.loads(sys.argv[1]):
+    sys.modules[package] = None
+    try:
+        importlib.import_module(f"symmoe.{module}")
+    except ImportError as error:
+        answers["missing"].append(str(error))
+    del sys.modules[package]
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """Of one process, whose start takes longer than all that it does."""
+    packages = [(module, package) for module, (package, _) in EXTRAS.items()]
+    return json.loads(printed_by("-c", PROGRAM, json.dumps(packages)))
+
+
+def test_import_is_cheap_and_has_no_side_effects():
+    heavy = ("torch", "triton", "nvshmem", "cuda", "numpy")
+    out = printed_by(
+        "-c",
+        "import sys, threading, time\n"
+        "start = time.process_time()\n"
+        "import symmoe\n"
+        "took = time.process_time() - start\n"
+        f"print([name for name in {heavy} if name in sys.modules], threading.active_count(), took < 1.0)\n",
+    )
+    assert out.strip() == "[] 1 True"
+
+
+def test_everything_public_is_there_without_triton_or_nvshmem(answers: dict[str, Any]):
     import symmoe
 
-    modules = [symmoe, *(getattr(symmoe, name) for name in symmoe._PACKAGES)]
-    tree = {}
-    for module in modules:
-        own = [
-            name
-            for name, value in vars(module).items()
-            if name[0] != "_" and getattr(value, "__module__", None) == module.__name__
-        ]
-        tree[module.__name__] = sorted(getattr(module, "__all__", own))
-    return tree
+    assert not answers["triton"]
+    assert answers["public"] == symmoe.__all__
+    assert answers["sum"] == [[2.0] * 8]
+    assert answers["unchanged"]
 
 
-def test_the_tree_of_public_names():
-    """Prints it: `pytest -s -k tree_of_public_names`. A name means one thing wherever it stands."""
-    tree = public_names()
-    for module, names in tree.items():
-        print(module, *names, sep="\n  ")
-    assert len(tree["symmoe"]) == 16
-    meanings: dict[str, set[int]] = {}
-    for module, names in tree.items():
-        for name in names:
-            value = getattr(importlib.import_module(module), name)
-            meanings.setdefault(name, set()).add(id(value))
-    assert [name for name, values in meanings.items() if len(values) > 1] == []
+def test_what_only_mxfp8_and_nvfp4_need_is_imported_for_them_alone(answers: dict[str, Any]):
+    """And without Triton."""
+    assert answers["block_scaled"] == [0, []]
+    assert answers["nvfp4"] > 2
 
 
-def test_a_missing_package_is_named_with_its_extra():
-    out = run(
-        "import importlib, sys\n"
-        f"for module, (package, _) in {EXTRAS}.items():\n"
-        "    sys.modules[package] = None\n"
-        "    try:\n"
-        "        importlib.import_module(f'symmoe.{module}')\n"
-        "    except ImportError as error:\n"
-        "        print(error)\n"
-        "    del sys.modules[package]\n"
-    )
-    wanted = [
-        f"{package} is not installed: pip install 'symmoe[{extra}]'"
-        for package, extra in EXTRAS.values()
+def test_packages_come_with_the_first_look_and_dir_shows_public_names_only(
+    answers: dict[str, Any],
+):
+    assert answers["packages"] == [
+        *"checkpoint dispatch errors grouped integrations lora metrics pointers precision".split(),
+        *"routing symm_mem timeline training".split(),
     ]
-    found = [
-        line.split(".")[0].partition(" ")[0] + line[line.index(" is not") :]
-        for line in out.splitlines()
-    ]
-    assert found == wanted
+    assert answers["listed"]
+    assert answers["early"] == []
+    assert (answers["reduce_gradients"], answers["FSDP"]) == ("reduce_gradients", False)
+    assert answers["package"] == "symmoe.lora"
+
+
+def test_a_missing_package_is_named_with_its_extra(answers: dict[str, Any]):
+    for message, (package, extra) in zip(answers["missing"], EXTRAS.values(), strict=True):
+        assert message.startswith(package)
+        assert f"is not installed: pip install 'symmoe[{extra}]'" in message
 
 
 def test_unknown_names_are_refused():
@@ -187,28 +191,14 @@ def test_unknown_names_are_refused():
         _ = symmoe.SymetricHeap
 
 
-def test_packages_come_with_the_first_look_and_dir_shows_public_names_only():
-    out = run(
-        "import sys, symmoe\n"
-        "names = [name for name in dir(symmoe) if name[0] != '_']\n"
-        "packages = sorted(set(names) - set(symmoe.__all__))\n"
-        "assert set(symmoe.__all__) < set(names)\n"
-        "assert not [name for name in packages if f'symmoe.{name}' in sys.modules]\n"
-        "assert symmoe.reduce_gradients and 'symmoe.training.parallel' not in sys.modules  # FSDP\n"
-        "print(packages, symmoe.errors.ArgumentError.__name__, symmoe.checkpoint.read_manifest.__name__)\n"
-    )
-    packages = [
-        *"checkpoint dispatch errors grouped integrations lora metrics pointers precision".split(),
-        *"routing symm_mem timeline training".split(),
+def test_imports_go_one_way():
+    upward = [
+        f"{path} imports {module}"
+        for name, path in NAMES.items()
+        for module in NAMES.keys() & imports_of(path)
+        if LEVELS[room_of(module)] > LEVELS[room_of(name)]
     ]
-    assert out == f"{packages} ArgumentError read_manifest"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_imports_go_one_way(path: Path):
-    own = LEVELS[room_of(str(path.with_suffix("")).replace("/", ".").removesuffix(".__init__"))]
-    for module in NAMES.keys() & imports_of(path):
-        assert LEVELS[room_of(module)] <= own, f"{path} imports {module}"
+    assert upward == []
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -221,24 +211,24 @@ def test_no_files_import_each_other_in_a_circle():
         graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if "twin" in p.parts], ids=str)
-def test_twins_import_no_device_code(path: Path):
-    for module in imports_of(path):
-        assert not module.startswith(("symmoe.kernels.gpu", "triton", "nvshmem", "cuda")), module
-        assert module.split(".")[0] in {"torch", "numpy", "symmoe", *sys.stdlib_module_names}, (
-            module
-        )
+def test_twins_import_no_device_code():
+    allowed = {"torch", "numpy", "symmoe", *sys.stdlib_module_names}
+    twins = [path for path in MODULES if "twin" in path.parts]
+    modules = {module for path in twins for module in imports_of(path)}
+    assert {module.split(".")[0] for module in modules} <= allowed
+    assert not [module for module in modules if module.startswith("symmoe.kernels.gpu")]
+    assert "symmoe.kernels.formats" in modules
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_only_the_backends_read_the_environment(path: Path):
-    names = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(ast.parse((PACKAGE.parent / path).read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute | ast.Name)
+def test_only_the_backends_read_the_environment():
+    reads = {"environ", "getenv", "environb", "putenv"}
+    readers = {
+        str(path)
+        for path in MODULES
+        for node in nodes_of(path)
+        if getattr(node, "attr", getattr(node, "id", None)) in reads
     }
-    reads = names & {"environ", "getenv", "environb", "putenv"}
-    assert not reads or str(path) in MAY_READ_ENVIRONMENT
+    assert readers == MAY_READ_ENVIRONMENT
 
 
 def test_every_kernel_has_the_signature_of_its_twin():

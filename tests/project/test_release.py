@@ -1,5 +1,5 @@
 """Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen. The
-wheel is built from the unpacked sdist, as `python -m build` does, so what the sdist lacks the wheel lacks too. It is
+wheel is built from the unpacked sdist, as by `make dist`, so what the sdist lacks the wheel lacks too. It is
 installed without its dependencies: the fresh environment sees torch and the rest where these tests see them."""
 
 import json
@@ -21,7 +21,7 @@ from limits import HANG_S
 import symmoe
 from symmoe.tools.doctor.versions import Versions, check_versions
 
-pytest.importorskip("build", reason="builds the package: pip install '.[dev]'")
+pytest.importorskip("setuptools", minversion="77", reason="builds the package")
 
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
@@ -87,10 +87,18 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """Without isolation: the backend is the one that is installed, nothing is downloaded."""
+    """By the backend that is installed, in one process."""
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, *"-m build --no-isolation --outdir".split()]
-    run(*command, out, sources, cwd=sources)
+    build = """
+import os, shutil, sys
+from setuptools.build_meta import build_sdist, build_wheel
+out, unpacked = sys.argv[1:]
+sdist = build_sdist(out)
+shutil.unpack_archive(os.path.join(out, sdist), unpacked)
+os.chdir(os.path.join(unpacked, sdist.removesuffix(".tar.gz")))
+build_wheel(out)
+"""
+    run(sys.executable, "-c", build, out, tmp_path_factory.mktemp("sdist"), cwd=sources)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return Release(wheel, sdist)
 
@@ -222,45 +230,39 @@ def test_doctor_knows_the_range_of_torch(release: Release, version: str):
     assert bool(refused) == (version not in requirement.specifier)
 
 
-def test_installed_package_is_not_the_checkout(environment: Path, tmp_path: Path):
-    code = "import symmoe, sys; print(symmoe.__version__, symmoe.__file__, 'torch' in sys.modules)"
-    version, file, has_torch = run(environment / "python", "-c", code, cwd=tmp_path).split()
-    assert version == symmoe.__version__
-    assert Path(file).is_relative_to(environment.parent)
-    assert has_torch == "False"
-
-
-def test_installed_command(environment: Path, tmp_path: Path):
-    assert (
-        run(environment / "symmoe", "--version", cwd=tmp_path) == f"symmoe {symmoe.__version__}\n"
-    )
-    # 1: there is a problem with this machine, which is its own.
-    report = json.loads(
-        run(
-            environment / "symmoe",
-            "doctor",
-            "--no-self-test",
-            "--json",
-            cwd=tmp_path,
-            exit_status=(0, 1),
-        )
-    )
-    (versions,) = (
-        f["text"] for f in report["findings"] if f["level"] == "ok" and f["subject"] == "versions"
-    )
-    assert versions.startswith(f"symmoe {symmoe.__version__}, torch {torch.__version__}, ")
-
-
-STEP = """
-import torch, symmoe
+# In one process: the import, a step of a layer, and the command.
+PROGRAM = """
+import runpy, sys
+import symmoe
+print(symmoe.__version__, symmoe.__file__, "torch" in sys.modules)
+import torch
 with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
     layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2), heap)
     y, _ = layer(torch.randn(6, 16))
     y.square().sum().backward()
     print(*(bool(p.grad.any() and p.grad.isfinite().all()) for p in layer.parameters()))
+del layer, y
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_installed_layer_trains(environment: Path, tmp_path: Path):
+def test_installed_package_is_not_the_checkout_trains_and_has_the_command(
+    environment: Path, tmp_path: Path
+):
     """That what it computes is right is for the tests of the checkout, whose files the wheel has."""
-    assert run(environment / "python", "-c", STEP, cwd=tmp_path).split() == ["True"] * 3
+    command = (environment / "symmoe", "doctor", "--no-self-test", "--json")
+    # 1: there is a problem with this machine, which is its own.
+    printed = run(environment / "python", "-c", PROGRAM, *command, cwd=tmp_path, exit_status=(0, 1))
+    first, second, report = printed.split("\n", 2)
+    version, file, has_torch = first.split()
+    assert (version, has_torch) == (symmoe.__version__, "False")
+    assert Path(file).is_relative_to(environment.parent)
+    assert second.split() == ["True"] * 3
+    (versions,) = (
+        finding["text"]
+        for finding in json.loads(report)["findings"]
+        if finding["level"] == "ok" and finding["subject"] == "versions"
+    )
+    assert versions.startswith(f"symmoe {symmoe.__version__}, torch {torch.__version__}, ")
+    assert os.access(command[0], os.X_OK)

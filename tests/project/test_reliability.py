@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 from bad_calls import MISTAKES
 from limits import HANG_S
-from rank_jobs import raise_on_the_last_rank, save_after_deleting, sleep_on_the_last_rank, yield_pid
-from reliability import checkpoint_kills, command, faults, fuzz, lifecycle, mutations, soak
+from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
+from reliability import command, faults, fuzz, lifecycle, soak
 from reliability.launch import JobFailure, Launcher
 from reliability.suite import Run, execute
 
 SLICES = {
-    "routings": (range(14), 2),  # one of each stratum; 28 below, without a mutant
+    "routings": (range(14), 2),  # one of each stratum
     "gradients": (range(13), 2),
     "determinism": ((*range(15, 26), 1040), 2),  # a repeat with skew, and a restart
     "stalls": (range(24), 2),
@@ -43,11 +43,6 @@ ON_EIGHT = {
 # of two at once.
 FAULTS = {2: (18, 21, 19, 23), 3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
-TWIN_MUTANTS = [
-    "no wait for rows to arrive",
-    "one half of the count table",
-    "payload after the signal",
-]
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +100,6 @@ def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
             assert {fault.victims for fault in few} == victims
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", TWIN_MUTANTS)
-def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
-    assert mutations.found_in_twins(
-        Run((), 3, patience=PATIENCE), launcher, mutant, mutations.FOUND_BY[mutant]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", sorted({mutations.FOUND_BY[mutant] for mutant in TWIN_MUTANTS}))
-def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
-    assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, None, part) == ""
-
-
 def test_wrong_calls_are_of_all_kinds():
     for device in ("cpu", "cuda"):
         assert {call for call, _ in fuzz.mistakes_for(2, device)} == set(MISTAKES)
@@ -143,13 +124,6 @@ def test_growth_is_told_from_what_comes_and_goes():
     ]  # others' jobs come and go
     kept = [each - lifecycle.ARENA_BYTES["cuda"] * number for number, each in enumerate(free)]
     assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
-
-
-@pytest.mark.slow
-def test_an_old_checkpoint_that_is_deleted_too_early_is_noticed(launcher: Launcher):
-    pytest.importorskip("safetensors")
-    found = checkpoint_kills.run_cases(Run(tuple(range(12))), launcher, save_after_deleting)
-    assert any("no complete checkpoint" in text for each in found for text in each.problems)
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from programs import printed_by
 
+from symmoe import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "pyproject.toml",
@@ -97,15 +99,6 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wanted() -> list[str]:
-    """The lines of both files of requirements."""
-    names = ("requirements-train.txt", "requirements.txt")
-    lines = [
-        line for name in names for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
-    ]
-    return [line for line in lines if not line.startswith("#")]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("python", pythons())
@@ -118,7 +111,8 @@ def test_what_make_installs_resolves(registry: None, sources: Path, python: str)
     report = json.loads(done.stdout)
     assert report["environment"]["python_version"] == python
     found = {item["metadata"]["name"].lower(): item for item in report["install"]}
-    (torch,) = (line.partition("==")[2] for line in wanted() if line.startswith("torch=="))
+    requirements = (ROOT / "requirements-train.txt").read_text(encoding="utf-8")
+    (torch,) = re.findall(r"^torch==(\S+)", requirements, re.MULTILINE)
     assert found["torch"]["metadata"]["version"] == torch  # no "+cpu"
     assert found["torch"]["download_info"]["url"].startswith("https://")
     assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(found)
@@ -246,12 +240,12 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     (tmp_path / "program.py").write_text(
-        "import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8"
+        "import symmoe\nprint(symmoe.__version__)\n", encoding="utf-8"
     )
     run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
     ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
-    assert printed_by("-c", run, cwd=tmp_path, env=environment) == "SymmetricHeap\n"
+    assert printed_by("-c", run, cwd=tmp_path, env=environment) == f"{__version__}\n"
 
 
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

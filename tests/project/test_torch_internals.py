@@ -50,69 +50,68 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names(trees: list[ast.Module]) -> set[str]:
+def of_self(node: ast.Attribute, *names: str) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", *names)
+
+
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Private names that the package defines: functions, classes, variables, and attributes of self."""
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    defined = {
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    return {
         *(node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))),
-        *(
-            node.id
-            for node in nodes
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        ),
-    }
-    return defined | {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) == "self"
+        *(node.id for node in stored if isinstance(node, ast.Name)),
+        *(node.attr for node in stored if isinstance(node, ast.Attribute) and of_self(node)),
     }
 
 
-def private_names(tree: ast.Module, own: set[str]) -> list[str]:
+def private_names(nodes: list[ast.AST], own: set[str]) -> list[str]:
     """What a module reads of torch, or of whom the names do not say; what a class inherits is its own."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("symmoe"):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             found += [name for name in names if is_private(name)]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            inherited = ast.unparse(node.value) in ("self", "cls", "super()")
+            inherited = of_self(node, "cls") or ast.unparse(node.value) == "super()"
             theirs = any(hasattr(each, node.attr) for each in TORCHS)
             if not inherited and (theirs or node.attr not in own):
                 found.append(node.attr)
     return found
 
 
-def insides_of_triton(tree: ast.Module) -> list[str]:
-    imported, read = [], []
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            imported += [start + alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            read.append(node.attr)
+def insides_of_triton(nodes: list[ast.AST]) -> list[str]:
+    imported = [
+        ".".join(filter(None, [getattr(node, "module", ""), alias.name]))
+        for node in nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    ]
+    read = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
     return [name for name in imported if name.startswith(INSIDES)] + [
         name for name in read if name in TRITON_NAMES
     ]
 
 
+def nodes_of(source: str | bytes) -> list[ast.AST]:
+    """Of the kinds that have names."""
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Name, ast.Attribute)
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+
+
 def test_private_names_stand_behind_one_module():
-    paths = ROOT.glob("symmoe/**/*.py")
-    trees = {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths
+    nodes = {
+        path.relative_to(ROOT).as_posix(): nodes_of(path.read_bytes())
+        for path in ROOT.glob("symmoe/**/*.py")
     }
-    own = own_names([*trees.values()])
+    own = own_names([node for each in nodes.values() for node in each])
     used = set()
     found = []
-    for name, tree in trees.items():
-        private = set(private_names(tree, own)) if name not in BEHIND | BEHIND_TRITON else set()
+    for name, each in nodes.items():
+        private = set(private_names(each, own)) if name not in BEHIND | BEHIND_TRITON else set()
         used |= private & set(ALLOWED)
-        found += [f"{name}: {each}" for each in private - set(ALLOWED)]
-        found += [
-            f"{name}: {each}" for each in insides_of_triton(tree) if name not in BEHIND_TRITON
-        ]
+        found += [f"{name}: {other}" for other in private - set(ALLOWED)]
+        if name not in BEHIND_TRITON:
+            found += [f"{name}: {inside}" for inside in insides_of_triton(each)]
     assert found == []
     assert set(ALLOWED) - used <= {"_gradients"}, "nobody reads what is allowed"
 
@@ -129,13 +128,13 @@ def test_private_names_stand_behind_one_module():
     ],
 )
 def test_what_a_private_name_is(line: str, what: list[str]):
-    assert sorted(private_names(ast.parse(line), {"_mine", "_version"})) == sorted(what)
+    assert sorted(private_names(nodes_of(line), {"_mine", "_version"})) == sorted(what)
     for insides in (
         "from triton import knobs",
         "import triton.runtime.jit",
         "kernel.packed_metadata",
     ):
-        assert insides_of_triton(ast.parse(insides))
+        assert insides_of_triton(nodes_of(insides))
 
 
 @pytest.fixture

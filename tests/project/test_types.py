@@ -1,5 +1,5 @@
-"""Annotations: what a user's type checker sees of an installed symmoe, and what `make lint` leaves unchecked here. That
-the package itself passes mypy --strict is for `make lint` to say."""
+"""Annotations: what a user's type checker sees of an installed symmoe. That the package itself passes mypy --strict is
+for `make lint` to say."""
 
 import os
 import re
@@ -54,29 +54,6 @@ def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> No
 
 def test_the_program_runs() -> None:
     assert output_of(str(PROGRAM), num_ranks=None) == "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"
-
-
-def test_only_kernels_and_subclasses_are_excused() -> None:
-    """Modules with looser rules are there, and have what the rules are loosened for."""
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read pyproject.toml")
-    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-        "mypy"
-    ]["overrides"]
-    for override in overrides:
-        ours = [name for name in override["module"] if name.startswith("symmoe")]
-        if "ignore_missing_imports" in override:
-            assert not ours
-            continue
-        assert ours == sorted(override["module"])
-        for name in ours:
-            paths = [*ROOT.glob(f"{name.replace('.', '/')}.py")]  # several for a package's modules
-            assert paths, name
-            source = "".join(path.read_text(encoding="utf-8") for path in paths)
-            decorators = r"^@(triton\.jit|gluon\.jit|builtin|torch\.compiler\.disable)\b"
-            assert re.search(
-                rf"{decorators}|^\s+@torch\.compiler\.disable|^class \w+\(\w+\):", source, re.M
-            ), name
-    assert not any("ignore_errors" in override for override in overrides)
 
 
 def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -122,16 +122,15 @@ def save_until_killed(
 # -- in the launcher --------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Folders of a run. save: what ranks do, as save_until_killed."""
+    """Folders of a run."""
 
     launcher: Launcher
     folder: Path
-    save: Callable[..., Iterator[tuple[str, int, float]]]
 
     def run(self, directory: Path, label: str, kill: Kill) -> list[tuple[str, int, float] | None]:
         """How the save ended on each rank; None: it was killed."""
         with self.launcher.start(NUM_RANKS, "cpu") as job:
-            job.send(self.save, directory, label, kill, job.pids)
+            job.send(save_until_killed, directory, label, kill, job.pids)
             deadline = time.monotonic() + DEADLINE_S
             streams = [job.received(rank, deadline=deadline) for rank in range(NUM_RANKS)]
             for stream in streams:
@@ -214,16 +213,15 @@ def choose(number: int, seed: int, lengths: list[tuple[Kill, list[int], float]])
     return dataclasses.replace(kill, victims=victims, moment=moment)
 
 
-def run_cases(run: Run, launcher: Launcher, save=save_until_killed) -> Iterator[Outcome]:
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory(prefix="symmoe-checkpoint-kills-") as folder:
-        scratch = Scratch(launcher, Path(folder), save_until_killed)
+        scratch = Scratch(launcher, Path(folder))
         scratch.run(scratch.folder / "old", "old", Kill())
         lengths = []
         for step, keep_last in itertools.product((OLD, NEW), (None, 1)):
             for moment, module in ((0.0, ""), (0, ""), (0, "folder.py")):
                 kill = Kill(moment=moment, step=step, keep_last=keep_last, module=module)
                 lengths.append((kill, *scratch.untouched(kill)))
-        scratch = dataclasses.replace(scratch, save=save)
         for number in run.numbers:
             yield scratch.check(number, choose(number, run.seed, lengths))
 

@@ -39,10 +39,6 @@ SUITES = {
         "checkpoint_kills",
         "ranks that are killed while they save: the old state or the new one is loaded",
     ),
-    "mutations": (
-        "mutations",
-        "a step of the protocol removed from the twins: something fails",
-    ),
 }
 
 

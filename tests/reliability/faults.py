@@ -146,7 +146,9 @@ class Step:
             self._at("between")  # rows are there, experts come next
 
 
-def take_part(rank: int, num_ranks: int, fault: Fault, device: str, turns=None) -> Iterator[dict]:
+def take_part(
+    rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None
+) -> Iterator[dict]:
     """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
     turns: a file that the first victim locks before the steps that matter, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
@@ -232,9 +234,7 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
     start = time.perf_counter()
     try:
         with launcher.start(run.num_ranks, run.device) as job:
-            problems, facts = watch(
-                job, fault, run, more=(turns if fault.kind == "raise" else None,)
-            )
+            problems, facts = watch(job, fault, run, turns if fault.kind == "raise" else None)
     except JobFailure as failure:
         yield Outcome(number, float("nan"), [f"{fault}: {failure}"])
         return
@@ -244,26 +244,13 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
     yield Outcome(number, 1e3 * (time.perf_counter() - start), problems, facts)
 
 
-def watch(
-    job: Job,
-    fault: Fault,
-    run: Run,
-    function: Callable = take_part,
-    more=(),
-    *,
-    wait_s: float = 30.0,
-) -> tuple[list[str], dict]:
-    """What is wrong with what the survivors do, and how long it took them.
-
-    Args:
-        function, more: what the ranks run, and its arguments after the fault and the device.
-        wait_s: for a survivor's error.
-    """
+def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str], dict]:
+    """What is wrong with what the survivors do, and how long it took them. turns: as for take_part."""
     problems, facts = (
         [],
         {"kind": fault.kind, "phase": fault.phase, "detect_ms": [], "exit_ms": [], "errors": []},
     )
-    job.send(function, fault, run.device, *more)
+    job.send(take_part, fault, run.device, turns)
     ready = time.monotonic() + run.seconds(30.0)
     streams = {rank: job.received(rank, deadline=ready) for rank in range(run.num_ranks)}
     pipes = {rank: next(stream, None) for rank, stream in streams.items()}
@@ -275,7 +262,7 @@ def watch(
         for victim, (pid, file) in ((victim, pipes[victim]["pipe"]) for victim in fault.victims)
     }
     try:
-        deadline = time.monotonic() + run.seconds(wait_s)
+        deadline = time.monotonic() + run.seconds(30.0)
         streams = {rank: job.received(rank, deadline=deadline) for rank in range(run.num_ranks)}
         found = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
         struck = {

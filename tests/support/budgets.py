@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,16 +47,17 @@ BUDGETS: dict[str, tuple[int, int]] = {
 MOST_PARAMETERS = 8
 
 
-def trees_of(path: Path) -> list[ast.Module]:
-    """The syntax trees of a module, or of all .py files below a folder."""
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    return [ast.parse(file.read_bytes()) for file in files]
-
-
-def num_statements(trees: list[ast.Module]) -> int:
-    """Statements of trees, without docstrings."""
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
+def statements_of(tree: ast.Module) -> list[ast.stmt]:
+    """All statements of a tree without docstrings. Expressions, which hold none, are not looked through."""
+    found: list[ast.stmt] = []
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes += getattr(node, field, ())
+        if isinstance(node, ast.stmt) and not _is_docstring(node):
+            found.append(node)
+    return found
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -66,9 +66,9 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node.value.value, str)
 
 
-def num_packed(trees: list[ast.Module]) -> int:
+def num_packed(statements: list[ast.stmt]) -> int:
     """Assignments of several values to several names at once."""
-    assigned = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assigned = [node for node in statements if isinstance(node, ast.Assign)]
     return sum(
         isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
         for node in assigned
@@ -79,21 +79,32 @@ def num_packed(trees: list[ast.Module]) -> int:
 def measured() -> dict[str, int]:
     """What BUDGETS bounds and sources show, by its names there."""
     package = ROOT / "symmoe"
-    trees = {}
+    folders = ("symmoe", "tests", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    statements = {file: statements_of(ast.parse(file.read_bytes())) for file in files}
+
+    def within(*paths: Path) -> list[ast.stmt]:
+        """Those of modules and of all files below folders."""
+        return [
+            node
+            for file, own in statements.items()
+            if {file.with_suffix(""), *file.parents} & {*paths}
+            for node in own
+        ]
+
+    found = {}
     for room in STATEMENTS:
-        paths = (
-            [ROOT / room] if (ROOT / room).is_dir() else map(package.joinpath, room.split(" + "))
-        )
-        trees[room] = [tree for path in paths for tree in trees_of(path)]
-    found = {room: num_statements(of_room) for room, of_room in trees.items()}
+        is_folder = (ROOT / room).is_dir()
+        paths = [ROOT / room] if is_folder else map(package.joinpath, room.split(" + "))
+        found[room] = len(within(*paths))
     pages = [path.read_bytes() for path in (ROOT / "docs").rglob("*.md")]
     found["lines of docs"] = sum(page.count(b"\n") for page in pages)
-    for folder in ("symmoe", "tests", "benchmarks"):
-        share = num_packed(trees[folder]) / found[folder]
+    for folder in folders:
+        share = num_packed(within(ROOT / folder)) / found[folder]
         found[f"packed assignments per 1,000 statements of {folder}"] = round(1000 * share)
-    folders = [path.parent for path in package.rglob("*.py")]
-    found["files in one folder"] = max(map(folders.count, folders))
-    nodes = [node for tree in trees["symmoe"] for node in ast.walk(tree)]
+    full = [file.parent for file in statements if package in file.parents]
+    found["files in one folder"] = max(map(full.count, full))
+    nodes = within(package)
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     (heap,) = (node for node in classes if node.name == "SymmetricHeap")
     found["methods of SymmetricHeap"] = sum(isinstance(node, ast.FunctionDef) for node in heap.body)
@@ -102,7 +113,7 @@ def measured() -> dict[str, int]:
     return found
 
 
-def _with_many_parameters(nodes: list[ast.AST]) -> Iterator[ast.FunctionDef]:
+def _with_many_parameters(nodes: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and "jit" not in "".join(
             map(ast.unparse, node.decorator_list)
@@ -125,5 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     main()

@@ -1,12 +1,8 @@
 """What ranks of the reliability suites' launcher do in its own tests."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
-
-from reliability import checkpoint_kills
 
 
 def sleep_on_the_last_rank(rank: int, num_ranks: int) -> Iterator[str]:
@@ -24,9 +20,3 @@ def raise_on_the_last_rank(rank: int, num_ranks: int) -> Iterator[str]:
 
 def yield_pid(rank: int, num_ranks: int) -> Iterator[int]:
     yield os.getpid()
-
-
-def save_after_deleting(rank: int, num_ranks: int, directory: Path, *given) -> Iterator:
-    """A save that deletes the old checkpoint of its step before the new one is there."""
-    shutil.rmtree(directory / f"step-{checkpoint_kills.OLD:08d}", ignore_errors=True)
-    yield from checkpoint_kills.save_until_killed(rank, num_ranks, directory, *given)

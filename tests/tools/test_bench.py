@@ -315,8 +315,15 @@ SPOILED_MODULES = {
 @pytest.mark.parametrize(
     ("suite", "choice", "kernel", "argument"),
     [
-        *((suite, "", *spoilt) for suite, its in SPOILED.items() for spoilt in its.items()),
-        *(("grouped", choice, kernel, "out") for choice, kernel in SPOILED_MODULES.items()),
+        *(
+            pytest.param(suite, "", *spoilt, marks=[pytest.mark.slow] * (place > 0))
+            for suite, its in SPOILED.items()
+            for place, spoilt in enumerate(its.items())
+        ),
+        *(
+            pytest.param("grouped", choice, kernel, "out", marks=[pytest.mark.slow] * (place > 3))
+            for place, (choice, kernel) in enumerate(SPOILED_MODULES.items())
+        ),
     ],
 )
 def test_a_wrong_kernel_is_not_timed(

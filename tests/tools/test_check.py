@@ -1,203 +1,215 @@
-"""`symmoe check` on models of transformers and layers: right ones, and those with defects that trainers have had; and
-the command. test_check_defects.py plants defects in a small model."""
+"""`symmoe check`: the command, and the comparison, on models of transformers and of support/check_models.py. Of the
+latter each defect is named, at its stage and tensor. What is said of tensors that differ is compared by tensors made by
+hand."""
 
-import contextlib
-import dataclasses
 import json
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("transformers", minversion="5.17")
 
+from check_models import job_of, run_job
 from cluster import run_on
 from hf_cases import FAMILIES, random_model
-from small_model import open_mesh
 
-import symmoe
-from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.cli import main
-from symmoe.errors import CheckpointError, HeapExhausted
-from symmoe.integrations.transformers import swap_moe
-from symmoe.moe.router import RouterOutput
+from symmoe.errors import HeapExhausted
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.check import Context, Trained
 from symmoe.tools.check.command import in_options, judge, render
 from symmoe.tools.check.compare import Compared, compare
+from symmoe.tools.check.model import BadTarget, make
 from symmoe.tools.check.runs import (
     ACTIVATION,
     CLIPPED,
     GRADIENT,
     LOADED,
+    OPTION,
+    SAVED,
     STAGES,
     START,
-    Job,
-    run,
+    UPDATE,
+    Tensors,
     text_of,
 )
-from symmoe.tools.ranks import Ranks
-from symmoe.torch_internals import pytree
-from symmoe.training.parallel import parallelize
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHONPATH = os.pathsep.join(
-    str(ROOT / folder) for folder in ("tests/tools", "tests/support", "benchmarks", "")
-)
-FIRST_EXPERTS = "model.layers.1.mlp.experts.mlp.fc1.weight"
-
-
-if (
-    RouterOutput not in pytree.SUPPORTED_NODES
-):  # as after parallelize, which ranks of other numbers may have called
-    pytree.register_dataclass(RouterOutput)
-
-
-def right(context: Context) -> Trained:
-    model = random_model("qwen3_moe", dtype=context.dtype, output_router_logits=False)
-    return Trained(model=swap_moe(model, context.heap))
-
-
-def clipped_alone(context: Context) -> Trained:
-    """By the norm over one rank's experts, as torch's function does."""
-    trained = right(context)
-    clip = torch.nn.utils.clip_grad_norm_
-    return dataclasses.replace(
-        trained, clip=lambda max_norm: clip(trained.model.parameters(), max_norm)
-    )
-
-
-def saved_alone(context: Context) -> Trained:
-    """Rank 0 saves its own experts, for all."""
-    trained = right(context)
-
-    def save(folder: str) -> None:
-        if context.rank == 0:
-            torch.save(trained.model.state_dict(), Path(folder, "model.pt"))
-
-    def load(folder: str) -> None:
-        trained.model.load_state_dict(torch.load(Path(folder, "model.pt")))
-
-    return dataclasses.replace(trained, save=save, load=load)
-
-
-def drawn_by_rank(context: Context, *, loads: bool = False) -> Trained:
-    """A layer whose experts are drawn rank by rank; right if ranks load what one rank has saved."""
-    config = symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2)
-    torch.manual_seed(context.rank)
-    model = torch.nn.Sequential(torch.nn.Embedding(128, 16), symmoe.MoELayer(config, context.heap))
-    if loads and context.num_ranks == 1:
-        save_checkpoint(context.folder, 0, model=model)
-    elif loads:
-        load_checkpoint(context.folder, model=model)
-
-    def backward(tokens: torch.Tensor) -> None:
-        model(tokens)[0].square().mean().backward()
-        symmoe.reduce_gradients(model)
-
-    return Trained(model=model, backward=backward)
-
-
-drawn_and_loaded = partial(drawn_by_rank, loads=True)
-
-
-def sharded(context: Context) -> Trained:
-    """Right: under FSDP2, with experts and everything else in DTensors."""
-    model = parallelize(drawn_and_loaded(context).model, open_mesh(1, context.num_ranks))
-
-    def backward(tokens: torch.Tensor) -> None:
-        model(tokens)[0].square().mean().backward()
-
-    return Trained(
-        model=model,
-        backward=backward,
-        save=lambda folder: dcp.save(model.state_dict(), checkpoint_id=folder),
-        load=lambda folder: dcp.load(model.state_dict(), checkpoint_id=folder),
-    )
-
-
-def raises_on_rank_1(context: Context) -> Trained:
-    if context.rank == 1:
-        torch.nn.Module()(1)  # which raises, in torch's file
-    return right(context)
-
-
-def leaves_no_gradient(context: Context) -> Trained:
-    return dataclasses.replace(right(context), backward=lambda tokens: None)
-
-
-def returns_nothing(context: Context) -> None:
-    right(context)
+PYTHONPATH = os.pathsep.join((str(ROOT / "tests" / "support"), str(ROOT)))
 
 
 # -- the models are compared ------------------------------------------------------------------------------------------
-def run_job(rank: int, num_ranks: int, job: Job) -> None:
-    with contextlib.suppress(CheckpointError):  # of what differs already
-        run(job, Ranks(torch.device("cpu")), 60.0)
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of the run on one rank, which is made once for all."""
+    return tmp_path_factory.mktemp("one")
 
 
-def checked(
-    cluster, folder: Path, target: str, *, dtype: str = "fp32", **changes
-) -> list[Compared]:
-    """All tensors of a model of this file on one rank and on two, or what `changes` say of the job."""
-    options = {"ranks": 2, "layers": None, "length": 32, "heap_mib": 16} | changes
-    job = Job(target=target, dtype=dtype, folder=str(folder), **options)
-    for num_ranks in (1, job.ranks):
-        cluster(num_ranks).run(run_job, job)
+def against_one(cluster, one_rank: Path, target: str, dtype: str = "fp32") -> list[Compared]:
+    """All tensors of a model on two ranks, and of the right one on one rank."""
+    job = job_of(f"check_models:{target}", one_rank, dtype)
+    if not job.file(dtype, 1, 0, LOADED).exists():
+        cluster(1).run(run_job, job._replace(target="check_models:plain"))
+    for stale in one_rank.glob("*-2-*.pt"):
+        stale.unlink()
+    cluster(2).run(run_job, job)
     return judge(job)
 
 
-DEFECTS = [
-    ("clipped_alone", CLIPPED, "lm_head.weight", "ranks have factors of their own"),
+TIE = "tie of head.weight to embed.weight"
+PLANTED = [
+    ("counts_on", START, "num_steps", "on rank 1"),
+    ("tokens_of_the_next", ACTIVATION, "embed", "rank 0 has the part of rank 1"),
+    ("scalar_not_averaged", GRADIENT, "scale", "their mean is the one-rank value: nothing"),
     (
-        "saved_alone",
-        LOADED,
-        FIRST_EXPERTS,
-        "is the part of rank 0: a checkpoint of one rank's, on rank 1",
+        "freezes_on_rank_1",
+        GRADIENT,
+        "norms.1.bias",
+        "has shapes [[16]] on 1 of the ranks, and has shape [16] on one rank: often it is frozen",
     ),
-    ("drawn_by_rank", START, "0.weight", "on rank 1"),
+    ("clipped_alone", CLIPPED, "moe.1.experts.fc2.weight", "ranks have factors of their own"),
+    ("rate_falls_twice", SAVED, "lr of scale", "0.998 times the one-rank value on all ranks"),
+    ("masters_in_bf16", UPDATE, "moe.1.experts.fc2.weight", "master weights of another dtype"),
+    ("one_number_of_many", LOADED, "embed.weight", "has other bits, of numbers that are not kept"),
+    ("forgets_the_optimizer", LOADED, "step of scale", "was not loaded on rank 0, 1"),
+    ("unties_in_load", LOADED, TIE, "is not there any more on rank 0"),
 ]
+WELL_TRAINED = ["plain", "loads_by_assignment", "with_masters", "statistics_of_rank_0"]
 
 
 @pytest.mark.parametrize(
-    ("target", "stage", "name", "text"), DEFECTS, ids=[defect[0] for defect in DEFECTS]
+    ("target", "stage", "name", "text"), PLANTED, ids=[defect[0] for defect in PLANTED]
 )
-def test_a_defect_is_named(cluster, tmp_path: Path, target: str, stage: str, name: str, text: str):
-    found = checked(cluster, tmp_path, f"test_check:{target}")
+def test_what_is_planted_is_named(
+    cluster, one_rank: Path, target: str, stage: str, name: str, text: str
+):
+    found = against_one(cluster, one_rank, target)
     first = next(each for each in found if each.text)
-    assert (first.dtype, first.stage, first.name) == ("fp32", stage, name)
+    assert (first.stage, first.name) == (stage, name)
     assert text in first.text
     assert f"{stage} of {name}: {first.text}" in render(found, "").splitlines()[-1]
 
 
-RIGHT = [
-    ("right", "bf16", {}),
-    ("right", "fp32", {"ranks": 4, "length": 5}),
-    ("drawn_and_loaded", "bf16", {}),
-    ("sharded", "bf16", {}),
-]
-
-
-@pytest.mark.parametrize(("target", "dtype", "changes"), RIGHT)
-def test_what_is_right_passes(cluster, tmp_path: Path, target: str, dtype: str, changes: dict):
-    found = checked(cluster, tmp_path, f"test_check:{target}", dtype=dtype, **changes)
+@pytest.mark.parametrize("target", WELL_TRAINED)
+def test_what_is_well_trained_passes(cluster, one_rank: Path, target: str):
+    found = against_one(cluster, one_rank, target, "bf16")
     assert [each for each in found if each.text] == []
+    assert {each.stage for each in found} == set(STAGES)
+    assert {each.name for each in found if each.note} <= {"running_mean (a rank's own)"}
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "changes"),
+    [("drawn_and_loaded", "fp32", {"ranks": 4, "length": 5}), ("sharded", "bf16", {})],
+)
+def test_ranks_load_what_one_rank_has_drawn(
+    cluster, tmp_path: Path, target: str, dtype: str, changes: dict
+):
+    job = job_of(f"check_models:{target}", tmp_path, dtype)._replace(**changes)
+    for num_ranks in (1, job.ranks):
+        cluster(num_ranks).run(run_job, job)
+    found = judge(job)
+    assert [each for each in found if each.text or each.error is None] == []
     assert {(each.dtype, each.stage) for each in found} == {
         (its, stage) for its in ("fp32", dtype) for stage in STAGES
     }
-    assert [each.name for each in found if each.error is None] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.slow] * (family != "qwen3_moe"))
+        for family in FAMILIES
+    ],
+)
 def test_every_family_passes(cluster, tmp_path: Path, family: str):
     random_model(family).config.save_pretrained(tmp_path / "model")  # and no weights
-    found = checked(cluster, tmp_path, str(tmp_path / "model"), dtype="bf16")
+    job = job_of(str(tmp_path / "model"), tmp_path, "bf16")
+    for num_ranks in (1, 2):
+        cluster(num_ranks).run(run_job, job)
+    found = judge(job)
     assert [each for each in found if each.text] == []
+    assert {each.stage for each in found} == set(STAGES)
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+W = torch.tensor([[1.0, -2.0, 3.0], [4.0, 0.5, -1.0], [-3.0, 2.0, 5.0], [0.25, 7.0, -6.0]])
+OTHER = W.roll(1, 1)
+LOW, HIGH = W.chunk(2)
+ONE = torch.tensor(1)
+DECAY = torch.tensor(0.01, dtype=OPTION)
+DIFFERENCES = [  # stage; what one rank has, and what two have, the same or their parts; what is said of it
+    (START, W, (W[0::2], W[1::2]), "experts are in another order: [0, 2, 1, 3]"),
+    (START, W, (1.125 * W, 0.875 * W), "ranks have factors of their own: 1.125 on rank 0"),
+    (START, W, (W.double(), W), "has torch.float64 on rank 0, torch.float32 on the last, and"),
+    (START, W, (W, W[:2]), "has shapes [[4, 3], [2, 3]] on 2 of the ranks, and has shape [4, 3]"),
+    (ACTIVATION, W, (HIGH, LOW), "rank 0 has the part of rank 1"),
+    (ACTIVATION, W, (LOW + HIGH / 8, HIGH + LOW / 8), "on rank 0, 1: often dropout, or a forward"),
+    (GRADIENT, W, ((LOW + HIGH) / 2,) * 2, "the mean over ranks, of different experts"),
+    (GRADIENT, W, (2 * LOW, 2 * HIGH), "2 times the one-rank value on all ranks: a factor of 1/"),
+    (GRADIENT, W, (LOW / 2, HIGH / 2), "0.5 times the one-rank value on all ranks: a factor of n"),
+    (GRADIENT, W, (0 * W, 0 * W), "0 times the one-rank value on all ranks: nothing computes it"),
+    (GRADIENT, W, (W + OTHER, W - OTHER), "their mean is the one-rank value: nothing averages"),
+    (GRADIENT, W, (OTHER, W - OTHER), "the sum is 1 times the one-rank value: nothing adds them"),
+    (GRADIENT, W, (W + OTHER,) * 2, "the same on all ranks, and another on one rank: often a term"),
+    (UPDATE, W, (W + OTHER,) * 2, "another on one rank: often another rate or decay, master"),
+    (UPDATE, W, (W, W * 1.0001), "on rank [1] another than on rank 0, by less than is allowed"),
+    (SAVED, W, (W, W + OTHER), "on rank 1: often a count or a statistic"),
+    (SAVED, ONE, (2 * ONE,) * 2, "2 times the one-rank value on all ranks"),
+    (SAVED, DECAY, (DECAY, 0 * DECAY), "ranks have factors of their own: 1 on rank 0, 0 on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("stage", "one", "ranks", "text"), DIFFERENCES)
+def test_what_is_said_of_a_difference(
+    stage: str, one: torch.Tensor, ranks: tuple[torch.Tensor, ...], text: str
+):
+    def found(its: torch.Tensor) -> dict[str, Tensors]:
+        before = STAGES[: STAGES.index(stage)]
+        return {**{each: {} for each in before}, stage: {"w": its}}
+
+    (told,) = compare("fp32", found(one), {}, [found(its) for its in ranks])
+    assert text in told.text
+
+
+LOADS = [  # what two ranks load instead of W, their parts of it or all of it; what is said of it
+    ((W, W), (OTHER, OTHER), "is what other was: names are exchanged on rank 0, 1"),
+    ((W, W), (-W, -W), "is as it was before the step: a checkpoint of an older step, on rank 0, 1"),
+    (
+        (W / 3, W / 3),
+        ((W / 3).bfloat16().float(),) * 2,
+        "was rounded to torch.bfloat16 on rank 0, 1",
+    ),
+    ((ONE, ONE), (~ONE, ~ONE), "was not loaded on rank 0, 1"),
+    ((W, W), (W * torch.nan, W), "was not loaded on rank 0"),
+    ((LOW, HIGH), (LOW, LOW), "is the part of rank 0: a checkpoint of one rank's, on rank 1"),
+    ((LOW, HIGH), (W[0::2], W[1::2]), "has experts in another order: [0, 2] on rank 0"),
+    ((W, W), (W, W + 1e-6), "has other bits on rank 1"),
+    ((W, W), (W.double(), W), "is torch.float64 [4, 3], and was torch.float32 [4, 3], on rank 0"),
+    ((W, W), (W[:0], W), "is not there any more on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded", "text"), LOADS)
+def test_what_is_said_of_a_load(
+    saved: tuple[torch.Tensor, ...], loaded: tuple[torch.Tensor, ...], text: str
+):
+    ranks = []
+    for its, now in zip(saved, loaded, strict=True):
+        found: dict[str, Tensors] = {each: {} for each in STAGES}
+        found[START] = {"w": -its}
+        found[SAVED] = {"w": its, "other": OTHER}
+        found[LOADED] = {} if now is its else {"w": now}
+        ranks.append(found)
+    told = {
+        each.name: each.text
+        for each in compare("fp32", ranks[0], {}, ranks)
+        if each.stage == LOADED
+    }
+    assert text in told["w"]
+    assert told["other"] == ""
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -220,6 +232,26 @@ def test_a_router_that_chooses_otherwise(dtype: str):
         ]
 
 
+def test_masked_scores():
+    """Infinities that are equal hide no other difference, of theirs or of other tensors, and are none."""
+    mask = torch.tensor([[-torch.inf, 1.0], [2.0, 3.0]])
+    y = torch.ones(2, 2)
+    for scores, other, texts in (
+        (mask, y, ["", ""]),
+        (mask, 2 * y, ["", "2 times the one-rank value on all ranks"]),
+        (2 * mask, y, ["2 times the one-rank value on all ranks", ""]),
+        (y, y, ["is not finite on one rank alone", ""]),
+        (mask * torch.nan, y, ["is not finite on rank 0 and on one rank alone", ""]),
+    ):
+        one, ranks = (
+            {START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, other))
+        )
+        assert [each.text[:45] for each in compare("fp32", one, {}, [ranks])] == [
+            text[:45] for text in texts
+        ]
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """The program of docs/check.md, as its reader would run it."""
@@ -241,25 +273,30 @@ def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.Monkey
     )
 
 
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [
-        pytest.param(
-            "raises_on_rank_1",
-            r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*test_check.py:\d+\)",
-            marks=pytest.mark.slow,
-        ),
-        (
-            "leaves_no_gradient",
-            r"failed, with 1 rank\(s\): ArgumentError: rank 0: backward has left no parameter",
-        ),
-    ],
-)
-def test_what_a_rank_raises_is_shown(
-    target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys
-):
+@pytest.mark.slow
+def test_the_place_is_shown_where_a_rank_raises(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    assert main(["check", f"test_check:{target}", "--dtype=fp32"]) == 2
+    assert main(["check", "check_models:raises_on_rank_1", "--dtype=fp32"]) == 2
+    text = r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*check_models.py:\d+\)"
+    assert re.search(text, capsys.readouterr().out)
+
+
+@pytest.fixture
+def without_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file whose `make` has a model that no backward reaches."""
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    file = tmp_path / "without_gradient.py"
+    file.write_text(
+        "import torch\nfrom symmoe.tools.check import Trained\n"
+        "def make(context):\n"
+        "    return Trained(model=torch.nn.Linear(2, 2), backward=lambda tokens: None)\n"
+    )
+    return file
+
+
+def test_what_a_rank_raises_is_shown(without_gradient: Path, capsys):
+    assert main(["check", f"{without_gradient}:make", "--dtype=fp32"]) == 2
+    text = r"failed, with 1 rank\(s\): ArgumentError: rank 0: backward has left no parameter"
     assert re.search(text, capsys.readouterr().out)
 
 
@@ -279,49 +316,35 @@ def test_a_package_that_is_missing_names_its_extra(module: str, extra: str):
     assert text_of(1, raised.value).endswith(f": pip install '.[{extra}]'")
 
 
-def test_masked_scores():
-    """Infinities that are equal hide no other difference, of theirs or of other tensors, and are none."""
-    mask = torch.tensor([[-torch.inf, 1.0], [2.0, 3.0]])
-    y = torch.ones(2, 2)
-    for scores, other, texts in (
-        (mask, y, ["", ""]),
-        (mask, 2 * y, ["", "2 times the one-rank value on all ranks"]),
-        (2 * mask, y, ["2 times the one-rank value on all ranks", ""]),
-        (y, y, ["is not finite on one rank alone", ""]),
-        (mask * torch.nan, y, ["is not finite on rank 0 and on one rank alone", ""]),
-    ):
-        one, ranks = (
-            {START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, other))
-        )
-        assert [each.text[:45] for each in compare("fp32", one, {}, [ranks])] == [
-            text[:45] for text in texts
-        ]
+@pytest.mark.parametrize(
+    "target", ["missing.py:make", "model", "train.py", "/missing/model", "./model"]
+)
+def test_a_bad_target_is_a_usage_error(target: str, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", target])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"symmoe: error: target ({target}) is no file with :function")
+
+
+def test_a_missing_function_is_a_usage_error(without_gradient: Path, capsys):
+    """A rank notices it."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", f"{without_gradient}:mkae"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"symmoe: error: target ({without_gradient}:mkae)")
+    assert "without_gradient.py has no function 'mkae'" in last
 
 
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        *(
-            (target, "is no file with :function")
-            for target in ("missing.py:make", "model", "train.py", "a/train.py")
-        ),
-        *((target, "is no file with :function") for target in ("/missing/model", "./model")),
-        ("test_check:rihgt", "test_check.py has no function 'rihgt'"),
-        ("chekc_cases:right", "there is no module chekc_cases"),
-        pytest.param(
-            "test_check:returns_nothing",
+        ("chekc_models:plain", "there is no module chekc_models"),
+        (
+            "check_models:returns_nothing",
             "returns NoneType; it must return a Trained, or a torch Module",
-            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_bad_target_is_a_usage_error(
-    target: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    with pytest.raises(SystemExit) as ended:
-        main(["check", target])
-    assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"symmoe: error: target ({target})")
-    assert text in last
+def test_a_target_makes_a_model(target: str, text: str):
+    with pytest.raises(BadTarget, match=text):
+        make(target, None, None)

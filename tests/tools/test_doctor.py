@@ -163,36 +163,14 @@ def parts_of(value) -> list[tuple]:
     return places
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
-def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
+def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys):
     """Records with parts replaced, cut off, repeated, and of bytes: a sentence, or one line that names the file."""
-    draw = random.Random(seed)
-    odd = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        1 << 70,
-        1.5,
-        float("nan"),
-        float("inf"),
-        1e300,
-        "",
-        "\ud800",
-        "x" * 1000,
-        [],
-        {},
-        [[]] * 3,
-        {"rank": 1},
-        "PeerAborted",
-        "PeerTimeout",
-        "this rank gave up: x",
-    ]
+    draw = random.Random(0)
+    numbers = (None, True, -1, 0, 1, 1 << 70, 1.5, float("nan"), float("inf"), 1e300)
+    texts = ("", "\ud800", "x" * 1000, "PeerAborted", "PeerTimeout", "this rank gave up: x")
+    odd = [*numbers, *texts, [], {}, [[]] * 3, {"rank": 1}]
     sentences = 0
-    for _ in range(400):
+    for _ in range(150):
         given = [
             json.loads(json.dumps(record(rank, 2, timeout(1 - rank), CALLS))) for rank in range(2)
         ]
@@ -222,7 +200,7 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
             *_, last = said.err.strip().splitlines()
             assert last.startswith("symmoe: error: ")
             assert str(tmp_path) in last or "the records are of groups" in last
-    assert 100 < sentences < 390
+    assert 25 < sentences < 140
 
 
 @pytest.mark.parametrize(
