@@ -137,8 +137,11 @@ def check_recipe(rank, num_ranks, findings, heap, what: str, recipe: Recipe, wir
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("what", list(BAD))
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [("NaN", torch.float32), ("Inf", torch.bfloat16), ("-Inf", torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_bad_tokens_stay_alone(cluster, num_ranks: int, what: str, dtype: torch.dtype):
     assert cluster(num_ranks).findings(check_isolation, what, dtype) == []
