@@ -18,7 +18,7 @@ from symmoe.errors import HeapExhausted
 from symmoe.moe import routed_experts
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
-H, I, E, K, CALLS = 16, 24, 8, 3, 24
+H, I, E, K, CALLS = 16, 24, 8, 3, 12
 
 
 # -- how many rows ----------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def make_calls(rank: int, seed: int):
     """x, ids, probs and dy of calls that need more and fewer rows: T differs by rank, and experts are skewed."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(CALLS):
-        tokens = torch.randint(0, 5 + 2 * number, (8,), generator=generator)[rank]
+        tokens = torch.randint(0, 5 + 4 * number, (8,), generator=generator)[rank]
         skew = torch.randint(
             1, E + 1, (), generator=generator
         )  # tokens choose among so many experts
@@ -172,6 +172,7 @@ def check_same_bits(
 
 ONE_NODE = (2, None)
 TWO_NODES = (4, 2)
+NODES_OF_ONE = (2, 1)
 NONE_KEPT = {"stash": "none", "layout": "expert-major"}
 OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
 # is_full: every third rank waits for the routing, and others have budgets, enough or too small.
@@ -179,14 +180,16 @@ REPLICAS = {"most": 100, "balance": "replicas"}
 QUICK = [
     ({}, ONE_NODE, False),
     (NONE_KEPT, ONE_NODE, False),
-    (OVERLAPPED, TWO_NODES, False),
-    ({"most": 24}, TWO_NODES, False),
+    (OVERLAPPED, NODES_OF_ONE, False),
+    ({"most": 24}, ONE_NODE, False),
     ({**OVERLAPPED, "most": 200, "stash": "none"}, TWO_NODES, True),
 ]
 SLOW = [
     ({}, TWO_NODES, False),
     (NONE_KEPT, TWO_NODES, False),
     (OVERLAPPED, ONE_NODE, False),
+    (OVERLAPPED, TWO_NODES, False),
+    ({"most": 24}, TWO_NODES, False),
     *(
         (options, layout, True)
         for layout in (ONE_NODE, TWO_NODES, (4, 1))
@@ -256,7 +259,7 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
         counted_repeats() as spy,
     ):
         layer, waits = make_layers(heap)
-        for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):
+        for number, call in enumerate([*make_calls(rank, seed=5)][-4:]):
             x, ids, probs, dy = call
             x = x.clone().requires_grad_()
             y = checkpoint(
