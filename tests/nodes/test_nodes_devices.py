@@ -126,7 +126,7 @@ def test_rails_drop_the_last_tokens(cluster):
 
 
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(2, 1, id="2 x 1")]
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
 
 
 @pytest.mark.parametrize(
