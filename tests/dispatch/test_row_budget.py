@@ -94,11 +94,11 @@ def make_layers(heap, most: int | None = None, **options) -> list[MoELayer]:
     return layers
 
 
-def make_calls(rank: int, seed: int):
+def make_calls(rank: int, seed: int, count: int = CALLS):
     """x, ids, probs and dy of calls that need more and fewer rows: T differs by rank, and experts are skewed."""
     generator = torch.Generator().manual_seed(seed)
-    for number in range(CALLS):
-        tokens = torch.randint(0, 5 + 4 * number, (8,), generator=generator)[rank]
+    for number in range(count):
+        tokens = torch.randint(0, 5 + 48 // count * number, (8,), generator=generator)[rank]
         skew = torch.randint(
             1, E + 1, (), generator=generator
         )  # tokens choose among so many experts
@@ -153,6 +153,7 @@ def check_same_bits(
     recomputes: bool,
     ranks_per_node: int | None,
     is_full: bool,
+    num_calls: int,
 ):
     findings = Findings()
     opened = open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node)
@@ -163,7 +164,7 @@ def check_same_bits(
         without_memory(rank, heap) if is_full else nullcontext(),
     ):
         layer, waits = make_layers(heap, **options)
-        for number, call in enumerate(make_calls(rank, seed=num_ranks)):
+        for number, call in enumerate(make_calls(rank, num_ranks, num_calls)):
             findings.where = f"rank {rank} of {num_ranks}, call {number}"
             findings.same_bits(*(run(each, call, recomputes=recomputes) for each in (layer, waits)))
         findings.check(heap.leased_bytes == 0, "leases are left")
@@ -205,7 +206,9 @@ SLOW = [
     ids=str,
 )
 def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, is_full, recomputes):
-    results = cluster(layout[0]).run(check_same_bits, options, recomputes, layout[1], is_full)
+    num_calls = CALLS if (options, layout, is_full) in QUICK else 2 * CALLS
+    given = options, recomputes, layout[1], is_full, num_calls
+    results = cluster(layout[0]).run(check_same_bits, *given)
     assert [text for _, texts in results for text in texts] == []
     (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
     assert repeats > 2
