@@ -22,7 +22,7 @@ from symmoe.errors import HeapClosed, PeerError, SymmoeError
 
 NUM_BYTES = 8 << 20
 CONFIG = {"hidden": 16, "ffn": 8, "top_k": 2}
-NUM_STEPS = 40
+NUM_STEPS = 20
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
     ids, names = torch.zeros(8, 1, dtype=torch.int64), []
 
     def look() -> None:
-        while len(names) < 300:
+        while len(names) < 100:
             outcome(heap.check)
 
     def call() -> None:
-        for _ in range(300):
+        for _ in range(100):
             names.append(outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)[0])
 
     in_threads(look, call)

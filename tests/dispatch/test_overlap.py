@@ -1,6 +1,5 @@
 """How rows are cut into parts by arrival, and how SMs are divided."""
 
-import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cluster import run_on
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker import open_heap
 
@@ -83,6 +82,7 @@ def draw_rows(data: st.DataObject, num_ranks: int) -> list[list[int]]:
     return found
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_parts_need_only_rows_that_have_arrived(data):
     num_ranks = data.draw(st.integers(1, 8))
@@ -116,6 +116,7 @@ def found_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InN
     return found
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     """The ranks of the node first, as on one node; then those before it and those after it, all at once."""
@@ -310,41 +311,43 @@ def check_choice(sizes: overlap.Sizes, rates: overlap.Rates, times_of: Times) ->
             assert division.num_ctas + division.num_sms == 132 - rail_sms(sizes, rates)[1]
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [{}, {"is_expert_major": True}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392}],
-    ids=["rows", "copied", "wire"],
-)
-@pytest.mark.parametrize(
-    "rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"]
-)
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("layer", [*LAYERS, (128, 64, 8, 2)], ids=str)
-def test_what_pays_is_overlapped(
-    layer: tuple[int, ...], num_ranks: int, rates: overlap.Rates, sent: dict[str, int]
-):
-    for num_rows in (512, 65536):
-        sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
-        check_choice(sizes, rates, brute_force(sizes, rates))
+ROWS = st.floats(6, 16).map(lambda power: int(2**power))
+ANY_RATES = st.sampled_from([overlap.H200, H200_FLOAT8, RATES])
+SENT = ({}, {"is_expert_major": True}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392})
 
 
-@pytest.mark.parametrize(
-    "rates", [overlap.H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"]
+@given(
+    st.sampled_from([*LAYERS, (128, 64, 8, 2)]),
+    st.sampled_from([2, 4, 8]),
+    ROWS,
+    ANY_RATES,
+    st.sampled_from(SENT),
 )
-@pytest.mark.parametrize("group", [(4, 2), (3, 3), (8, 4), (2, 2)], ids=str)  # ranks, nodes
-@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[2], (128, 64, 24, 2)], ids=str)
-def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], rates: overlap.Rates):
+def test_what_pays_is_overlapped(layer, num_ranks, num_rows, rates, sent):
+    sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
+    check_choice(sizes, rates, brute_force(sizes, rates))
+
+
+@given(
+    st.sampled_from([LAYERS[0], LAYERS[2], (128, 64, 24, 2)]),
+    st.sampled_from([(4, 2), (3, 3), (8, 4), (2, 2)]),  # ranks and nodes
+    ROWS,
+    ANY_RATES,
+    st.sampled_from([math.inf, 42e9]),
+)
+def test_what_pays_between_nodes_is_overlapped(layer, group, num_rows, rates, rail_rate):
     num_ranks, num_nodes = group
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
-    for step, rail_rate in itertools.product(range(70), (math.inf, 42e9)):
-        its = {
-            "num_rows": int(100 * 1.1**step),
-            "num_nodes": num_nodes,
-            "rail_bytes_per_s": rail_rate,
-        }
-        sizes = sizes_of(layer, num_ranks, **its, sums_travel=False)
-        check_choice(sizes, rates, brute_force_between_nodes(sizes, rates))
+    sizes = sizes_of(
+        layer,
+        num_ranks,
+        num_rows=num_rows,
+        num_nodes=num_nodes,
+        rail_bytes_per_s=rail_rate,
+        sums_travel=False,
+    )
+    check_choice(sizes, rates, brute_force_between_nodes(sizes, rates))
     everything = overlap.overlap_everything(sizes, 132)
     assert None not in (everything.dispatch, everything.gradient_dispatch, everything.combine)
     assert everything.gradient_combine == everything.combine

@@ -109,7 +109,7 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
 def test_ranks_keep_within_the_limit(number: int):
     kept = most = 0
     for num_ranks, num_experts in ((1, 4), (2, 8), (4, 128), (8, 64), (64, 256)):
-        for step in range(3):
+        for step in range(3 if num_ranks <= 8 else 1):
             counts = workload(number, num_ranks, num_experts, step)
             if num_ranks <= 8:
                 assert check_placement(

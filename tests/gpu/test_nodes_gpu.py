@@ -145,8 +145,8 @@ def test_captured_calls_are_replayed(
 
 @layouts
 def test_capture_step_is_exact(cluster, num_ranks: int, ranks_per_node: int):
-    found = cluster(num_ranks, "cuda").run(check_exact, "cuda", 10, ranks_per_node)
-    check_counts(found, num_steps=10, least_replays=2)
+    found = cluster(num_ranks, "cuda").run(check_exact, "cuda", ranks_per_node)
+    check_counts(found)
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
 
 

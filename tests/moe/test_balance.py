@@ -194,30 +194,31 @@ def test_a_bias_without_tokens_or_choice_stays():
 
 
 @run_on(2)
-def test_quantiles_balance_the_group(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_quantiles_balance_the_group(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Tokens that all prefer the same experts, in other numbers on each rank and in two micro-batches."""
     router = RouterConfig(score="sigmoid", expert_bias=True, bias_update="quantile")
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router)
-    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
-        torch.manual_seed(1)
-        layer = MoELayer(config, heap)
-        prefers = torch.randn(H, generator=torch.Generator().manual_seed(9))
-        generator = torch.Generator().manual_seed(rank)
-        calls = [torch.randn(900 + 200 * n + 100 * rank, H, generator=generator) for n in (0, 1)]
-        violations = []
-        for _ in range(6):
-            found = [layer((call + prefers).requires_grad_()) for call in calls]
-            for y, _ in found:
-                y.sum().backward()
-            violations.append(max(float(metrics.max_violation) for _, metrics in found))
-            counted = layer.router.step_histogram.sum(1).tolist()
-            findings.equal("own tokens", counted, [2000 + 200 * rank] * EXPERTS)
-            balance.balance_step(layer)
-            findings.check(not layer.router.step_histogram.any(), "the step has not started anew")
-        findings.check(violations[0] > 0.8 and violations[-1] < 0.1, f"violations {violations}")
-        biases = [torch.empty_like(layer.router.expert_bias) for _ in range(num_ranks)]
-        torch.distributed.all_gather(biases, layer.router.expert_bias)
-        findings.check(torch.equal(*biases), "ranks have other biases")
+    torch.manual_seed(1)
+    layer = MoELayer(config, heap)
+    prefers = torch.randn(H, generator=torch.Generator().manual_seed(9))
+    generator = torch.Generator().manual_seed(rank)
+    calls = [torch.randn(900 + 200 * n + 100 * rank, H, generator=generator) for n in (0, 1)]
+    violations = []
+    for _ in range(6):
+        found = [layer((call + prefers).requires_grad_()) for call in calls]
+        for y, _ in found:
+            y.sum().backward()
+        violations.append(max(float(metrics.max_violation) for _, metrics in found))
+        counted = layer.router.step_histogram.sum(1).tolist()
+        findings.equal("own tokens", counted, [2000 + 200 * rank] * EXPERTS)
+        balance.balance_step(layer)
+        findings.check(not layer.router.step_histogram.any(), "the step has not started anew")
+    findings.check(violations[0] > 0.8 and violations[-1] < 0.1, f"violations {violations}")
+    biases = [torch.empty_like(layer.router.expert_bias) for _ in range(num_ranks)]
+    torch.distributed.all_gather(biases, layer.router.expert_bias)
+    findings.check(torch.equal(*biases), "ranks have other biases")
 
 
 def test_compiled_and_retained_calls_count_once(heap: SymmetricHeap):

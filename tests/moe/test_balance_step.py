@@ -167,29 +167,6 @@ def test_evaluation_does_not_count(heap: SymmetricHeap):
     assert counted(model).any(1).all()
 
 
-@pytest.mark.parametrize("forward", list(FORWARDS)[1:])
-def test_recomputation_does_not_change_gradients_of_the_global_loss(
-    heap: SymmetricHeap, forward: str
-):
-    """The recomputed loss must see the load that the first one saw."""
-    options = {"aux_loss_coef": 3.0, "aux_loss": "global"}
-    kept = Model(heap, **options)
-    recomputed = Model(heap, **options)
-    for number in range(3):
-        kept(batch(0, number)).sum().backward()
-        recomputed(batch(0, number), FORWARDS[forward]).sum().backward()
-    assert all(
-        torch.equal(a.grad, b.grad)
-        for a, b in zip(kept.parameters(), recomputed.parameters(), strict=True)
-    )
-    plain = Model(heap)
-    for number in range(3):
-        plain(batch(0, number)).sum().backward()
-    assert not torch.equal(
-        plain.blocks[0].moe.router.weight.grad, kept.blocks[0].moe.router.weight.grad
-    )
-
-
 def test_after_an_optimizer(heap: SymmetricHeap):
     model = Model(heap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -309,9 +286,17 @@ def gradients_of(model: Model, forward: str, order: tuple[int, ...]) -> list[tor
 GLOBAL = {"aux_loss_coef": 1.0, "aux_loss": "global"}
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 2)], ids=str)
-@pytest.mark.parametrize("forward", list(FORWARDS)[1:])
-@pytest.mark.parametrize("block", [Block, Normed])
+@pytest.mark.parametrize(
+    ("block", "forward", "order"),
+    [
+        (Block, "reentrant", (0, 1)),
+        (Block, "non-reentrant", (1, 0, 2)),
+        (Block, "non-reentrant to the end", (1, 0)),
+        (Normed, "reentrant", (1, 0, 2)),
+        (Normed, "non-reentrant", (1, 0)),
+        (Normed, "non-reentrant to the end", (1, 0, 2)),
+    ],
+)
 def test_a_repeated_call_has_the_loss_of_its_own_forward(
     heap: SymmetricHeap, block: type[Block], forward: str, order: tuple[int, ...]
 ):

@@ -19,8 +19,8 @@ from symmoe.training import balance_step
 
 EXPERTS, TOP_K = 8, 2
 ALPHA, LORA_RANK = 6.0, 4
-STEPS = 4  # of two layers and two sizes
-REPEATS = 4  # of the last one: rows that calls get settle, and the last step runs programs
+STEPS = 2  # of two layers and two sizes
+REPEATS = 2  # of the last one: rows that calls get settle, and the last step runs programs
 MOST_TOKENS = 32  # of a rank in a call
 AUX = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
 SIGMOID = {"score": "sigmoid", "route_scale": 2.5}

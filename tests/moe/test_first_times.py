@@ -109,7 +109,7 @@ def build_on_one_rank(rank: int, num_ranks: int) -> tuple[int, set[str], bool]:
         heap.timeout_s, heap.waits.compiles = 10.0, True  # as on GPUs
         layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * num_ranks, top_k=2), heap)
         before = set(sys.modules)
-        for num_tokens in tokens * 4:
+        for num_tokens in tokens * 2:
             layer(torch.randn(num_tokens, H))[0].sum().backward()
         return heap.programs.num_runs, sys.modules.keys() - before, "torch._dynamo" in sys.modules
 

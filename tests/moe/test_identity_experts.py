@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from worker import Findings, open_heap
+from worker import Findings
 
 import symmoe
 
@@ -53,36 +53,25 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_identity", [False, True])
 @run_on(1, 2)
-def test_free_experts(rank: int, num_ranks: int, findings: Findings, is_identity: bool) -> None:
-    """Two blocks, one after the other, and two micro-batches in flight; ranks have other numbers of tokens."""
-    with open_heap("cpu", num_bytes=4 << 20) as heap:
-        blocks = torch.nn.Sequential(*(Block(heap, is_identity=is_identity) for _ in range(2)))
-        symmoe.training.broadcast_parameters(blocks)
-        wanted = [
-            [block.router.weight.detach().double().requires_grad_()]
-            + [
-                gathered(fc.weight.detach()).requires_grad_()
-                for fc in (block.layer.experts.fc1, block.layer.experts.fc2)
-            ]
-            for block in blocks
-        ]
-        x = [torch.randn(7 + rank + turn, HIDDEN).requires_grad_() for turn in range(2)]
-        want_x = [each.detach().double().requires_grad_() for each in x]
-        y = [blocks(each) for each in x]
-        for each, mine, want in zip(x, y, want_x, strict=True):
-            of_oracle = want
-            for weights in wanted:
-                of_oracle = dense(of_oracle, *weights, is_identity)
-            findings.close("y", mine.double(), of_oracle, rtol=1e-5, atol=1e-5)
-            of_oracle.square().sum().backward()
-            mine.square().sum().backward()
-            findings.close("dx", each.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
-        for block, weights in zip(blocks, wanted, strict=True):
-            own = block.router.weight.grad.double()
-            findings.close("router", own, weights[0].grad, rtol=1e-4, atol=1e-4)
-            for fc, weight in zip(
-                (block.layer.experts.fc1, block.layer.experts.fc2), weights[1:], strict=True
-            ):
-                dist.all_reduce(weight.grad)  # of the tokens of all ranks
-                mine = weight.grad.chunk(num_ranks)[rank]
-                findings.close("experts", fc.weight.grad.double(), mine, rtol=1e-4, atol=1e-4)
+def test_free_experts(
+    rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap, is_identity: bool
+) -> None:
+    """Ranks have other numbers of tokens."""
+    block = Block(heap, is_identity=is_identity)
+    symmoe.training.broadcast_parameters(block)
+    router, linears = block.router.weight, (block.layer.experts.fc1, block.layer.experts.fc2)
+    wanted = [router.detach().double(), *(gathered(fc.weight.detach()) for fc in linears)]
+    x = torch.randn(7 + rank, HIDDEN).requires_grad_()
+    leaves = [each.requires_grad_() for each in (x.detach().double(), *wanted)]
+    y, want_y = block(x), dense(*leaves, is_identity)
+    findings.close("y", y, want_y, rtol=1e-5, atol=1e-5)
+    y.square().sum().backward()
+    want_y.square().sum().backward()
+    for leaf in leaves[2:]:
+        dist.all_reduce(leaf.grad)  # of the tokens of all ranks
+    want_x, want_router, *want_experts = (leaf.grad for leaf in leaves)
+    findings.close("dx", x.grad, want_x, rtol=1e-4, atol=1e-4)
+    findings.close("router", router.grad, want_router, rtol=1e-4, atol=1e-4)
+    for fc, want in zip(linears, want_experts, strict=True):
+        own = want.chunk(num_ranks)[rank]
+        findings.close("experts", fc.weight.grad, own, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cluster import run_on
 from layers import layer_config
-from worker import Findings, open_heap
+from worker import Findings
 
 import symmoe
 from symmoe import MoELayer, SymmetricHeap
@@ -45,26 +45,27 @@ def test_the_layer_computes_in_the_dtype_of_its_input(heap: SymmetricHeap, autoc
 
 
 @run_on(2)
-def test_rows_travel_in_the_latent_width(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_rows_travel_in_the_latent_width(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Projections are replicated: their gradients are the mean over the ranks, as the router's."""
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
-        sent = {}
-        for latent in (None, 16):
-            layer = made(heap, latent)
-            symmoe.training.broadcast_parameters(layer)
-            logger = MetricsLogger(layer)
-            x = torch.randn(10 + rank, 64, generator=torch.Generator().manual_seed(rank))
-            layer(x)[0].sum().backward()
-            sent[latent] = logger.step(0)[0].dispatch_bytes
-            logger.close()
-        findings.equal("bytes of dispatch", 4 * sent[16], sent[None])
-        findings.check(sent[16] > 0, "no rows travel")
-        own = layer.fc1_latent_proj.weight.grad.clone()
-        parts = [torch.empty_like(own) for _ in range(num_ranks)]
-        torch.distributed.all_gather(parts, own)
-        symmoe.reduce_gradients(layer)
-        mean = sum(parts) / 2
-        findings.close("gradient", layer.fc1_latent_proj.weight.grad, mean, rtol=0, atol=1e-6)
+    sent = {}
+    for latent in (None, 16):
+        layer = made(heap, latent)
+        symmoe.training.broadcast_parameters(layer)
+        logger = MetricsLogger(layer)
+        x = torch.randn(10 + rank, 64, generator=torch.Generator().manual_seed(rank))
+        layer(x)[0].sum().backward()
+        sent[latent] = logger.step(0)[0].dispatch_bytes
+        logger.close()
+    findings.equal("bytes of dispatch", 4 * sent[16], sent[None])
+    findings.check(sent[16] > 0, "no rows travel")
+    own = layer.fc1_latent_proj.weight.grad.clone()
+    parts = [torch.empty_like(own) for _ in range(num_ranks)]
+    torch.distributed.all_gather(parts, own)
+    symmoe.reduce_gradients(layer)
+    mean = sum(parts) / 2
+    findings.close("gradient", layer.fc1_latent_proj.weight.grad, mean, rtol=0, atol=1e-6)
 
 
 def test_one_function_of_autograd_has_the_router_too(heap: SymmetricHeap):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -45,7 +46,7 @@ STEPS += [
 def test_expert_parallel_mlp_is_the_oracle(
     rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, per_stratum: int
 ) -> None:
-    """Finite cases of every stratum; the float64 loops are slow."""
+    """Finite cases of every stratum."""
     chosen = [n for n in routings.chosen() if routings.CASES[n].stratum != "nonfinite"]
     with open_heap(device) as heap:
         for number in chosen[: per_stratum * len(routings.STRATA)]:
@@ -186,7 +187,10 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("where", ["experts", "experts.fc1", "experts.fc2", "experts.activation"])
+PLACES = ("experts", "experts.fc1", "experts.fc2", "experts.activation")
+
+
+@pytest.mark.parametrize("where", PLACES)
 @run_on(2)
 def test_what_kernels_would_leave_out_is_refused_on_every_rank(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, where: str
@@ -200,14 +204,15 @@ def test_what_kernels_would_leave_out_is_refused_on_every_rank(
         "evaluation": torch.no_grad()(lambda: layer(x)[0]),
     }
     wanted = {name: call() for name, call in calls.items()}
-    for kind, put in AROUND.items():
+    # Each kind meets each call at one of the places.
+    turns = itertools.islice(itertools.cycle(calls), PLACES.index(where), None)
+    for (kind, put), name in zip(AROUND.items(), turns, strict=False):
+        findings.where = f"rank {rank}, {kind} on {where}, {name}"
         undo = put(layer.get_submodule(where)) if rank == 0 else lambda: None
-        refused = {name: outcome(call) for name, call in calls.items()}
+        refused = outcome(calls[name])
         undo()
-        for name, call in calls.items():
-            findings.where = f"rank {rank}, {kind} on {where}, {name}"
-            expect(findings, refused[name], "ArgumentError", f"has {kind}", "left out")
-            findings.check(torch.equal(call(), wanted[name]), "the next call is wrong")
+        expect(findings, refused, "ArgumentError", f"has {kind}", "left out")
+        findings.check(torch.equal(calls[name](), wanted[name]), "the next call is wrong")
 
 
 @pytest.mark.parametrize("where", ["fc1", "fc2", "activation"])
@@ -226,7 +231,11 @@ def test_a_grouped_mlp_alone_refuses_the_same(where: str):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "made_of",
-    [torch.jit.script, lambda plain: torch.jit.trace(plain, torch.ones(2, H)), torch.compile],
+    [
+        torch.jit.script,
+        lambda plain: torch.jit.trace(plain, torch.ones(2, H)),
+        functools.partial(torch.compile, backend="aot_eager"),
+    ],
     ids=["scripted", "traced", "compiled"],
 )
 def test_any_module_may_be_the_shared_expert(made_of: Callable[[torch.nn.Module], torch.nn.Module]):

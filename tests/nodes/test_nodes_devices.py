@@ -126,7 +126,7 @@ def test_rails_drop_the_last_tokens(cluster):
 
 
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(2, 1, id="2 x 1")]
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
@@ -154,7 +154,7 @@ def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
 
 
 def test_an_error_at_the_end_of_a_plan(cluster):
-    cluster(4).run(on_gpus, 0, calls.fail_plans, 2)
+    cluster(2).run(on_gpus, 0, calls.fail_plans, 1)
 
 
 @run_on(2)

@@ -220,5 +220,5 @@ def test_a_node_that_closes_while_others_go_on(cluster):
     """The others learn of it in their call, and that the node has left when they close, whenever they come to that."""
     left = ("ConfigMismatch", "")
     stayed = ("ConfigMismatch", "PeerAborted")
-    for _ in range(10):
+    for _ in range(4):
         assert cluster(4).run(close_early) == [left, left, stayed, stayed]

@@ -21,6 +21,8 @@ from symmoe.symm_mem.several_nodes import RemoteNodes
 from symmoe.symm_mem.streams import NoStreams
 
 H, I, E, K, T = 16, 24, 8, 3, 200
+NUM_EAGER, NUM_STEPS = 2, 10
+NUM_REPLAYS = 6  # of check_wrapped, besides NUM_EAGER calls at first and four around errors
 CAPTURE = 1  # the number of every graph of the stand-in
 
 
@@ -171,14 +173,12 @@ def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
 
 
-def check_counts(
-    found: list[tuple[int, int, int, list[str]]], *, num_steps: int, least_replays: int
-) -> None:
-    """What check_exact has found on all ranks, of so many steps."""
+def check_counts(found: list[tuple[int, int, int, list[str]]]) -> None:
+    """What check_exact has found on all ranks."""
     assert [text for *_, texts in found for text in texts] == []
     num_replays, num_repeated, num_captures, _ = found[0]
-    assert num_replays >= least_replays
-    assert num_replays + num_repeated == num_steps - 2
+    assert num_replays >= 2
+    assert num_replays + num_repeated == NUM_STEPS - NUM_EAGER
     assert num_captures <= num_repeated + 1
     assert num_repeated >= 1 or len(found) == 1
 
@@ -187,7 +187,6 @@ def check_exact(
     rank: int,
     num_ranks: int,
     device: str,
-    count: int,
     ranks_per_node: int | None = None,
     balance: str = "none",
 ) -> tuple[int, int, int, list[str]]:
@@ -198,9 +197,9 @@ def check_exact(
         plain = Model(heap, balance=balance)
         plain.load_state_dict(model.state_dict())
         loggers = symmoe.metrics.MetricsLogger(model), symmoe.metrics.MetricsLogger(plain)
-        captured = capture(model, row_budget_factor=1.0, num_eager=2)
+        captured = capture(model, row_budget_factor=1.0, num_eager=NUM_EAGER)
         eager = make_step(plain)
-        for number, batch in enumerate(batches(rank, count)):
+        for number, batch in enumerate(batches(rank, NUM_STEPS)):
             batch = [x.to(heap.device) for x in batch]
             torch.manual_seed(number)
             found = captured(batch, scale=0.5)["loss"]
@@ -273,11 +272,12 @@ def check_wrapped(
     device: str,
     ep: int,
     wrap: Wrap | None,
+    num_eager: int,
     init_method: str,
     ranks_per_node: int | None = None,
 ) -> tuple[tuple[int, int, int], list[str]]:
     """Counts, and what is wrong: steps of a model in DDP or FSDP2, each with an optimizer's, have the bits of eager
-    ones. In step 13 ranks of the first EP group need more room, in step 16 the last rank has an id out of range."""
+    ones. After a first replay ranks of the first EP group need more room, then the last rank has an id out of range."""
     findings = Findings(f"rank {rank}")
     if device == "cuda":  # gloo's collectives cannot be captured
         dist.destroy_process_group()
@@ -297,13 +297,14 @@ def check_wrapped(
             torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)
         ]
         slots = torch.arange(80, device=heap.device).view(40, 2)
-        for number in range(22):
+        is_hot, is_bad = num_eager + 2, num_eager + 4
+        for number in range(num_eager + 4 + NUM_REPLAYS):
             x = torch.randn(
                 2, 40, H, generator=torch.Generator().manual_seed(100 * number + rank)
             ).to(heap.device)
-            ids = slots % 2 if number == 13 and rank < ep else (slots + number) % E
+            ids = slots % 2 if number == is_hot and rank < ep else (slots + number) % E
             batch = [(x[0], ids), (x[1], ids.flip(0))]
-            if number == 16:
+            if number == is_bad:
                 ids[3, 1] += E * (rank == num_ranks - 1)
                 states = [(state, state.clone()) for state in captured.modules.states()]
                 with pytest.raises(
@@ -324,7 +325,7 @@ def check_wrapped(
                     for its, loss in ((model, found), (plain, wanted))
                 )
             )
-            is_trained = number == 13 or all(
+            is_trained = number == is_hot or all(
                 bool(parameter.grad.any()) for parameter in model.parameters()
             )
             findings.check(is_trained, "gradients are 0")

@@ -41,11 +41,13 @@ def check_cases(
 
 
 def check_combine(heap: SymmetricHeap, case: routings.Case, findings: Findings) -> None:
-    """Sums in both orders, and both backward passes."""
-    hidden = case.shape(heap.device.type)
-    _check_sums(heap, case, hidden, findings)
+    """Sums in both orders, and both backward passes, over one plan."""
+    ready = dispatched(heap, case)
+    if ready is None:
+        return
+    _check_sums(case, ready, findings)
     for order in ORDERS:
-        _check_gradients(heap, case, hidden, order, findings)
+        _check_gradients(case, ready, order, findings)
 
 
 def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings) -> None:
@@ -245,11 +247,12 @@ def _check_index(
     findings.equal("row_to_packed_row", index.row_to_packed_row, want)
 
 
-def dispatched(
-    heap: SymmetricHeap, case: routings.Case, hidden: int
-) -> tuple[torch.Tensor, torch.Tensor, DispatchHandle, oracle.Layout] | None:
+Dispatched = tuple[torch.Tensor, torch.Tensor, DispatchHandle, oracle.Layout]
+
+
+def dispatched(heap: SymmetricHeap, case: routings.Case) -> Dispatched | None:
     """x, probs, the handle of their dispatch, and the layout; None if the routing is to overflow."""
-    routing, rank = case.routing(heap.num_ranks), heap.rank
+    routing, rank, hidden = case.routing(heap.num_ranks), heap.rank, case.shape(heap.device.type)
     ids = torch.from_numpy(routing.topk_idx[rank])
     layout = oracle.lay_out(
         [t.numpy() for t in oracle.gather(ids)], routing.num_experts, capacity=routing.capacity
@@ -278,15 +281,13 @@ def sum_of_ranks(
 
 
 def _check_gradients(
-    heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings
+    case: routings.Case, ready: Dispatched, order: str, findings: Findings
 ) -> None:
     """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
-    rank = heap.rank
-    ready = dispatched(heap, case, hidden)
-    if ready is None:
-        return
-    x, probs, handle, layout = ready
-    plan = handle.plan
+    x, probs = (each.clone().requires_grad_() for each in ready[:2])
+    _, _, handle, layout = ready
+    plan, hidden = handle.plan, x.shape[1]
+    heap, rank = plan.heap, plan.heap.rank
     num_rows = len(layout.rows[rank])
     d_rows = case.random_rows(case.generator(350 + rank), plan.row_capacity, hidden)
     d_bits = [oracle.bits_of(t) for t in oracle.gather(d_rows[:num_rows])]
@@ -295,9 +296,7 @@ def _check_gradients(
     else:
         want = oracle.sum_slots(layout, rank, d_bits, case.dtype)
     d_probs = torch.arange(plan.row_capacity).float() + 1000.0 * rank
-    rows, row_probs, handle = dispatch_tokens(
-        x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order
-    )
+    rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs, order=order)
     n = rows.shape[0]
     torch.autograd.backward(
         [rows, row_probs], [on_device(d_rows[:n], heap), on_device(d_probs[:n], heap)]
@@ -319,13 +318,10 @@ def _check_gradients(
     )
 
 
-def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
-    rank = heap.rank
-    ready = dispatched(heap, case, hidden)
-    if ready is None:
-        return
-    _, _, handle, layout = ready
-    plan = handle.plan
+def _check_sums(case: routings.Case, ready: Dispatched, findings: Findings) -> None:
+    x, _, handle, layout = ready
+    plan, hidden = handle.plan, x.shape[1]
+    heap, rank = plan.heap, plan.heap.rank
     num_rows = len(layout.rows[rank])
     expert_out = case.random_rows(case.generator(300 + rank), num_rows, hidden)
     out_bits = [oracle.bits_of(t) for t in oracle.gather(expert_out)]

@@ -44,7 +44,7 @@ take = st.tuples(st.just("take"), st.integers(0, 6 * ALIGNMENT_BYTES))
 give_back = st.tuples(st.just("give back"), st.integers(0, NUM_BLOCKS))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 5000), st.lists(st.one_of(take, take, give_back), max_size=60))
 def test_arena_is_the_model(start: int, calls: list[tuple[str, int]]):
     first_byte = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -85,7 +85,7 @@ def test_an_arena_without_room():
     assert arena.largest_free_bytes == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.one_of(take, take, give_back), max_size=60), st.integers(0, NUM_BLOCKS))
 def test_an_arena_that_grows_by_another(calls: list[tuple[str, int]], num_taken: int):
     """Nothing is handed out twice by the two, and clearing the one gives the other everything back."""

@@ -208,8 +208,8 @@ def test_bad_construction_fails_on_every_rank(
             else:
                 findings.check(f"on rank {culprits[0]}: " in text, text)
                 findings.check(all(part in text for part in parts), text)
-            with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-                findings.check(round_trip(heap), "a heap does not work afterwards")
+        with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+            findings.check(round_trip(heap), "a heap does not work afterwards")
 
 
 def fails(number: int, *places: str) -> Callable[..., object]:

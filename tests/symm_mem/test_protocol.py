@@ -46,7 +46,7 @@ def new_plan(heap: SymmetricHeap, **kwargs):
     return make_plan(ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, **kwargs)
 
 
-@run_on(2, 3, on_gpus=(2,))
+@run_on(3, on_gpus=(2,))
 def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Ranks whose calls do not fit together: all raise it, and nobody writes beyond a peer's buffer."""
     ready, back = "dispatch: ready", "combine: ready"
@@ -139,7 +139,7 @@ def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str
 
 
 @pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
-@run_on(2, 3, on_gpus=(2,))
+@run_on(3, on_gpus=(2,))
 def test_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
     last = rank == num_ranks - 1

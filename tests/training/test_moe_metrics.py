@@ -216,7 +216,7 @@ def test_a_collapsed_router_is_warned_of(heap: SymmetricHeap):
 
 def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     model = make_model(heap)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     compiled(batch(0, 0))
     logger = MetricsLogger(model)
     model(batch(0, 0))
