@@ -149,27 +149,31 @@ FUSED = {
 
 @pytest.mark.parametrize("device", ["cpu", on_gpus("cuda")])
 @recipes.every_recipe
-@pytest.mark.parametrize("path", cases.PATHS[1:])
-def test_fused_experts_are_three_modules(recipe, path, device):
+def test_fused_experts_are_three_modules(recipe, device):
     for activation, dtype, bias, sizes in FUSED[device]:
         case = cases.Case(dtype=dtype, bias=bias, is_nd=bias)
         width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
         inputs = cases.make_inputs(case, sizes=sizes, width=width, device=device)
         options = {"activation": activation, "precision": recipe}
         separate = cases.run_experts("modules", replace(case, buffers=()), inputs, **options)
-        buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
-        fused = cases.run_experts(path, case, inputs, buffers, **options)
-        cases.assert_same_results(fused, separate, sizes)
-        cases.assert_buffers_used(fused, buffers, sizes)
+        for path in cases.PATHS[1:]:
+            buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
+            fused = cases.run_experts(path, case, inputs, buffers, **options)
+            cases.assert_same_results(fused, separate, sizes)
+            cases.assert_buffers_used(fused, buffers, sizes)
 
 
 @recipes.every_recipe
 @pytest.mark.parametrize(
-    ("device", "dtype"),
-    [("cpu", torch.float32), ("cpu", torch.bfloat16), on_gpus("cuda", torch.bfloat16)],
+    ("way", "device", "dtype"),
+    [
+        ("packed", "cpu", torch.float32),
+        ("scattered", "cpu", torch.bfloat16),
+        ("delayed", "cpu", torch.bfloat16),
+        *(on_gpus(way, "cuda", torch.bfloat16) for way in ("packed", "scattered", "delayed")),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["packed", "scattered", "delayed"])
 def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, device, dtype):
     recipes.check_bias_gradients(recipe, way, dtype, device)
 

@@ -17,7 +17,8 @@ from symmoe.kernels.triton import tiles
 from symmoe.kernels.twin.activation import value_and_slopes
 
 SPLITS = (140, 0, 1, 128, 0)
-ODD = (392, 152)
+FEW = (0, 3, 129)
+ODD = (200, 152)
 EXACT = (64, 256)  # H, I: parts of tiles and steps; whole ones
 LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
 VARIANTS = {  # of act and dact; without one, act is the twin
@@ -91,18 +92,27 @@ def check_products(splits, widths, dtype):
         problems.check_gemm(public, p, False, False, "none", zero_tail, num_sms=number + 1)
         problems.check_dgrad(public, p, False, False, zero_tail, num_sms=3 - number)
     problems.check_wgrad(public, p, False, False, False, False, dtype, num_sms=3)
+
+
+def check_parts_of_products():
+    p = problems.Problem(FEW, EXACT, torch.float16)
     for name in ("plain", "dgrad"):
-        problems.check_ranges(
-            p, *problems.part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2
-        )
+        blanks, call = problems.part_calls(public, p)[name]
+        problems.check_ranges(p, blanks, call, random_ranges(FEW, 2), num_sms=2)
 
 
 def check_activations(name, splits, widths, dtype, activation):
     p = problems.ActProblem(splits, widths, dtype, activation)
+    cases = [(name == "gathered", False)]
+    kernels = kernels_of(*VARIANTS[name])
+    problems.check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=cases)
+
+
+def check_parts_of_activations(name):
+    p = problems.ActProblem(FEW, EXACT, torch.float16, Activation())
     kernels = kernels_of(*VARIANTS[name])
     gather = name == "gathered"
-    problems.check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=[(gather, False)])
-    problems.check_act_ranges(kernels, p, random_ranges(splits, 2), gather=gather, num_sms=2)
+    problems.check_act_ranges(kernels, p, random_ranges(FEW, 2), gather=gather, num_sms=2)
 
 
 def check_that_mistakes_are_noticed():
@@ -123,17 +133,19 @@ def checks():
     """Names of what is right."""
     for splits, widths, dtype in (
         (SPLITS, ODD, torch.bfloat16),
-        ((0, 3, 129), EXACT, torch.float16),
+        (FEW, EXACT, torch.float16),
+        ((0, 0, 0), EXACT, torch.bfloat16),
     ):
         check_products(splits, widths, dtype)
         yield f"products {splits}", None
-    check_products((0, 0, 0), EXACT, torch.bfloat16)
+    check_parts_of_products()
     for name in VARIANTS:
         widths = (
-            ODD if VARIANTS[name][0] is None else (392, 256)
+            ODD if VARIANTS[name][0] is None else (200, 256)
         )  # halves of act must be whole tiles
         check_activations(name, SPLITS, widths, torch.bfloat16, LIMITED)
-        check_activations(name, (0, 3, 129), EXACT, torch.float16, Activation(function="gelu"))
+        check_activations(name, FEW, EXACT, torch.float16, Activation(function="gelu"))
+        check_parts_of_activations(name)
         yield name, None
     check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())
     check_that_mistakes_are_noticed()

@@ -61,7 +61,7 @@ TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
 def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cpu") -> None:
     """Of GroupedLinear, with and without a scale, and of both layers of GroupedMLP."""
     case = Case(dtype=dtype, buffers=(), delayed=way == "delayed")
-    sizes = replace(SIZES, splits=(333, 0, 1, 25), lead=(40, 9))
+    sizes = replace(SIZES, splits=(260, 0, 1, 25), lead=(40, 9))
     inputs = make_inputs(case, sizes=sizes, device=device)
 
     def sums(d_y, scale=None):
@@ -109,14 +109,14 @@ def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cp
 CASES = [  # every pair of two options
     Case(
         dtype,
-        is_nd=bias != delayed,
+        is_nd=bias != (dtype == torch.bfloat16),
         bias=bias,
         buffers=buffers,
         main_grad=main_grad,
-        delayed=delayed,
+        delayed=bias != main_grad,
     )
-    for (dtype, buffers), bias, main_grad, delayed in product(
-        zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
+    for (dtype, buffers), bias, main_grad in product(
+        zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True)
     )
 ]
 
