@@ -2,6 +2,8 @@
 Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for those of the
 kernels: so what is checked is which numbers are computed with, and where results go."""
 
+from functools import partial
+
 import numpy as np
 import quantize_reference as reference
 import torch
@@ -125,9 +127,8 @@ def check_that_mistakes_are_noticed():
 
 
 def checks():
-    """Names of what is right."""
+    """Names, and what checks them."""
     install_arithmetic()
     for case in CASES:
-        check(*case)
-        yield f"{case}", None
-    check_that_mistakes_are_noticed()
+        yield f"launch_dact_quantize, {case}", partial(check, *case)
+    yield "mistakes", check_that_mistakes_are_noticed

@@ -20,6 +20,7 @@ SPLITS = (140, 0, 1, 128, 0)
 FEW = (0, 3, 129)
 ODD = (200, 152)
 EXACT = (64, 256)  # H, I: parts of tiles and steps; whole ones
+WHOLE_HALVES = (200, 256)  # of act, which takes no others
 LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
 VARIANTS = {  # of act and dact; without one, act is the twin
     "separate": (act.SEPARATE, act.SEPARATE),
@@ -130,22 +131,24 @@ def check_that_mistakes_are_noticed():
 
 
 def checks():
-    """Names of what is right."""
+    """Names, and what checks them."""
     for splits, widths, dtype in (
         (SPLITS, ODD, torch.bfloat16),
         (FEW, EXACT, torch.float16),
         ((0, 0, 0), EXACT, torch.bfloat16),
     ):
-        check_products(splits, widths, dtype)
-        yield f"products {splits}", None
-    check_parts_of_products()
-    for name in VARIANTS:
-        widths = (
-            ODD if VARIANTS[name][0] is None else (200, 256)
-        )  # halves of act must be whole tiles
-        check_activations(name, SPLITS, widths, torch.bfloat16, LIMITED)
-        check_activations(name, FEW, EXACT, torch.float16, Activation(function="gelu"))
-        check_parts_of_activations(name)
-        yield name, None
-    check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())
-    check_that_mistakes_are_noticed()
+        check = partial(check_products, splits, widths, dtype)
+        yield f"launch_gemm, launch_wgrad, {splits}", check
+    yield "parts of launch_gemm", check_parts_of_products
+    for name, (variant, _) in VARIANTS.items():
+        kernels = "launch_dact" if variant is None else "launch_act, launch_dact"
+        widths = ODD if variant is None else WHOLE_HALVES
+        of_limits = SPLITS, widths, torch.bfloat16, LIMITED
+        of_gelu = FEW, EXACT, torch.float16, Activation(function="gelu")
+        for case in (of_limits, of_gelu):
+            check = partial(check_activations, name, *case)
+            yield f"{kernels}, {name}, {case[0]}", check
+        yield f"parts of {kernels}, {name}", partial(check_parts_of_activations, name)
+    none = (0, 0), EXACT, torch.bfloat16, Activation()
+    yield "launch_dact, no rows", partial(check_activations, "two warps", *none)
+    yield "launch_gemm, mistakes", check_that_mistakes_are_noticed

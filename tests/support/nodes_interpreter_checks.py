@@ -1,7 +1,8 @@
 """Kernels of plans between nodes in Triton's interpreter, compared with twins, and these with loops over tokens."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from symmoe.kernels.triton import nodes
 from symmoe.nodes.topology import find_topology, make_rank_maps
 
 LOCAL = 2  # experts of a rank
+TABLE_KERNELS = "tell_header, own_counts, other_counts, take_rows"
 NODES = {
     "two of one": [0, 1],
     "two of two": [0, 0, 1, 1],
@@ -179,20 +181,25 @@ def plan_differences(maps: control.RankMaps, ids: torch.Tensor, node_of: list[in
     return [name for name, pair in pairs.items() if not torch.equal(*pair)]
 
 
-def checks() -> Iterator[tuple[str, list]]:
-    """Names, and what is wrong."""
+def table_differences(maps: control.RankMaps, epoch: int) -> list[int]:
+    pairs = zip(tables(twin, maps, epoch), tables(nodes, maps, epoch), strict=True)
+    return [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+
+
+def checks() -> Iterator[tuple[str, Callable[[], list]]]:
+    """Names, and what checks them."""
     generator = torch.Generator().manual_seed(0)
     for name, node_of in NODES.items():
         num_experts = LOCAL * len(node_of)
         for rank, most in ((0, 200), (len(node_of) - 1, 40), (1, 40)):
             maps = make_rank_maps(find_topology(node_of, rank, None), torch.device("cpu"))
             for epoch in (6, 7):
-                pairs = zip(tables(twin, maps, epoch), tables(nodes, maps, epoch), strict=True)
-                wrong = [n for n, pair in enumerate(pairs) if not torch.equal(*pair)]
-                yield f"tables, {name}, rank {rank}, epoch {epoch}", wrong
+                where = f"{name}, rank {rank}, epoch {epoch}"
+                yield f"{TABLE_KERNELS}, {where}", partial(table_differences, maps, epoch)
             for num_tokens in (0, 1, 70) if name == "mixed" else (70,):
                 dtype = (torch.int32, torch.int64)[rank % 2]
                 shape = num_tokens, 3
                 ids = torch.randint(-2, num_experts + 1, shape, generator=generator).to(dtype)
-                wrong = plan_differences(maps, ids, node_of, most)
-                yield f"plans, {name}, rank {rank}, {num_tokens} tokens", wrong
+                where = f"{name}, rank {rank}, {num_tokens} tokens"
+                check = partial(plan_differences, maps, ids, node_of, most)
+                yield f"rail_rows, plan_in_node, {where}", check
