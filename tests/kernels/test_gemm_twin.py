@@ -146,19 +146,6 @@ ACTIVATIONS = {
 activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
-@dtypes
-@activations
-def test_activation_and_its_gradient(activation, dtype):
-    problems.check_activation(
-        twin, problems.ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY)
-    )
-
-
-@activations
-def test_nan_goes_through(activation):
-    problems.check_nan_goes_through(twin, activation)
-
-
 @pytest.mark.parametrize(
     ("splits", "dtype", "activation"),
     [

@@ -143,14 +143,6 @@ def test_ranges_have_the_bits_of_the_whole(name):
 
 
 @names
-def test_the_tail_becomes_zero_if_asked_for(name):
-    p = problem(name, SPLITS[0], WIDTHS[name][1])
-    expected = product(p, BF16)
-    expected[p.num_rows :] = 0
-    assert torch.equal(product(p, BF16, zero_tail=True), expected)
-
-
-@names
 def test_nan_stays_in_its_row(name):
     check_nan_stays_in_its_row(
         problem(name, SPLITS[0], WIDTHS[name][1]), 7, lambda p: product(p, BF16)
