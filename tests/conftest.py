@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `make test` leaves to `make test-all`: those of more than four ranks, those of three and four where
     there is one of fewer, those of one where there is one of two; in trainers all but a usual and an odd one, the first
-    and the last of a test (of a model type); of kernels that are compiled, all but the first of a kernel."""
+    and the last of a test (of a model type)."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {
         (item.path, item.originalname)
@@ -99,11 +99,9 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     }
     for item in items:
         given = _parameters(item)
-        kernel = next(
-            (str(given[name]) for name in ("kernel", "function", "model_type") if name in given), ""
-        )
-        if item.path.parent.name == "integrations" or item.path.stem.endswith("_compile"):
-            groups.setdefault((item.path, item.originalname, kernel), []).append(item)
+        if item.path.parent.name == "integrations":
+            kind = str(given.get("function", given.get("model_type", "")))
+            groups.setdefault((item.path, item.originalname, kind), []).append(item)
         elif given.get("num_ranks", 0) > 4:
             yield item
         elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
@@ -112,8 +110,8 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         elif given.get("num_ranks") == 1 and item.path.stem not in _OF_ONE_RANK:
             if _without_ranks(item) in of_two_ranks:
                 yield item
-    for (path, *_), cases in groups.items():
-        yield from cases[1:] if path.stem.endswith("_compile") else cases[1:-1]
+    for cases in groups.values():
+        yield from cases[1:-1]
 
 
 def _without_ranks(item: pytest.Item) -> tuple[Any, ...]:

@@ -13,12 +13,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
 
 from megatron_cases import (
+    HEAP_BYTES,
     batch_of,
     config_of,
     filled,
     forms_of,
     gradients_of,
-    opened_heap,
+    integration,
     use_groups,
 )
 
@@ -45,7 +46,7 @@ def test_layers_between_transformer_engines_modules(rank: int, num_ranks: int) -
     )
     batch = {name: tensor.cuda() for name, tensor in batch_of().items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
-    with opened_heap() as heap:
+    with integration.open_heap(HEAP_BYTES) as heap:
         for form, form_spec in forms_of(spec, heap).items():
             model: Any = filled(GPTModel(config, form_spec, 64, batch["input_ids"].shape[1])).cuda()
             losses = model(**batch)

@@ -158,17 +158,17 @@ def x_with_room(op: Op) -> torch.Tensor:
     return memory[N : 2 * N]
 
 
-@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("make", "parts"), MISTAKES.values(), ids=MISTAKES)
-def test_refused_in_forward(op, name, make, parts):
+def test_refused_in_forward(op, make, parts):
     x = x_with_room(op)
     wrong = make(op, x)
     other = buffer()
     want = op(x)
     kept = x.clone()
-    for context in (nullcontext, torch.no_grad, torch.inference_mode):
+    contexts = nullcontext, torch.no_grad, torch.inference_mode
+    for (name, right), context in itertools.product((BOTH, BOTH[::-1]), contexts):
         with context(), pytest.raises(symmoe.errors.ArgumentError) as caught:
-            op(x, **{BOTH[name == "out"]: other, name: wrong})
+            op(x, **{right: other, name: wrong})
         text = str(caught.value)
         assert text.startswith(name)
         for part in parts:
@@ -481,12 +481,13 @@ def leases(heap, count):
 
 
 ENDS = ("kept", "dropped", "released")
+# Every two ends of two leases; all dropped.
+ENDS_OF_THREE = [(ENDS[i], ENDS[j], ENDS[(i + j) % 3]) for i in range(3) for j in range(3)]
+ENDS_OF_THREE += [("dropped",) * 3]
 
 
-@pytest.mark.parametrize("of_x", ENDS)
-@pytest.mark.parametrize("of_out", ENDS)
-@pytest.mark.parametrize("of_gradient", ENDS)
-def test_leases_that_end_before_backward(op, heap, of_x, of_out, of_gradient):
+@pytest.mark.parametrize("ends", ENDS_OF_THREE, ids=" ".join)
+def test_leases_that_end_before_backward(op, heap, ends):
     """A graph keeps the memory of what it still needs: nobody else gets it. Of what was released, it is right or an
     error, and memory of somebody else is not written."""
     source = op.inputs.x.nan_to_num().requires_grad_()
@@ -497,7 +498,6 @@ def test_leases_that_end_before_backward(op, heap, of_x, of_out, of_gradient):
     y = op(of_rows.copy_(source), out=out, grad_input_out=gradient)
     loss = used_rows_of(y).square().sum()  # keeps y
     del of_rows, out, gradient, y
-    ends = of_x, of_out, of_gradient
     for lease in itertools.compress(mine, (how == "released" for how in ends)):
         lease.release()
     mine[:] = itertools.compress(mine, (how == "kept" for how in ends))

@@ -711,7 +711,7 @@ def chains(draw) -> Chain:
     )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(chain=chains(), is_x=st.sampled_from((False, False, False, True)), data=st.data())
 def test_two_buffers_share_memory(chain: Chain, is_x: bool, data: st.DataObject):
     """A result and a gradient never do, nor either of them and x. Two results do, if nobody differentiates them and a

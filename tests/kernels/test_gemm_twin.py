@@ -146,22 +146,14 @@ ACTIVATIONS = {
 activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
-@dtypes
-@activations
-def test_activation_and_its_gradient(activation, dtype):
-    problems.check_activation(
-        twin, problems.ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY)
-    )
-
-
-@activations
-def test_nan_goes_through(activation):
-    problems.check_nan_goes_through(twin, activation)
-
-
-@dtypes
-@activations
-@pytest.mark.parametrize("splits", SPLITS[:4])
+@pytest.mark.parametrize(
+    ("splits", "dtype", "activation"),
+    [
+        *itertools.product(SPLITS[:1], problems.DTYPES, ACTIVATIONS.values()),
+        *itertools.product(SPLITS[1:4], [torch.float32], [ACTIVATIONS["swiglu"]]),
+    ],
+    ids=str,
+)
 def test_both_passes_of_fused_gemms(splits, dtype, activation):
     p = problems.ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
     problems.check_act(twin, p, table=True, cases=itertools.product(problems.BOTH, problems.BOTH))
@@ -182,7 +174,7 @@ def test_interleave_has_to_divide_the_width():
 
 # -- ranges of rows ----------------------------------------------------------------------------------------------------
 IN_PARTS = ("swiglu", "interleaved limits", "srelu")
-seeds = pytest.mark.parametrize("seed", range(6))
+seeds = pytest.mark.parametrize("seed", range(2))
 
 
 def random_splits(seed):

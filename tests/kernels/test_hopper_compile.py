@@ -94,7 +94,7 @@ SECTIONS = {
 
 
 @code_cases(SECTIONS)
-def test_code(launches, kernel, case):
+def test_code(launches, case):
     case.check(launches)
 
 

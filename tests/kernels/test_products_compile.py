@@ -282,11 +282,10 @@ SECTIONS = {
         )
     ],
 }
-OF_TEST_ALL = [name for name in SECTIONS if "TF32" in name or "low ranks" in name]
 
 
-@code_cases(SECTIONS, slow=OF_TEST_ALL)
-def test_code(launches, kernel, case):
+@code_cases(SECTIONS)
+def test_code(launches, case):
     case.check(launches)
 
 

@@ -347,6 +347,7 @@ SECTIONS = {
         quantises("encode_rows", name, dtype, sizes=sizes)
         for name, dtype, sizes in product(NAMES[:2], (BF16, FP32), (WIDE, NARROW))
     ],
+    "quantize_weight_pairs": [pairs(*each) for each in product(NAMES, (BF16, FP32), ("", "table"))],
     "on Blackwell": [
         quantises(kernel, name, arch=BLACKWELL)
         for kernel, name in product(
@@ -376,7 +377,6 @@ SECTIONS = {
         )
         for dtype, arch in product((BF16, FP32), (HOPPER, BLACKWELL))
     ],
-    "quantize_weight_pairs": [pairs(*each) for each in product(NAMES, (BF16, FP32), ("", "table"))],
     # Lanes of groups are one, and tiles of columns end within a block.
     "one group of a narrow width": [
         Case(Launch(kernel, "one group", FP16, name), ptx=IN_REGISTERS)
@@ -390,7 +390,7 @@ SECTIONS = {
             also=(finds_the_largest,),
         )
         for arch, (kernel, ways) in product(
-            (BLACKWELL, HOPPER),
+            (HOPPER, BLACKWELL),
             [
                 ("group_amax", ""),
                 ("group_amax", "signs"),
@@ -441,8 +441,8 @@ SECTIONS = {
 }
 
 
-@code_cases(SECTIONS, slow=("one group of a narrow width", "the wire on Blackwell"))
-def test_code(launches, kernel, case):
+@code_cases(SECTIONS)
+def test_code(launches, case):
     case.check(launches)
 
 

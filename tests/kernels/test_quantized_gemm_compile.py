@@ -121,6 +121,7 @@ def general_fp8(kernel, ways, dtype, arch):
     is_tight = arch == BLACKWELL and "biased" not in ways
     return Case(
         Launch(kernel, "odd fp8", dtype, ways=ways),
+        f"{kernel.removesuffix('_quantized')}_fp8_kernel",
         arch=arch,
         ptx={"cp.async.bulk.tensor": True},
         bounds={"spilled": 0 if is_tight else ODD_SPILLED},
@@ -272,8 +273,8 @@ SECTIONS = {
 }
 
 
-@code_cases(SECTIONS, slow=("parts of products",))
-def test_code(launches, on, kernel, case):
+@code_cases(SECTIONS)
+def test_code(launches, on, case):
     on(case.arch)
     case.check(launches)
 

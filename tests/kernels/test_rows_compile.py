@@ -238,8 +238,8 @@ SECTIONS = {
 }
 
 
-@code_cases(SECTIONS, slow=[name for name in SECTIONS if "two nodes" in name])
-def test_code(launches, kernel, case):
+@code_cases(SECTIONS)
+def test_code(launches, case):
     case.check(launches)
 
 

@@ -16,7 +16,7 @@ from worker import Watching
 
 from symmoe import GroupedLinear, GroupedMLP
 from symmoe.grouped import ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
-from symmoe.kernels import twin
+from symmoe.kernels import for_device, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 
@@ -149,29 +149,77 @@ FUSED = {
 
 @pytest.mark.parametrize("device", ["cpu", on_gpus("cuda")])
 @recipes.every_recipe
-@pytest.mark.parametrize("path", cases.PATHS[1:])
-def test_fused_experts_are_three_modules(recipe, path, device):
+def test_fused_experts_are_three_modules(recipe, device):
     for activation, dtype, bias, sizes in FUSED[device]:
         case = cases.Case(dtype=dtype, bias=bias, is_nd=bias)
         width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
         inputs = cases.make_inputs(case, sizes=sizes, width=width, device=device)
         options = {"activation": activation, "precision": recipe}
         separate = cases.run_experts("modules", replace(case, buffers=()), inputs, **options)
-        buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
-        fused = cases.run_experts(path, case, inputs, buffers, **options)
-        cases.assert_same_results(fused, separate, sizes)
-        cases.assert_buffers_used(fused, buffers, sizes)
+        for path in cases.PATHS[1:]:
+            buffers = cases.Buffers.of(case, inputs, out_features=sizes.hidden)
+            fused = cases.run_experts(path, case, inputs, buffers, **options)
+            cases.assert_same_results(fused, separate, sizes)
+            cases.assert_buffers_used(fused, buffers, sizes)
 
 
 @recipes.every_recipe
 @pytest.mark.parametrize(
-    ("device", "dtype"),
-    [("cpu", torch.float32), ("cpu", torch.bfloat16), on_gpus("cuda", torch.bfloat16)],
+    ("way", "device", "dtype"),
+    [
+        ("packed", "cpu", torch.float32),
+        ("scattered", "cpu", torch.bfloat16),
+        ("delayed", "cpu", torch.bfloat16),
+        *(on_gpus(way, "cuda", torch.bfloat16) for way in ("packed", "scattered", "delayed")),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["packed", "scattered", "delayed"])
 def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, device, dtype):
-    recipes.check_bias_gradients(recipe, way, dtype, device)
+    """Of GroupedLinear, with and without a scale, and of both layers of GroupedMLP."""
+    case = cases.Case(dtype=dtype, buffers=(), delayed=way == "delayed")
+    sizes = replace(recipes.SIZES, splits=(260, 0, 1, 25), lead=(40, 9))
+    inputs = cases.make_inputs(case, sizes=sizes, device=device)
+
+    def sums(d_y, scale=None):
+        dbias = inputs.b1.new_empty(sizes.num_groups, d_y.shape[1])
+        for_device(inputs.x.device).grouped_bias_grad(
+            d_y.contiguous(), whole_groups(sizes.splits, device), dbias, scale=scale
+        )
+        return dbias
+
+    def layer(weight, bias):
+        made = cases.make_linear(
+            case,
+            weight,
+            bias,
+            precision=recipe,
+            weights="packed" if way == "packed" else "discrete",
+        )
+        for parameter in made.weight_parameters() if way == "scattered" else ():
+            parameter.data = parameter.data.clone()
+        return made
+
+    x = inputs.x.clone().requires_grad_()
+    for scale in (None, inputs.scale):
+        fc2 = layer(inputs.w2.mT.contiguous(), inputs.b1[:, : sizes.ffn].contiguous())
+        d_y = inputs.d_y[:, : sizes.ffn].contiguous()
+        fc2(x, inputs.splits, bias_scale=scale).backward(d_y)
+        cases.assert_same_bits(fc2.bias.grad, sums(d_y, scale))
+    mlp = GroupedMLP(sizes.num_groups, sizes.hidden, sizes.ffn, device=device)
+    mlp.fc1 = layer(inputs.w1, inputs.b1)
+    mlp.fc2 = layer(inputs.w2, inputs.b2)
+    mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
+    cases.assert_same_bits(mlp.fc2.bias.grad, sums(inputs.d_y, inputs.scale))
+    # FC1's: out of three modules, the first of which gets the gradient of h.
+    fc1 = layer(inputs.w1, inputs.b1)
+    fc2 = layer(inputs.w2, inputs.b2)
+    h = fc1(x, inputs.splits)
+    h.retain_grad()
+    fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(
+        inputs.d_y
+    )
+    for found in (fc1, mlp.fc1):
+        cases.assert_same_bits(found.bias.grad, sums(h.grad))
 
 
 def test_layers_of_two_precisions_are_not_fused():

@@ -18,7 +18,7 @@ from symmoe.grouped import quantized_experts
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 H, I = 144, 128
-RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
+RANK_TO_TOKENS = (300, 5, 900, 1)  # experts of several tiles
 # Where row_range is.
 PART_KERNELS = {
     "grouped_gemm_quantized": 2,

@@ -2,6 +2,8 @@
 byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of numbers whose activation is
 exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py."""
 
+from functools import partial
+
 import act_quantize_cases as cases
 import quantize_interpreter_checks
 import triton
@@ -33,6 +35,12 @@ CASES = [  # activation, FFN width, format
 ]
 
 
+def check_fusion(name, ffn, block_format):
+    p = cases.Problem(cases.ACTIVATIONS[name], ffn, splits=SPLITS)
+    cases.check_fusion(gpu, p, block_format)
+    cases.check_ranges(gpu, p, block_format, random_ranges(SPLITS, 3))
+
+
 def check_twin(p, block_format):
     assert (
         differences(cases.forward(gpu, p, block_format), cases.forward(twin, p, block_format)) == []
@@ -46,20 +54,17 @@ def check_twin(p, block_format):
 
 
 def checks():
-    """Names of what is right."""
+    """Names, and what checks them."""
     quantize_interpreter_checks.check_casts()
     codes.e4m3_code = quantize_interpreter_checks.e4m3_code
     act_quantized.e4m3_code = e4m3_code
-    for name, ffn, block_format in CASES:
-        p = cases.Problem(cases.ACTIVATIONS[name], ffn, splits=SPLITS)
-        cases.check_fusion(gpu, p, block_format)
-        tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
-        cases.check_ranges(gpu, p, block_format, random_ranges(SPLITS, 3))
-        yield f"{name}, {ffn}, {block_format}", None
+    tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
+    for case in CASES:
+        yield f"act_quantize, dact_quantize, {case}", partial(check_fusion, *case)
+    exact = cases.exact_problem(144, splits=SPLITS)
+    swiglu = cases.ACTIVATIONS["swiglu"]
     for block_format in ("float8_block", "mxfp8"):
-        check_twin(cases.exact_problem(144, splits=SPLITS), block_format)
-        yield f"twin, {block_format}", None
-    cases.check_that_differences_are_noticed(
-        gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=SPLITS)
-    )
-    check_twin(cases.Problem(cases.ACTIVATIONS["swiglu"], 128, splits=(0, 0)), "mxfp8")
+        yield f"twins, {block_format}", partial(check_twin, exact, block_format)
+    yield "twins, no rows", partial(check_twin, cases.Problem(swiglu, 128, splits=(0, 0)), "mxfp8")
+    p = cases.Problem(swiglu, 128, splits=SPLITS)
+    yield "differences", partial(cases.check_that_differences_are_noticed, gpu, p)

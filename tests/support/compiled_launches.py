@@ -194,20 +194,17 @@ class Case:
         return f"{self.launch}, {self.kernel}, {self.arch}"
 
 
-def code_cases(
-    sections: Mapping[str, Collection[Case]], slow: Collection[str] = ()
-) -> pytest.MarkDecorator:
-    """Parametrises by cases of sections; conftest.py calls all of a section but the first and the last one slow."""
+def code_cases(sections: Mapping[str, Collection[Case]]) -> pytest.MarkDecorator:
+    """Parametrises by cases of sections. Of a kernel the first case is for every run; the others are slow."""
     assert all(sections.values())
-    marks = {section: [pytest.mark.slow] * (section in slow) for section in sections}
-    return pytest.mark.parametrize(
-        ("kernel", "case"),
-        [
-            pytest.param(section, case, id=f"{section}: {case}", marks=marks[section])
-            for section, cases in sections.items()
-            for case in cases
-        ],
-    )
+    parameters = []
+    compiled = set()
+    for section, case in ((name, case) for name, cases in sections.items() for case in cases):
+        kernel = case.kernel or f"{case.launch.kernel}_kernel"
+        marks = [pytest.mark.slow] * (kernel in compiled)
+        compiled.add(kernel)
+        parameters.append(pytest.param(case, id=f"{section}: {case}", marks=marks))
+    return pytest.mark.parametrize("case", parameters)
 
 
 def no_atomics(code: Code) -> None:

@@ -95,20 +95,22 @@ def check_that_mistakes_are_noticed():
 
 
 def checks():
-    """Names, and what is wrong."""
+    """Names, and what checks them."""
     hopper_fp8.matrix_pointer = gluon_emulator.pointer_in_table
     Numbers.elsewhere = gluon_emulator.ELSEWHERE
     for splits, sizes in CASES:
         for dtype, ways, options in PRODUCTS:
             launch = gemm(sizes, dtype, ways=ways)
-            yield f"{launch}, {splits}", product(launch, splits=splits, tuning=options)
+            check = partial(product, launch, splits=splits, tuning=options)
+            yield f"{launch}, {splits}", check
         for number, (dtype, ways, options) in enumerate(GRADIENTS):
             launch = wgrad(sizes, dtype, ways=ways)
             tuning = {"num_sms": 1 + number, **options}
-            yield f"{launch}, {splits}", gradient(launch, splits=splits, tuning=tuning)
+            yield f"{launch}, {splits}", partial(gradient, launch, splits=splits, tuning=tuning)
     for part, num_sms in zip(random_ranges(SPLITS, 2), (3, 2), strict=True):
         for ways in ("", "biased"):
             launch = gemm(ODD, FP16, ways=ways)
             tuning = {"num_sms": num_sms}
-            yield f"a part, {ways}", product(launch, splits=SPLITS, part=part, tuning=tuning)
-    check_that_mistakes_are_noticed()
+            check = partial(product, launch, splits=SPLITS, part=part, tuning=tuning)
+            yield f"a part of {launch}, {num_sms} SMs", check
+    yield "mistakes", check_that_mistakes_are_noticed

@@ -4,6 +4,7 @@ interpreter, so bf16 is left to the GPU tests."""
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import gemm_problem as problems
 import torch
@@ -131,33 +132,29 @@ def check_ragged_descriptor():
 
 
 def checks():
-    """Names of what is right."""
-    torch.set_num_threads(1)
+    """Names, and what checks them."""
     for i, splits in enumerate(SPLITS):
         dtype = (torch.float32, torch.float16)[i % 2]
         # Wide tiles add to what is there in two pieces.
         config = replace(CONFIG, flatten=i % 2 == 0, block_n=16 if i < 2 else 128)
         options = {"num_sms": NUM_SMS, "config": config}
         p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-        for check_it in (problems.check_products, problems.check_gradients):
-            check_it(kernels, p, **options)
-            yield f"{check_it.__name__} {splits} {dtype}", None
-        check_parts(splits, dtype, {**options, "config": replace(config, block_n=16)})
-        yield f"check_parts {splits} {dtype}", None
-    check_parts((37,), torch.float16, {"num_sms": NUM_SMS, "config": CONFIG})
-    for check_it in (
-        check_many_groups,
-        check_biases_of_several_tiles,
-        check_no_rows,
-        check_ragged_descriptor,
-    ):
-        check_it()
-        yield check_it.__name__, None
-    problems.check_splits(kernels)
-    for check_it, cases in (
-        (check_both_passes, ACT_CASES),
-        (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5))),
-    ):
-        for case in cases:
-            check_it(*case)
-            yield f"{check_it.__name__} {case[:3]}", None
+        for names, check_it in (
+            ("grouped_gemm, grouped_gemm_dgrad", problems.check_products),
+            ("grouped_gemm_wgrad, grouped_bias_grad, grouped_bias_dot", problems.check_gradients),
+        ):
+            yield f"{names}, {splits}, {dtype}", partial(check_it, kernels, p, **options)
+        options = {**options, "config": replace(config, block_n=16)}
+        yield f"parts of grouped_gemm, {splits}", partial(check_parts, splits, dtype, options)
+    options = {"num_sms": NUM_SMS, "config": CONFIG}
+    yield "parts of grouped_gemm", partial(check_parts, (37,), torch.float16, options)
+    yield "grouped_gemm, many groups", check_many_groups
+    yield "grouped_bias_grad, grouped_bias_dot, several tiles", check_biases_of_several_tiles
+    yield "no rows", check_no_rows
+    yield "descriptor", check_ragged_descriptor
+    yield "splits_to_row_range", partial(problems.check_splits, kernels)
+    fused = "grouped_gemm_act, grouped_gemm_dact"
+    for case in ACT_CASES:
+        yield f"{fused}, scaled_activation, {case[:3]}", partial(check_both_passes, *case)
+    for case in (ACT_CASES[i] for i in (0, 2, 5)):
+        yield f"parts of {fused}, {case[:3]}", partial(check_fused_ranges, *case)

@@ -3,7 +3,8 @@ has no inline assembly, so the barrier's four helpers that contain it are replac
 arrived by then, or never will), the fence and the clock do nothing."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
@@ -46,6 +47,11 @@ def no_clock():
 gpu = SimpleNamespace(
     **vars(plan) | vars(replicas) | vars(tokens)
 )  # symmoe.kernels.gpu, without the GEMMs
+TRIP_KERNELS = (
+    "count_slots send_counts lay_out assign_rows place_replicas route_to_replicas push_replicas "
+    "add_from_replicas push_rows push_slots index_rows place_rows fan_out push_sums gather_values "
+    "pull_rows sum_home pull_values"
+)
 # Every loop over parts of something takes several turns with these.
 SMALL_SIZES = {
     plan: {
@@ -273,58 +279,76 @@ def compared(run, ours, theirs, *args, **options) -> list[str]:
     return differences(run(ours, *args, **options), run(theirs, *args, **options))
 
 
-def checks() -> Iterator[tuple[str, object]]:
-    """Names, and what is wrong."""
+def same_choices(logits: torch.Tensor, top_k: int, rule, *way) -> object:
+    return differing(*(choices(module, logits, top_k, rule, *way) for module in (route, twin)))
+
+
+def same_losses(*case) -> object:
+    return differing(losses(route, *case), losses(twin, *case))
+
+
+def wrong_parts(num_ranks: int, num_local: int, per_node: int) -> list[tuple]:
+    nodes = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
+    cases = [(node, rank, num_ranks, num_local) for node in nodes for rank in node]
+    return [case for case in cases if not torch.equal(parts(plan, *case), parts(twin, *case))]
+
+
+def wrong_plans(overflow: int, least_rows: int, error: int) -> list[str]:
+    expected = plans_of_nodes(twin, overflow)
+    reports = [expected[f"report of rank {rank}"] for rank in range(4)]
+    assert all(int(report[control.SUM_NUM_ROWS]) >= least_rows for report in reports)
+    assert all(int(report[control.SUM_ERROR]) == error for report in reports)
+    return differences(plans_of_nodes(plan, overflow), expected)
+
+
+def is_posted_otherwise(generation: int) -> bool:
+    report = torch.tensor([-1, 2**31 - 1, -(2**31), 7, 0, *range(11)], dtype=torch.int32)
+    posted = torch.zeros(2, control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
+    for module, words in zip((plan, twin), posted, strict=True):
+        module.post_report(report, words, plan=generation)
+    return not torch.equal(*posted) or not posted[0].any()
+
+
+def wrong_trips(case) -> list[str]:
+    """With sizes of loops as they are, and with small ones."""
+    expected, wrong = run_case(twin, case), []
+    for sizes in (DEFAULT_SIZES, SMALL_SIZES):
+        for module, values in sizes.items():
+            vars(module).update(values)
+        for cached in (tokens._cut, plan.plan_constants, replicas._constants):
+            cached.cache_clear()
+        wrong += differences(run_case(gpu, case), expected)
+    return wrong
+
+
+def checks() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Names, and what checks them."""
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
     for (name, barrier), epoch in itertools.product(BARRIERS.items(), (6, 7)):
-        wrong = compared(run_barrier, sync.barrier, twin.barrier, epoch, **barrier)
-        yield f"barrier, {name}, epoch {epoch}", wrong
+        check = partial(compared, run_barrier, sync.barrier, twin.barrier, epoch, **barrier)
+        yield f"barrier, {name}, epoch {epoch}", check
     for name, signals in SIGNALS.items():
-        yield f"signal, {name}", compared(run_signals, sync, twin, 6, **signals)
-    for num_ranks, num_local, per_node in (
-        (1, 3, 1),
-        (2, 5, 2),
-        (4, 33, 2),
-        (6, 3, 2),
-        (3, 5, 1),
-        (8, 16, 8),
-    ):
-        nodes = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
-        cases = [(node, rank, num_ranks, num_local) for node in nodes for rank in node]
-        wrong = [case for case in cases if not torch.equal(parts(plan, *case), parts(twin, *case))]
-        yield f"parts of {num_ranks} ranks, {per_node} on a node", wrong
-    for overflow, least_rows, error in (
+        check = partial(compared, run_signals, sync, twin, 6, **signals)
+        yield f"send_signal, wait_for_signal, {name}", check
+    for case in ((1, 3, 1), (2, 5, 2), (4, 33, 2), (6, 3, 2), (3, 5, 1), (8, 16, 8)):
+        yield f"lay_out, ranks, experts, ranks of a node {case}", partial(wrong_parts, *case)
+    for case in (
         (control.OVERFLOW_DROP, 21, control.PLAN_OK),
         (control.OVERFLOW_RAISE, 0, control.PLAN_RAIL_OVERFLOW),
         (control.OVERFLOW_REPEAT, 0, control.PLAN_OVER_BUDGET),
     ):
-        expected = plans_of_nodes(twin, overflow)
-        reports = [expected[f"report of rank {rank}"] for rank in range(4)]
-        assert all(int(report[control.SUM_NUM_ROWS]) >= least_rows for report in reports)
-        assert all(int(report[control.SUM_ERROR]) == error for report in reports)
-        wrong = differences(plans_of_nodes(plan, overflow), expected)
-        yield f"plans of two nodes, overflow {overflow}", wrong
-    report = torch.tensor([-1, 2**31 - 1, -(2**31), 7, 0, *range(11)], dtype=torch.int32)
+        yield f"send_counts, lay_out, nodes, overflow {case[0]}", partial(wrong_plans, *case)
     for generation in (1, 8, 2**31 + 5):
-        posted = torch.zeros(2, control.REPORT_SLOTS, control.SUMMARY_WORDS, dtype=torch.int64)
-        for each, words in zip((plan, twin), posted, strict=True):
-            each.post_report(report, words, plan=generation)
-        yield f"report of plan {generation}", not torch.equal(*posted) or not posted[0].any()
+        yield f"post_report {generation}", partial(is_posted_otherwise, generation)
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue
         logits = hard_logits(num_tokens, num_experts)
         for way in ((False, False), (True, False), (False, True)):
-            wrong = differing(*(choices(m, logits, top_k, rule, *way) for m in (route, twin)))
-            yield f"{top_k} of {num_experts} experts, {rule}, (biased, given) {way}", wrong
-    yield "scores of extreme logits", wrong_extremes(route)
+            name = f"choose_experts, {top_k} of {num_experts}, {rule}, (biased, given) {way}"
+            yield name, partial(same_choices, logits, top_k, rule, *way)
+    yield "choose_experts, extreme logits", partial(wrong_extremes, route)
     for case in itertools.product((0, 1, 300), (20, 32), get_args(Score), (False, True)):
-        yield f"losses of {case}", differing(losses(route, *case), losses(twin, *case))
+        yield f"router_losses, {case}", partial(same_losses, *case)
     for name, case in CASES.items():
-        expected = run_case(twin, case)
-        for sizes in (DEFAULT_SIZES, SMALL_SIZES):
-            for module, values in sizes.items():
-                vars(module).update(values)
-            for cached in (tokens._cut, plan.plan_constants, replicas._constants):
-                cached.cache_clear()
-            yield name, differences(run_case(gpu, case), expected)
+        yield f"{TRIP_KERNELS}, {name}", partial(wrong_trips, case)

@@ -1,12 +1,15 @@
-"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, against float64. Every kernel has several tiles to a
-program, some of them partial, and a ring that turns several times or not at all."""
+"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, and compares every bit with the twins: of whole
+numbers, whose sums are exact; the activation's arithmetic is the twin's. Every kernel has several tiles to a program,
+some of them partial, and a ring that turns several times or not at all."""
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
-import gemm_problem as problems
 import gluon_emulator
 import torch
+from compared_launches import Numbers, differences
+from launch_table import BF16, FP16, Launch
 from row_ranges import random_ranges
 
 from symmoe.kernels import hopper_choice, twin
@@ -17,9 +20,24 @@ from symmoe.kernels.triton import tiles
 from symmoe.kernels.twin.activation import value_and_slopes
 
 SPLITS = (140, 0, 1, 128, 0)
-ODD = (392, 152)
-EXACT = (64, 256)  # H, I: parts of tiles and steps; whole ones
+FEW = (0, 3, 129)
+ODD = {"H": 200, "I": 152}
+WHOLE_HALVES = {"H": 200, "I": 256}  # of act, which takes no others
+EXACT = {"H": 64, "I": 256}  # whole tiles and steps
+PRODUCTS = [  # groups of one row sum nothing, whose zeros have other signs
+    ((140, 0, 2, 128, 0), {"H": 200, "W": 304}, BF16),
+    (FEW, {"H": 64, "W": 512}, FP16),
+    ((0, 0, 0), {"H": 64, "W": 512}, BF16),
+]
+NAMES = {
+    "grouped_gemm": "launch_gemm",
+    "grouped_gemm_dgrad": "launch_gemm",
+    "grouped_gemm_wgrad": "launch_wgrad",
+    "grouped_gemm_act": "launch_act",
+    "grouped_gemm_dact": "launch_dact",
+}
 LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
+GELU = Activation(function="gelu")
 VARIANTS = {  # of act and dact; without one, act is the twin
     "separate": (act.SEPARATE, act.SEPARATE),
     "alternate": (act.ALTERNATE, act.ALTERNATE),
@@ -37,16 +55,21 @@ def act_gradients(gate, up, da, scale, activation):
     return value * scale, da * scale * slopes[0], da * scale * slopes[-1], da * value
 
 
-tiles.device_num_sms = lambda device: 3
+def add_neighbours(x, steps):
+    for _ in range(int(steps)):
+        x = x[:, 0::2] + x[:, 1::2]
+    return x
+
+
 launched = {"grouped_gemm": gemm.launch_gemm, "grouped_gemm_wgrad": wgrad.launch_wgrad}
 on_hopper = SimpleNamespace(
     LAUNCHERS={name: (each, lambda *_: True) for name, each in launched.items()}
 )
+tiles.device_num_sms = lambda device: 2
 hopper_choice.hopper_kernels = lambda device, dtype, columns: on_hopper
 # In Triton or in assembly:
 act.act_value = lambda *args: of_parts(*args)[0]
-act.act_gradients = act_gradients
-act.add_neighbours = lambda x, steps: x.unflatten(1, (-1, 2 ** int(steps))).sum(2)
+act.act_gradients, act.add_neighbours = act_gradients, add_neighbours
 act.unpack = lambda pair, dtype: (
     pair.contiguous().view(dtype).float().unflatten(1, (-1, 2)).unbind(2)
 )
@@ -55,85 +78,83 @@ act.pack = lambda low, high, dtype: (
 )
 
 
-def dact(variant, dout, weight, row_range, hidden, gradients, workspace, activation, **options):
-    dh, a, dscale, _ = gradients
-    act.launch_dact(
-        dout, weight, row_range, hidden, (dh, a, workspace), activation, variant=variant, **options
-    )
-    if dscale is not None:
-        sum_partials(workspace, row_range, dscale, num_scale_sums(a.shape[1]))
-    return num_scale_sums(a.shape[1])
-
-
 def sum_partials(workspace, row_range, dscale, num_partials):
-    dscale[:] = workspace.view(-1, len(dscale))[:num_partials].T.cumsum(1)[:, -1]
+    """As sum_dact_partials."""
+    dscale.zero_()
+    for sums in workspace[: num_partials * len(dscale)].view(num_partials, -1):
+        dscale += sums
     dscale[int(row_range[1, -1]) :] = 0
 
 
-def kernels_of(act_variant, dact_variant):
+def dact(variant, *, gradients, workspace, **arguments):
+    dh, a, dscale, _ = gradients
+    act.launch_dact(results=(dh, a, workspace), variant=variant, **arguments)
+    if dscale is not None:
+        sum_partials(workspace, arguments["row_range"], dscale, num_scale_sums(a.shape[1]))
+
+
+def kernels_of(name):
+    """Kernels of the contract, by these of a variant."""
+    act_variant, dact_variant = VARIANTS[name]
     launch_act = partial(act.launch_act, variant=act_variant)
     return SimpleNamespace(
-        grouped_gemm_act=lambda *args, bias, **options: (
-            launch_act if act_variant else twin.grouped_gemm_act
-        )(*args, **options),
+        grouped_gemm_act=launch_act if act_variant else twin.grouped_gemm_act,
         grouped_gemm_dact=partial(dact, dact_variant),
-        dact_workspace_numel=lambda num_rows, num_groups, ffn, activation: (
-            num_rows * num_scale_sums(ffn)
-        ),
-        sum_dact_partials=sum_partials,
     )
 
 
-def check_products(splits, widths, dtype):
-    """By the public functions, which choose these kernels."""
-    p = problems.ActProblem(splits, widths, dtype, Activation())
-    for number, zero_tail in enumerate((False, True)):
-        problems.check_gemm(public, p, False, False, "none", zero_tail, num_sms=number + 1)
-        problems.check_dgrad(public, p, False, False, zero_tail, num_sms=3 - number)
-    problems.check_wgrad(public, p, False, False, False, False, dtype, num_sms=3)
-    for name in ("plain", "dgrad"):
-        problems.check_ranges(
-            p, *problems.part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2
-        )
+def compared(kernels, launch, splits, **options):
+    """The launch, and what checks it."""
+    check = partial(differences, launch, kernels, splits=splits, **options)
+    return f"{NAMES[launch.kernel]}, {launch}, {launch.activation}, {splits}", check
 
 
-def check_activations(name, splits, widths, dtype, activation):
-    p = problems.ActProblem(splits, widths, dtype, activation)
-    kernels = kernels_of(*VARIANTS[name])
-    gather = name == "gathered"
-    problems.check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=[(gather, False)])
-    problems.check_act_ranges(kernels, p, random_ranges(splits, 2), gather=gather, num_sms=2)
+def check_sums_of_parts(name):
+    """Parts leave their sums in the workspace: together those of the whole."""
+    arguments = Numbers(Launch("grouped_gemm_dact", EXACT, FP16), splits=FEW)
+    made = arguments.launch.arguments(arguments)
+    *results, dscale, _ = made["gradients"]
+    for part in random_ranges(FEW, 2):
+        given = {**made, "row_range": part, "gradients": (*results, None, None)}
+        kernels_of(name).grouped_gemm_dact(**given)
+    found = dscale.clone()
+    sum_partials(made["workspace"], made["row_range"], found, num_scale_sums(EXACT["I"]))
+    twin.grouped_gemm_dact(**made)
+    assert torch.equal(found, dscale)
 
 
 def check_that_mistakes_are_noticed():
     """A ring's stage that one of two warpgroups frees; products that one of two readers overwrites."""
-    p = problems.ActProblem((140,), (512, 256), torch.bfloat16, Activation())
+    launch = Launch("grouped_gemm", {"H": 512, "W": 512})
+
+    def check():
+        assert differences(launch, public, splits=(140,)) == []
+
+    mistake = lambda right: lambda barrier, count: right(barrier, max(1, int(count) - 1))  # noqa: E731
     gluon_emulator.check_mistakes(
-        lambda: problems.check_gemm(public, p, False, False, "none", False, num_sms=1),
-        (
-            pipeline.mbarrier,
-            "init",
-            lambda right: lambda barrier, count: right(barrier, max(1, int(count) - 1)),
-        ),
-        errors=(AssertionError, RuntimeError),
+        check, (pipeline.mbarrier, "init", mistake), errors=(AssertionError, RuntimeError)
     )
 
 
 def checks():
-    """Names of what is right."""
-    for splits, widths, dtype in (
-        (SPLITS, ODD, torch.bfloat16),
-        ((0, 3, 129), EXACT, torch.float16),
-    ):
-        check_products(splits, widths, dtype)
-        yield f"products {splits}", None
-    check_products((0, 0, 0), EXACT, torch.bfloat16)
+    """Names, and what checks them. Of parts, rows of others are NaN, and are not written."""
+    for splits, sizes, dtype in PRODUCTS:
+        for kernel, zero_tail in product(("grouped_gemm", "grouped_gemm_dgrad"), (False, True)):
+            launch = Launch(kernel, sizes, dtype, changes={"zero_tail": zero_tail})
+            yield compared(public, launch, splits)
+        yield compared(public, Launch("grouped_gemm_wgrad", sizes, dtype), splits)
+    for kernel, part in product(("grouped_gemm", "grouped_gemm_dgrad"), random_ranges(FEW, 2)):
+        yield compared(public, Launch(kernel, {"H": 64, "W": 512}, FP16), FEW, part=part)
+    for name, kernel in product(VARIANTS, ("grouped_gemm_act", "grouped_gemm_dact")):
+        fused = partial(Launch, kernel, ways="gather" if name == "gathered" else "")
+        sizes = WHOLE_HALVES if VARIANTS[name][0] else ODD
+        yield compared(kernels_of(name), fused(sizes, activation=LIMITED), SPLITS)
+        yield compared(kernels_of(name), fused(EXACT, FP16, activation=GELU), FEW)
+        yield compared(kernels_of(name), fused(EXACT), (0, 0))
+        changes = {"gradients": ("N W", "N I", None, None)} if "dact" in kernel else {}
+        for part in random_ranges(FEW, 2):
+            launch = fused(EXACT, FP16, changes=changes)
+            yield compared(kernels_of(name), launch, FEW, part=part)
     for name in VARIANTS:
-        widths = (
-            ODD if VARIANTS[name][0] is None else (392, 256)
-        )  # halves of act must be whole tiles
-        check_activations(name, SPLITS, widths, torch.bfloat16, LIMITED)
-        check_activations(name, (0, 3, 129), EXACT, torch.float16, Activation(function="gelu"))
-        yield name, None
-    check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())
-    check_that_mistakes_are_noticed()
+        yield f"launch_dact, sums of parts, {name}", partial(check_sums_of_parts, name)
+    yield "launch_gemm, mistakes", check_that_mistakes_are_noticed

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,12 +28,12 @@ def _missing() -> str:
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
-def run_checks(*modules: str) -> str:
-    """What is printed of checks() of modules of tests/support, which run kernels and yield pairs: what is checked,
-    and what is wrong, if anything. In a process of its own: the interpreter has to be chosen, and gluon_emulator to
-    take Gluon's place, before kernels are imported."""
+def run_checks(word: str, *modules: str) -> str:
+    """What is printed of checks() of modules of tests/support, which yield names with this word, and functions that
+    run kernels and give what is wrong, if anything. In a process of its own: the interpreter has to be chosen, and
+    gluon_emulator to take Gluon's place, before kernels are imported."""
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(_is_interpreted(modules[0])))}
-    return printed_by("-W", "ignore", __file__, *modules, env={**os.environ, **variables})
+    return printed_by("-W", "ignore", __file__, word, *modules, env={**os.environ, **variables})
 
 
 def _is_interpreted(checks: str) -> bool:
@@ -59,20 +60,21 @@ def spare_the_interpreter() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def main(*modules: str) -> None:
-    """Runs their checks, all of which are to be right."""
+def main(word: str, *modules: str) -> None:
+    """Runs their checks whose names have this word, all of which are to be right."""
     if _is_interpreted(modules[0]):
         checked = [importlib.import_module(module) for module in modules]
         spare_the_interpreter()
     else:
         importlib.import_module("gluon_emulator").install()
         checked = [importlib.import_module(module) for module in modules]
-    failures = {}
-    for name, wrong in itertools.chain.from_iterable(module.checks() for module in checked):
-        print(f"{name}: {wrong or 'ok'}", flush=True)
-        if wrong:
-            failures[name] = wrong
-    assert not failures, failures
+    results = {}
+    for name, check in itertools.chain.from_iterable(module.checks() for module in checked):
+        if not word or word in re.findall(r"\w+", name):
+            results[name] = check()
+            print(f"{name}: {results[name] or 'ok'}", flush=True)
+    assert results, f"nothing is called {word}"
+    assert not any(results.values()), {name: wrong for name, wrong in results.items() if wrong}
 
 
 if __name__ == "__main__":

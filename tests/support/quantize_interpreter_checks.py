@@ -4,6 +4,7 @@ arithmetic, which is checked first. It also loses subnormal bf16 numbers on the 
 fp32 has some."""
 
 from dataclasses import replace
+from functools import partial
 
 import quantize_cases as cases
 import torch
@@ -133,19 +134,19 @@ def launches():
 
 
 def checks():
-    """Names, and what differs in a byte."""
-    check_casts()
+    """Names, and what checks them."""
+    yield "casts of quantize_rows", check_casts
     codes.e4m3_code, codes.e4m3_value = e4m3_code, e4m3_value
     wire.e4m3_value = e4m3_number
-    check_powers_of_two()
+    yield "quantize_rows, powers of two", check_powers_of_two
     Numbers.prepared = staticmethod(without_subnormals)
     for launch, options in launches():
-        yield str(launch), differences(launch, hard=True, **options)
+        yield str(launch), partial(differences, launch, hard=True, **options)
     for rows, blocks in ((SPLITS, 1), (SPLITS, 6)):
         for kernel in ("swizzle_scales", "unswizzle_scales"):
             launch = Launch(kernel, {"H": 32 * blocks}, format="mxfp8")
-            yield str(launch), differences(launch, splits=rows)
-    check_that_differences_are_noticed()
+            yield str(launch), partial(differences, launch, splits=rows)
+    yield "group_amax, differences", check_that_differences_are_noticed
 
 
 def check_that_differences_are_noticed():

@@ -4,6 +4,7 @@ test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before tr
 The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from the formats' definitions. Numbers are such
 that sums are exact: every bit has to be the same."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -92,12 +93,12 @@ def tuning_of(name):
 
 
 def compared(kernel, name, case, dtype, ways, tuning=None, **options):
-    """The launch, and what is wrong."""
+    """The launch, and what checks it."""
     splits, (out, width) = case
     launch = Launch(kernel, {"W": out, "H": width}, dtype, name, ways=ways)
     tuning = tuning_of(name) if tuning is None else tuning
-    wrong = differences(launch, products, splits=splits, tuning=tuning, **options)
-    return f"{launch}, {splits}, {'a part' if options else 'all'}", wrong
+    check = partial(differences, launch, products, splits=splits, tuning=tuning, **options)
+    return f"{launch}, {splits}, {'a part' if options else 'all'}", check
 
 
 def parts(name, splits):
@@ -119,7 +120,9 @@ def check_wide_tiles(name):
         yield compared("grouped_gemm_quantized", name, case, FP32, "", tuning)
 
 
-def check_that_scales_matter(name, case):
+def check_that_scales_matter(name, case, native):
+    """And that only products with scales are native."""
+    dots.clear()
     for operand in ("rows", "weight"):
         splits, (out, width) = case
         launch = Launch("grouped_gemm_quantized", {"W": out, "H": width}, FP32, name)
@@ -132,10 +135,11 @@ def check_that_scales_matter(name, case):
                 products.grouped_gemm_quantized(**arguments)
 
         assert differences(launch, Wrong, splits=splits, tuning=tuning_of(name)), operand
+    assert (name in dots) == native
 
 
 def checks():
-    """Names, and what is wrong."""
+    """Names, and what checks them."""
     InterpreterBuilder.create_dot_scaled = create_dot_scaled
     TritonSemantic.dot_scaled = dot_scaled_of_strings
     gemm, wgrad = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
@@ -149,8 +153,7 @@ def checks():
             ways = "" if name == "float8_block" else "parts"
             for (dtype, way), part in product([(FP32, ""), (FP16, "biased")], parts(name, case[0])):
                 yield compared(gemm, name, case, dtype, f"{ways} {way}", part=part)
-        check_that_scales_matter(name, CASES[name][0])
+        scales_matter = partial(check_that_scales_matter, name, CASES[name][0], native)
+        yield f"scales of {gemm}, {name}, native {native}", scales_matter
         if native:
             yield from check_wide_tiles(name)
-        assert (name in dots) == native
-        dots.clear()
