@@ -265,7 +265,7 @@ class _Combine(Function):
                 memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND
             )
             d_rows, *_ = _receive(dy.contiguous(), plan, buffer, index=index)
-            d_rows = ctx.grad_out.hand_on(d_rows)
+            d_rows = ctx.grad_out.pass_on(d_rows)
             ctx.grad_out.end_backward()
         if d_rows.shape[0] < ctx.num_rows:  # expert_out had a tail, which has no gradient
             d_rows = torch.cat(
