@@ -244,8 +244,8 @@ def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
 #
 # Operators take tensors and numbers only. The tensors are the tokens [T, H], probs [T, K], the *layer* tensors (biases,
 # if any, and weights of both layers), and the adapters. The numbers are a _Call. Forward attaches its state for
-# backward (plan, leases, h) to the memory of a small tensor that it returns, `state`. That state is freed when autograd,
-# the compiled graph or the checkpoint drops the tensor.
+# backward (plan, leases, h) to the memory of a small tensor that it returns, `state`. That state is freed when
+# autograd, the compiled graph or the checkpoint drops the tensor.
 
 
 class _Call(NamedTuple):
