@@ -138,8 +138,8 @@ def pack_weight_ptrs(
 ) -> PackedPointers:
     """All addresses that a pass through one or two layers of discrete weights needs, loaded together.
 
-    At least one of the four lists must have tensors. A launch carries 4080 bytes: 8 for an address; for swizzled scales 20
-    for a matrix, and 16 for each shape in a list. One more launch swizzles all scales. Not collective, no host
+    At least one of the four lists must have tensors. A launch carries 4080 bytes: 8 for an address; for swizzled scales
+    20 for a matrix, and 16 for each shape in a list. One more launch swizzles all scales. Not collective, no host
     synchronisation.
 
     Args:

@@ -76,7 +76,7 @@ class FromNodes:
         sent_home = [tensor[self._plan.num_tokens :] for tensor in self._home.tensors]
         receives = slices_by_node(sent_home, to_nodes)
         self.rails.meet(control.PHASE_NODES_HOME, agreed)
-        with nodes_of(self._plan.heap).moving(sends, receives) as wait:
+        with nodes_of(self._plan.heap).transfer(sends, receives) as wait:
             yield wait
 
     def add(

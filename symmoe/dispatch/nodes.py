@@ -115,7 +115,7 @@ class RailRows:
         sends += [(node, own_counts) for node in other_nodes]
         receives += zip(other_nodes, other_counts, strict=True)
         nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
-        with nodes.moving(sends, receives):
+        with nodes.transfer(sends, receives):
             pass  # no other work
         received = torch.empty(
             (heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device
@@ -182,7 +182,7 @@ class RailPlan:
             receives += [(node, received_regions[node]) for node, _ in from_nodes]
         self.meet(phase, agreed)
         with ExitStack() as travels:
-            begin = partial(travels.enter_context, nodes_of(heap).moving(sends, receives))
+            begin = partial(travels.enter_context, nodes_of(heap).transfer(sends, receives))
             # A graph may run branches in sequence, in any order. Ranks that wait for other nodes before they reach the
             # barrier, or push their rows, and ranks that wait after it, would deadlock.
             wait = None if heap.streams.capture else begin()

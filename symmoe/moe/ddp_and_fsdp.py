@@ -27,7 +27,7 @@ from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.torch_internals import DDP_IGNORED, active_ddp_of, ddp_parameters, look_of
+from symmoe.torch_internals import DDP_IGNORED, active_ddp_of, ddp_parameters, modules_key
 
 _JOINED = "_symmoe_joined"  # on a DDP: its _Joined
 _NUM_COMPARED = 8  # dense parameters, the smallest
@@ -60,7 +60,7 @@ class ExpertParallelModule(nn.Module):
         super().__init__()
         # To the DDP that last called the layer, if any.
         self._ddp_ref: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._valid_look: list[object] = []  # of the parts, when they were valid
+        self._valid_key: list[object] = []  # of the parts, when they were valid
 
     @property
     def is_expert_parallel(self) -> bool:
@@ -86,15 +86,15 @@ class ExpertParallelModule(nn.Module):
         problem: SymmoeError | None = (
             None if active_ddp_of(DistributedDataParallel) is None else attach_to_ddp(self)
         )
-        # The look of the parts, not of the layer, which would keep itself alive.
-        if problem is None and (look := look_of(*self._modules.values())) != self._valid_look:
+        # The key of the parts, not of the layer, which would keep itself alive.
+        if problem is None and (key := modules_key(*self._modules.values())) != self._valid_key:
             problem = self.parts_problem()
             if problem is None:
-                self._valid_look = look
+                self._valid_key = key
         return problem
 
     def parts_problem(self) -> SymmoeError | None:
-        """Why the layer cannot use its current parts, or None. Depends on their look_of only."""
+        """Why the layer cannot use its current parts, or None. Depends on their modules_key only."""
         experts = self.experts
         device = self.heap.device
         return (

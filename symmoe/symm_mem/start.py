@@ -156,7 +156,7 @@ class HeapParts:
         self.streams.synchronize()
         whole.barrier()  # no rank may signal into a control block that is not zeroed yet
 
-    def _give_back_memory(self) -> None:
+    def _free_memory(self) -> None:
         """Frees the arenas after the last call of all ranks; if one rank cannot, all keep theirs. Collective."""
         group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
         is_agreed = False
@@ -183,7 +183,7 @@ class HeapParts:
         missing = self._arenas.suspend_problem
         return BackendUnavailable(f"suspend: {missing}") if missing else None
 
-    def _bring_back_memory(self) -> None:
+    def _restore_memory(self) -> None:
         """Restores the arenas without the rows. Collective."""
         group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
         poison = self.faults.poison

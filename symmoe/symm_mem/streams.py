@@ -258,12 +258,12 @@ class Access:
     raises and does not wait: the order of two threads could differ between ranks.
 
     Attributes:
-        is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
+        is_usable: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
         is_open: whether the heap also has memory, and is not suspended.
     """
 
     def __init__(self) -> None:
-        self.is_given = self.is_open = True
+        self.is_usable = self.is_open = True
         self._pid = os.getpid()
         self._turn = threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
@@ -272,7 +272,7 @@ class Access:
 
     def check(self) -> None:
         """Raises HeapClosed if another process has made the heap, HeapSuspended if the heap has no memory."""
-        if not self.is_given:
+        if not self.is_usable:
             raise HeapClosed(
                 f"the symmetric heap is that of process {self._pid}, of which this process ({os.getpid()}) is a fork: "
                 "it has no rank of its own"
@@ -285,7 +285,7 @@ class Access:
     @property
     def is_suspended(self) -> bool:
         """Whether this process has made the heap and the heap has no memory."""
-        return self.is_given and not self.is_open
+        return self.is_usable and not self.is_open
 
     def __enter__(self, even_suspended: bool = False) -> None:
         if not self.is_open and not even_suspended:
@@ -354,4 +354,4 @@ class OneCall:
 def _take_away(reference: weakref.ref[Access]) -> None:
     access = reference()
     if access is not None:
-        access.is_given = access.is_open = False
+        access.is_usable = access.is_open = False
