@@ -116,7 +116,7 @@ class Faults:
         self._counters = waits.peers.counters(waits.peers.rank)
         self._turns = itertools.cycle((1, 0))  # the slots of the peers' inboxes for messages
 
-    # -- errors on record ----------------------------------------------------------------------------------------------------
+    # -- errors on record -----------------------------------------------------------------------------------------
 
     @outside_transforms()
     def find(self, phase: int | None) -> SymmoeError | None:
@@ -356,7 +356,7 @@ class Faults:
         with self._remote_nodes.reporting_abort(report.sender, report):
             pass  # this node has the report
 
-    # -- errors of this rank -----------------------------------------------------------------------------------------------------
+    # -- errors of this rank --------------------------------------------------------------------------------------
 
     @outside_transforms()
     def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:
@@ -440,7 +440,7 @@ class Faults:
             self._report_abort(Report("it has closed its heap"))
         return error, together
 
-    # -- flight records ---------------------------------------------------------------------------------------------
+    # -- flight records -------------------------------------------------------------------------------------------
 
     def _describe(self, error: SymmoeError, status: Sequence[int]) -> None:
         """Adds the flight record to the error."""

@@ -240,7 +240,7 @@ class RemoteNodes(NoRemoteNodes):
         with self.turn:
             raise_for(self.faults.poison_with(report))
 
-    # -- for errors, see NoRemoteNodes: a Report as the result means that a peer is gone -------------------------------
+    # -- for errors, see NoRemoteNodes: a Report as the result means that a peer is gone --------------------------
 
     def node_of(self, rank: int) -> int | None:
         return None if rank < 0 else self.topology.node_of(rank)
@@ -465,7 +465,7 @@ def _first_fault(headers: list[Header]) -> Fault | None:
     )
 
 
-# -- construction ------------------------------------------------------------------------------------------------------
+# -- construction -------------------------------------------------------------------------------------------------
 
 
 def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
