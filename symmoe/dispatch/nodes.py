@@ -73,8 +73,8 @@ class RailRows:
             rank_TK = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor")
             is_expert_TK = (rank_TK >= 0) & (rank_TK < heap.num_ranks)
             node_TK = maps.to_node[torch.where(is_expert_TK, rank_TK, -1)]
-            has_no_row_TK = token_to_rail_row_TN.gather(1, node_TK) < 0
-            is_dropped_TK = is_expert_TK & (node_TK != maps.here) & has_no_row_TK
+            rail_row_TK = token_to_rail_row_TN.gather(1, node_TK)
+            is_dropped_TK = is_expert_TK & (node_TK != maps.here) & (rail_row_TK < 0)
             self.topk_idx = topk_idx.masked_fill(is_dropped_TK, -1)
             self._num_dropped = is_dropped_TK.sum(dtype=torch.int32).view(1)
 

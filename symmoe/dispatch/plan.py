@@ -21,7 +21,7 @@ from symmoe.checks.arguments import (
     tensor_problem,
 )
 from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, plan_in_node
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, in_storage, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part
@@ -696,28 +696,34 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
             return ArgumentError(f"{name} ({value}) must be less than 2**31")
         if value < 1 and name in ("capacity", "hidden", "rail_capacity"):
             return ArgumentError(f"{name} ({value}) must be at least 1")
-    if not 1 <= num_experts <= control.MAX_EXPERTS:
-        return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
-    if num_experts % num_ranks:
-        return ArgumentError(
-            f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})"
-        )
-    if num_replica_slots < 0:
-        return ArgumentError(f"replicas_per_rank ({num_replica_slots}) must be at least 0")
-    if (num_copies := num_experts + num_replica_slots * num_ranks) > control.MAX_EXPERTS:
-        return ArgumentError(
+    num_copies = num_experts + num_replica_slots * num_ranks
+    error: Problem = first_problem(
+        (
+            not 1 <= num_experts <= control.MAX_EXPERTS,
+            f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]",
+        ),
+        (
+            num_experts % num_ranks != 0,
+            f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})",
+        ),
+        (num_replica_slots < 0, f"replicas_per_rank ({num_replica_slots}) must be at least 0"),
+        (
+            num_copies > control.MAX_EXPERTS,
             f"num_experts ({num_experts}) and replicas_per_rank ({num_replica_slots}) on each rank make "
-            f"{num_copies} experts; there must be at most {control.MAX_EXPERTS}"
-        )
-    if num_replica_slots and not is_in_order:
-        return ArgumentError(
-            f"replicas_per_rank ({num_replica_slots}) must be 0 where ranks of a node do not follow each "
-            "other"
-        )
-    if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
-        return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
+            f"{num_copies} experts; there must be at most {control.MAX_EXPERTS}",
+        ),
+        (
+            num_replica_slots > 0 and not is_in_order,
+            f"replicas_per_rank ({num_replica_slots}) must be 0 where ranks of a node do not follow each other",
+        ),
+        (
+            not isinstance(slack, (int, float)) or not 0 <= slack <= 1,
+            f"replica_slack ({slack!r}) must be a number in [0, 1]",
+        ),
+    )
     choices = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
-    error = None if options.config else choices_problem(**choices)  # as above
+    if not options.config:  # as above
+        error = error or choices_problem(**choices)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if options.capacity is None else ():

@@ -267,9 +267,11 @@ def needed_bias_histogram(
         low, width = _bins(bias)
         bin_TE = ((threshold_T1 - scores - low) / width).long().clamp(0, BIAS_BINS - 1)
         bin_TE += torch.arange(num_experts, device=scores.device) * BIAS_BINS
-        is_counted_TE = torch.ones_like(bin_TE)
-        if token_mask is not None:
-            is_counted_TE = token_mask.unsqueeze(1).expand_as(bin_TE).long()
+        is_counted_TE = (
+            torch.ones_like(bin_TE)
+            if token_mask is None
+            else token_mask.unsqueeze(1).expand_as(bin_TE).long()
+        )
         count_N.scatter_add_(0, bin_TE.flatten(), is_counted_TE.flatten())
     return count_N.view(num_experts, BIAS_BINS)
 

@@ -257,18 +257,21 @@ class MoEConfig:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
             return
         arguments.check_factor("capacity_factor", factor)
-        if not factor:
-            raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks after the drops, which hides how overloaded an expert is.
         condition = f"with capacity_factor ({factor})"
-        if router.expert_bias:
-            raise ArgumentError(
-                f"expert_bias (True) must be False {condition}: it would follow the load after the drops"
+        raise_for(
+            first_problem(
+                (not factor, f"capacity_factor ({factor}) must be more than 0"),
+                (
+                    router.expert_bias,
+                    f"expert_bias (True) must be False {condition}: it would follow the load after the drops",
+                ),
+                (
+                    router.aux_loss == "global",
+                    f"aux_loss ('global') must be 'micro_batch' or 'sequence' {condition}",
+                ),
             )
-        if router.aux_loss == "global":
-            raise ArgumentError(
-                f"aux_loss ('global') must be 'micro_batch' or 'sequence' {condition}"
-            )
+        )
 
     def _check_defaults(self, names: tuple[str, ...], requirement: str) -> None:
         """Raises an ArgumentError if one of these fields differs from its default: it needs the requirement."""

@@ -260,8 +260,8 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         def overlapped_s(n: int) -> float:
             shared_s = max(gpu.gemm_s(flops - exclusive_flops, n), move.overlapped_s(n, rates))
-            parts_s = (sizes.num_ranks - 1) * part_s
-            return shared_s + gpu.gemm_s(exclusive_flops) + end_s + parts_s
+            exclusive_s = gpu.gemm_s(exclusive_flops)
+            return shared_s + exclusive_s + end_s + (sizes.num_ranks - 1) * part_s
 
         return gpu.best(move.exclusive_s(rates) + gpu.gemm_s(flops) + end_s, overlapped_s)
 

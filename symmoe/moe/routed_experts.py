@@ -21,14 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
 from symmoe.checks.arguments import kernel_rows
-from symmoe.dispatch.plan import (
-    Plan,
-    PlanOptions,
-    PlanResult,
-    begin_plan,
-    plan_call,
-    plan_problem,
-)
+from symmoe.dispatch.plan import Plan, PlanOptions, PlanResult, begin_plan, plan_call, plan_problem
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertTensors, materialized, of_tensors

@@ -25,7 +25,7 @@ from symmoe.checks.arguments import (
     memory_problem,
     tensor_problem,
 )
-from symmoe.errors import ArgumentError, SymmoeError, raise_for
+from symmoe.errors import ArgumentError, SymmoeError, first_problem, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.programs import run_program
 from symmoe.kernels.routing_rule import RoutingRule
@@ -200,14 +200,18 @@ class Router(nn.Module):
                 expert. The router computes the scores, and the probs of these experts.
         """
         config = self.config
-        if x.dim() != 2 or x.shape[1] != config.hidden:
-            raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
-        if not x.is_floating_point():
-            raise ArgumentError(
-                f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})"
-            )
         raise_for(
-            memory_problem("x", x)
+            first_problem(
+                (
+                    x.dim() != 2 or x.shape[1] != config.hidden,
+                    f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]",
+                ),
+                (
+                    not x.is_floating_point(),
+                    f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})",
+                ),
+            )
+            or memory_problem("x", x)
             or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx)
         )
         # Padding may contain NaN, which a gradient of 0 would not remove.
@@ -311,33 +315,29 @@ def arguments_problem(
     probs: torch.Tensor | None = None,
 ) -> SymmoeError | None:
     """The error of the mask, the choice of experts or its weights for the tokens of x [..., H], or None."""
-    error: SymmoeError | None = None
     choice_shape = math.prod(x.shape[:-1]), config.top_k
+    error: SymmoeError | None = None
     if token_mask is not None:
         error = tensor_problem(
             "token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device
         )
-    if topk_idx is not None:
-        error = error or tensor_problem(
-            "topk_idx",
-            topk_idx,
-            shape=choice_shape,
-            dtypes=(torch.int32, torch.int64),
-            device=x.device,
+    if error is None and topk_idx is not None:
+        dtypes = (torch.int32, torch.int64)
+        error = tensor_problem(
+            "topk_idx", topk_idx, shape=choice_shape, dtypes=dtypes, device=x.device
         )
     if error is not None or (probs is None and config.router is not None):
         return error
-    if probs is None:
-        return ArgumentError(
-            "probs (None) must be given, and topk_idx with it: the configuration has router=None"
-        )
-    if topk_idx is None:
-        return ArgumentError(
-            "topk_idx (None) must be given with probs: which experts have these weights?"
-        )
-    return tensor_problem(
-        "probs", probs, shape=choice_shape, dtypes=control.DTYPES, device=x.device
-    )
+    return first_problem(
+        (
+            probs is None,
+            "probs (None) must be given, and topk_idx with it: the configuration has router=None",
+        ),
+        (
+            topk_idx is None,
+            "topk_idx (None) must be given with probs: which experts have these weights?",
+        ),
+    ) or tensor_problem("probs", probs, shape=choice_shape, dtypes=control.DTYPES, device=x.device)
 
 
 def drop_over_capacity(
@@ -351,9 +351,11 @@ def drop_over_capacity(
     # The plan reports ids out of range, on all ranks; here they count as no expert.
     is_none_TK = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none_TK, num_experts).flatten().long()
-    order_N = torch.arange(expert_N.numel(), device=expert_N.device)
-    if policy == "probs":
-        order_N = probs.detach().flatten().argsort(descending=True, stable=True)
+    order_N = (
+        probs.detach().flatten().argsort(descending=True, stable=True)
+        if policy == "probs"
+        else torch.arange(expert_N.numel(), device=expert_N.device)
+    )
     order_N = order_N[expert_N[order_N].argsort(stable=True)]
     sorted_expert_N = expert_N[order_N]
     first_E = torch.searchsorted(

@@ -24,15 +24,15 @@ from symmoe.program.program import (
     Entry,
     Event,
     Launch,
-    TensorMeta,
     Mark,
     ObjectSlot,
     Operation,
     Program,
+    TensorMeta,
     TensorRef,
     extent_bytes,
-    meta_of,
     mapped,
+    meta_of,
 )
 from symmoe.torch_internals import TorchDispatchMode
 

@@ -95,8 +95,8 @@ class Programs:
             function: launches kernels. It reads, writes and returns only memory of `inputs`, memory that it makes,
                 leases that it takes, and results of noted functions. It changes nothing else, and does not wait for the
                 device.
-            inputs: tensors; their shapes, strides, dtypes, devices, alignment and requires_grad are a part of the key, and so is which
-                of them are None.
+            inputs: tensors; their shapes, strides, dtypes, devices, alignment and requires_grad are a part of the key,
+                and so is which of them are None.
             numbers: integers that differ between calls, by their keyword in noted functions.
         """
         if num_dispatch_modes():  # a builder, or another mode that must see every operator

@@ -173,8 +173,8 @@ class Faults:
         return error
 
     def _end_call(self) -> tuple[list[int], SymmoeError | None]:
-        """Ends the failed call: the next barrier counts again. Returns the record, and the error if ranks need not agree
-        on it."""
+        """Ends the failed call: the next barrier counts again. Returns the record, and the error if ranks need not
+        agree on it."""
         words = [int(word) for word in self._words]
         self.unraised = None  # every rank raises the error on record instead
         if words[control.STATUS_KIND] in (

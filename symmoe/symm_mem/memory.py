@@ -125,8 +125,7 @@ def add_range(start: int, num_bytes: int) -> None:
 def positions_inside(addresses: bytes) -> list[int]:
     """The indices of those addresses, native int64, that lie in a range."""
     positions = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
-    indices: list[int] = np.flatnonzero(positions & 1).tolist()
-    return indices
+    return [*np.flatnonzero(positions & 1).tolist()]
 
 
 _Place = tuple[Arena, tuple[int, int]]  # the arena of a span, and its (offset, size) there
