@@ -38,8 +38,8 @@ def combine(
     order: str,
     division: Division | None = None,
 ) -> torch.Tensor:
-    """Calls `compute` to fill `rows`, and sums the rows of a token on the token's rank. Collective; does not synchronise
-    the host.
+    """Calls `compute` to fill `rows`, and sums the rows of a token on the token's rank. Collective; does not
+    synchronise the host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].

@@ -1,8 +1,8 @@
 """The parameters of a grouped linear layer: packed or discrete weights, biases, and where their gradients go. Also
 separates a model's parameters into those of all ranks and those of experts, which are on one rank of each EP group.
 
-The module that owns a parameter determines whether it is an expert's. An attribute of a Parameter would be lost when the Parameter is
-replaced (copies of layers, loading by assignment, the meta device, FSDP, parametrizations).
+The module that owns a parameter determines whether it is an expert's. An attribute of a Parameter would be lost when
+the Parameter is replaced (copies of layers, loading by assignment, the meta device, FSDP, parametrizations).
 
 G groups (experts of this rank), C input features, O output features.
 """

@@ -117,8 +117,8 @@ def expert_parallel_mlp(
         choices: order, stash, layout, schedule and quantized_wire, with the values and defaults of MoEConfig.
 
     Raises:
-        ArgumentError: a choice is unknown; raised on every rank if any rank raises (on GPUs the peers raise at their next
-            call on the heap, or in heap.synchronize). Or quantised rows were requested without a precision of E4M3
+        ArgumentError: a choice is unknown; raised on every rank if any rank raises (on GPUs the peers raise at their
+            next call on the heap, or in heap.synchronize). Or quantised rows were requested without a precision of E4M3
             numbers; or see :func:`step_problem`.
     """
     if unknown := choices.keys() - OPTION_DEFAULTS:

@@ -357,7 +357,8 @@ def in_sections(program: Program) -> Program:
 def _with_memory_planned(
     program: Program, allocations: list[Call], parts: dict[int, tuple[int, int]]
 ) -> list[Entry]:
-    """The entries without the allocations before the first launch (`allocations`), and the `parts` of memory (see _Layout)."""
+    """The entries without the allocations before the first launch. Adds these to `allocations`, and the parts of memory
+    to `parts` (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
     for n, entry in enumerate(program.entries):
         for slot in _slots(
