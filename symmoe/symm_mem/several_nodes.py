@@ -362,13 +362,13 @@ class RemoteNodes(NoRemoteNodes):
             with self._streams.at_once():
                 write_word(self._counters[control.ON_RAIL], int(is_long))
             self._is_marked = is_long
-        lost, gave_up = self.channel.look()
+        lost, abort_header = self.channel.look()
         if max(self.channel.counted.values()) >= 0:  # a host asks
             self.channel.announce_once(Header(COUNTED, begun + ended))
         if not (is_moving and is_long):
             return True
         is_lost = bool(lost or self.payload.problem())
-        if not (is_lost or gave_up or now - self._begun_s > bound_s):
+        if not (is_lost or abort_header or now - self._begun_s > bound_s):
             return True
         with suppress(ReferenceError):  # the heap was freed
             self.overdue = self._find_missing(is_lost)
@@ -384,11 +384,11 @@ class RemoteNodes(NoRemoteNodes):
         counted = self.channel.counted
         deadline = time.monotonic() + ANSWER_S
         while True:
-            lost, gave_up = self.channel.look()
-            is_settled = gave_up or lost or len(counted) == 1 or min(counted.values()) >= 0
+            lost, abort_header = self.channel.look()
+            is_settled = abort_header or lost or len(counted) == 1 or min(counted.values()) >= 0
             if is_settled or time.monotonic() > deadline or self._ends.wait(_WATCH_S):
                 node = min(lost or counted, key=lambda node: (counted[node], node))
-                return self._missing_report(node, gave_up, lost=bool(is_lost or lost))
+                return self._missing_report(node, abort_header, lost=bool(is_lost or lost))
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
@@ -416,15 +416,15 @@ class RemoteNodes(NoRemoteNodes):
             return self.overdue or self._report_missing(broken)
 
     def _report_missing(self, broken: RailBroken) -> Report:
-        abort_header = broken.said or (
+        abort_header = broken.abort_header or (
             None if broken.is_late else self.channel.last_message(broken.node)
         )
         return self._missing_report(broken.node, abort_header, lost=not broken.is_late)
 
-    def _missing_report(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
+    def _missing_report(self, node: int, abort_header: Header | None, *, lost: bool) -> Report:
         """The report of a missing node, or of a node that has aborted."""
-        if gave_up is not None:
-            return Report.unpack(gave_up.message)._replace(sender=gave_up.origin)
+        if abort_header is not None:
+            return Report.unpack(abort_header.message)._replace(sender=abort_header.origin)
         return Report(
             "",
             missing=self.topology.rail[node],
