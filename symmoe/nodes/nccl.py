@@ -226,14 +226,14 @@ class NcclRail(Payload):
     def _exchange(self, sends: Pairs, receives: Pairs, stream: Any = None) -> None:
         """Sends and receives on a CUDA stream, at once, in order for each node."""
         stream = torch.cuda.current_stream(self._device) if stream is None else stream
-        communicator_and_stream = self._communicator, stream.cuda_stream
+        where = self._communicator, stream.cuda_stream
         self._library.call("ncclGroupStart")
         try:
             for name, pairs in (("ncclRecv", receives), ("ncclSend", sends)):
                 for node, tensor in pairs:
                     if node != self._node and tensor.numel():
-                        message = tensor.data_ptr(), tensor.nbytes, _UINT8, node
-                        self._library.call(name, *message, *communicator_and_stream)
+                        address = tensor.data_ptr()
+                        self._library.call(name, address, tensor.nbytes, _UINT8, node, *where)
         finally:
             self._library.call("ncclGroupEnd")
 

@@ -144,7 +144,8 @@ def _address_of(device: str) -> str:
                 return _ipv6_address_of(device)
             devices = ", ".join(name for _, name in socket.if_nameindex())
             raise BackendUnavailable(
-                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: {devices}"
+                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: "
+                f"{devices}"
             ) from error
     return socket.inet_ntoa(ifreq[20:24])
 

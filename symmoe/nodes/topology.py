@@ -25,8 +25,8 @@ def find_machine() -> str:
 
 
 def find_domain(gpu: str | None) -> str:
-    """The domain that this rank shares with all ranks whose memory it can reach: an NVLink domain, which may have GPUs on several
-    machines, or else the machine. gpu: the UUID of its GPU, or None."""
+    """The domain that this rank shares with all ranks whose memory it can reach: an NVLink domain, which may have GPUs
+    on several machines, or else the machine. gpu: the UUID of the rank's GPU, or None."""
     return (_find_fabric(gpu) if gpu else "") or find_machine()
 
 

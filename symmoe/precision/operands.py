@@ -88,8 +88,8 @@ class _CachedOperands(NamedTuple):
 class CachedWeight:
     """Operands of one layer's weight while it does not change: computed on first use, cached until `close`.
 
-    If a reader's stream is not the stream that computed them, the reader's stream waits. A copied or pickled layer has an
-    empty cache, because no caller would close it.
+    If a reader's stream is not the stream that computed them, the reader's stream waits. A copied or pickled layer has
+    an empty cache, because no caller would close it.
 
     Args:
         parameters: the weight, packed or discrete. DTensors stay DTensors: their local parts have no version of their

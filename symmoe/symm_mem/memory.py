@@ -232,7 +232,7 @@ class Memory:
             else:
                 span = arena.take(num_bytes)
             if span is not None:
-                self._streams.taken(span)
+                self._streams.acquire(span)
                 if self.fills:
                     fill(self.peers.views[self.peers.rank][span[0] : sum(span)])
                 self._live[span[0]] = num_bytes, name if arena is self.arena else None
@@ -257,7 +257,7 @@ class Memory:
             self._live.pop(span[0], None)
             is_of_graph = arena is not self.arena
             if is_of_graph or not self._streams.capture:  # a capture begins after earlier work
-                self._streams.released((*span, was_dropped))
+                self._streams.release((*span, was_dropped))
             if is_of_graph and arena not in self._graph_arenas.values():
                 arena = self.arena  # the graph has been released meanwhile
             arena.give_back(*span)
