@@ -30,8 +30,8 @@ def activation_problem(activation: object, kind: type = Activation) -> ArgumentE
         else "a ScaledActivation, or None; it takes an Activation"
     )
     return ArgumentError(
-        f"activation ({activation!r}) must be {alternatives}: symmoe.Activation(function='gelu', is_gated=False) is one of "
-        f"functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
+        f"activation ({activation!r}) must be {alternatives}: symmoe.Activation(function='gelu', is_gated=False) is "
+        f"one of functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
     )
 
 

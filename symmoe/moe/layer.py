@@ -386,7 +386,7 @@ class MoELayer(ExpertParallelModule):
         if self.router is None or probs is not None:
             topk_idx = require_tensor("topk_idx", topk_idx)
             probs_TK = require_tensor("probs", probs).float().masked_fill(topk_idx < 0, 0.0)
-            choice = Choice(*choice_of(self.config, topk_idx, probs_TK, token_mask))
+            choice = choice_of(self.config, topk_idx, probs_TK, token_mask)
         else:
             x_TH = x.reshape(-1, self.config.hidden)
             choice = self.router(x_TH, token_mask=token_mask, topk_idx=topk_idx)

@@ -221,7 +221,14 @@ class Router(nn.Module):
             given_idx_TK = None if topk_idx is None else _int32(topk_idx).contiguous()
             routed = route_tokens(self.route_of(x_TH, given_idx_TK))
             choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
-        return RouterOutput(*choice, routed.scores, routed.logits)
+        return RouterOutput(
+            choice.topk_idx,
+            choice.probs,
+            choice.chosen_idx,
+            choice.num_over_capacity,
+            routed.scores,
+            routed.logits,
+        )
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
@@ -276,9 +283,8 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
 
 def choice_of(
     config: MoEConfig, topk_idx: torch.Tensor, probs: torch.Tensor, token_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The fields of a Choice from experts int [T, K] and weights fp32 [T, K], without padding and slots over
-    capacity."""
+) -> Choice:
+    """The choice of experts int [T, K] with weights fp32 [T, K], without padding and slots over capacity."""
     if token_mask is not None:
         padding_T1 = ~token_mask.unsqueeze(1)
         topk_idx = topk_idx.masked_fill(padding_T1, -1)
@@ -295,7 +301,7 @@ def choice_of(
             capacity=capacity,
             policy=config.drop_policy,
         )
-    return topk_idx, probs, chosen_idx_TK, num_over_capacity
+    return Choice(topk_idx, probs, chosen_idx_TK, num_over_capacity)
 
 
 def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
