@@ -1,4 +1,4 @@
-"""What autograd must know about memory that kernels write without autograd."""
+"""Functions and checks of autograd for memory that kernels write without autograd."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Function(torch.autograd.Function):
             # tensors, and must not bypass it.
             ctx = _Unpacked(ctx)
             with torch.no_grad():
-                found = first_order(ctx, *gradients)
+                results = first_order(ctx, *gradients)
             start = torch.empty(0, device="cpu", requires_grad=True)
-            tensors = *found, *gradients, *ctx.saved_tensors
-            return _EndOfGraph.apply(of, len(found), start, *tensors)  # type: ignore[no-untyped-call]
+            tensors = *results, *gradients, *ctx.saved_tensors
+            return _EndOfGraph.apply(of, len(results), start, *tensors)  # type: ignore[no-untyped-call]
 
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
@@ -65,10 +65,12 @@ class _EndOfGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: str, num_found: int, _: torch.Tensor, *tensors: torch.Tensor | None
+        ctx: Any, of: str, num_results: int, _: torch.Tensor, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.of = of
-        return tuple(None if each is None else each.view_as(each) for each in tensors[:num_found])
+        return tuple(
+            None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:num_results]
+        )
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -91,7 +93,7 @@ class Context(Protocol):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        """Keeps tensors for backward, which finds them in `saved_tensors`."""
+        """Keeps tensors for backward, which reads `saved_tensors`."""
 
     def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
         """Marks outputs that have no gradient."""
@@ -155,20 +157,20 @@ class GradientBuffer:
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
         self.tensor = tensor
         self._name = name
-        self._is_given = tensor is not None
+        self._had_tensor = tensor is not None
 
     def problem(self) -> ArgumentError | None:
         """The error if a backward pass cannot write into the buffer, or None."""
         if self.tensor is not None:
             return in_flight_problem(self._name, self.tensor)
-        if not self._is_given:
+        if not self._had_tensor:
             return None
         return ArgumentError(
             f"{self._name} was let go of when the first backward pass (retain_graph=False) ended; a second one through "
             "the same graph needs retain_graph=True in the first"
         )
 
-    def hand_on(self, gradient: torch.Tensor) -> torch.Tensor:
+    def pass_on(self, gradient: torch.Tensor) -> torch.Tensor:
         """The tensor that backward returns for `gradient`, which is the written buffer if there is one.
 
         A second reference to it lives until the pass ends. So autograd cannot make the buffer's memory the `.grad` of a
@@ -178,10 +180,10 @@ class GradientBuffer:
             return gradient
         storage = gradient.untyped_storage()
         gradient = wrote_into(gradient).detach()
-        held = [gradient]
+        references = [gradient]
         start = gradient.data_ptr()
         # Cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
-        torch_internals.call_after_backward(held.clear)
+        torch_internals.call_after_backward(references.clear)
         pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
         pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
         storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory

@@ -65,7 +65,7 @@ class LoRAGroupedLinear(GroupedLinear):
         self.reset_adapters()
         if self.is_merged:  # the merged weights are now replaced
             self.is_merged = False
-            self._let_adapters_train(True)
+            self._set_adapters_trainable(True)
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
@@ -84,11 +84,11 @@ class LoRAGroupedLinear(GroupedLinear):
         a = local_part(self.lora_a)
         b = local_part(self.lora_b) * self.scaling
         if self.training and self.rank_dropout:
-            keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
-            a = a * nn.functional.dropout(keep, self.rank_dropout)
-        if missing := -a.shape[1] % RANK_MULTIPLE:
-            a = nn.functional.pad(a, (0, 0, 0, missing))
-            b = nn.functional.pad(b, (0, missing))
+            ones = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
+            a = a * nn.functional.dropout(ones, self.rank_dropout)
+        if padding := -a.shape[1] % RANK_MULTIPLE:
+            a = nn.functional.pad(a, (0, 0, 0, padding))
+            b = nn.functional.pad(b, (0, padding))
         return a, b
 
     def merge(self) -> None:
@@ -101,10 +101,10 @@ class LoRAGroupedLinear(GroupedLinear):
         if self.is_merged:
             self._add_to_weights(-1.0)
 
-    def _let_adapters_train(self, may: bool) -> None:
+    def _set_adapters_trainable(self, trainable: bool) -> None:
         for adapter in (self.lora_a, self.lora_b):
-            adapter.requires_grad_(may)
-            if not may:
+            adapter.requires_grad_(trainable)
+            if not trainable:
                 adapter.grad = None  # an optimizer's step would change merged adapters
 
     @torch.no_grad()
@@ -113,12 +113,11 @@ class LoRAGroupedLinear(GroupedLinear):
         b = local_part(self.lora_b)
         with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
             delta = torch.bmm(b, a) * self.scaling
-        for weight, part in zip(
-            self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True
-        ):
-            weight.add_(part.to(weight.dtype), alpha=sign)
+        deltas = (delta,) if self.is_packed else delta
+        for weight, weight_delta in zip(self.weight_parameters(), deltas, strict=True):
+            weight.add_(weight_delta.to(weight.dtype), alpha=sign)
         self.is_merged = sign > 0
-        self._let_adapters_train(not self.is_merged)
+        self._set_adapters_trainable(not self.is_merged)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -160,7 +159,7 @@ def add_lora(
 
     Raises:
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or has one with adapters, or one with
-            another place for its gradients. The model is unchanged.
+            another target for its gradients. The model is unchanged.
     """
     raise_for(
         size_problem(rank=rank)
@@ -184,7 +183,7 @@ def add_lora(
     for mlp in mlps:
         mlp.fc1, mlp.fc2 = adapt(mlp.fc1), adapt(mlp.fc2)
     for module in model.modules():
-        # MoELayer and layers of integrations: compiled steps hold their weights.
+        # MoELayer and layers of integrations: compiled steps refer to the experts' weights.
         if (set_experts := getattr(module, "set_experts", None)) is not None:
             set_experts(module.experts)
     return [
@@ -209,11 +208,11 @@ def unmerge_lora(model: nn.Module) -> None:
 def _check_linear(name: str, linear: GroupedLinear) -> None:
     if type(linear) is not GroupedLinear:
         raise ArgumentError(f"{name} ({type(linear).__name__}) must be a GroupedLinear")
-    of_adapters = "(True) must be False: gradients are those of the adapters"
+    reason = "(True) must be False: gradients are those of the adapters"
     raise_for(
         first_problem(
-            (linear.accumulate_into_main_grad, f"{name}.accumulate_into_main_grad {of_adapters}"),
-            (linear.delay_wgrad, f"{name}.delay_wgrad {of_adapters}"),
+            (linear.accumulate_into_main_grad, f"{name}.accumulate_into_main_grad {reason}"),
+            (linear.delay_wgrad, f"{name}.delay_wgrad {reason}"),
             (
                 linear.precision is not None,
                 f"{name}.precision ({linear.precision}) must be None: adapters add to products in full",

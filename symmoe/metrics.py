@@ -130,25 +130,27 @@ class MetricsLogger:
         check_kind("sink", sink, (Callable, type(None)), "a function sink(numbers, step), or None")
         self._sink = sink
         self._min_load_entropy = min_load_entropy or 0.0
-        watched = [listeners for _, listeners in layers.values()]
-        self._sizes = [2 * its.num_experts + its.heap.num_ranks + len(_TOTALS) for its in watched]
+        all_listeners = [listeners for _, listeners in layers.values()]
+        self._sizes = [
+            2 * listeners.num_experts + listeners.heap.num_ranks + len(_TOTALS)
+            for listeners in all_listeners
+        ]
         self._totals = torch.zeros(
-            sum(self._sizes), dtype=torch.float64, device=watched[0].heap.device
+            sum(self._sizes), dtype=torch.float64, device=all_listeners[0].heap.device
         )
-        self._watching = ExitStack()
-        self._layers: list[_Watched] = []
+        self._removals = ExitStack()
+        self._layers: list[_LayerTotals] = []
         for (name, (layer, listeners)), totals in zip(
             layers.items(), self._totals.split(self._sizes), strict=True
         ):
             timer = _Timer(listeners.heap) if times_forward else None
-            self._layers.append(_Watched(name, listeners, totals, timer))
-            self._watching.callback(listeners.add(self._layers[-1].count, totals))
+            self._layers.append(_LayerTotals(name, listeners, totals, timer))
+            self._removals.callback(listeners.add(self._layers[-1].count, totals))
             if timer is not None:
-                self._watching.callback(layer.register_forward_pre_hook(timer.before).remove)
-                self._watching.callback(layer.register_forward_hook(timer.after).remove)
-                self._watching.callback(
-                    setattr, listeners.heap, "trip_timer", None
-                )  # if a forward has raised
+                self._removals.callback(layer.register_forward_pre_hook(timer.before).remove)
+                self._removals.callback(layer.register_forward_hook(timer.after).remove)
+                # If a forward has raised.
+                self._removals.callback(setattr, listeners.heap, "trip_timer", None)
 
     def step(self, step: int) -> list[LayerRecord]:
         """A record for each layer, with the counts since the last call. Waits for the device once. Local.
@@ -162,8 +164,8 @@ class MetricsLogger:
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
         records = [
-            layer.record(its)
-            for layer, its in zip(self._layers, totals.split(self._sizes), strict=True)
+            layer.record(layer_totals)
+            for layer, layer_totals in zip(self._layers, totals.split(self._sizes), strict=True)
         ]
         for record in records:
             if record.num_calls and record.load_entropy < self._min_load_entropy:
@@ -177,10 +179,10 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Ends recording."""
-        self._watching.close()
+        self._removals.close()
 
 
-class _Watched:
+class _LayerTotals:
     """One layer: accumulates its reports, and builds its records."""
 
     def __init__(
@@ -190,81 +192,82 @@ class _Watched:
         self.timer = timer
         self._name = name
         self._totals = totals
-        self._knows_losses = True
-        self._knows_probs = False
-        self._balances = False
+        self._has_losses = True
+        self._has_probs = False
+        self._has_replicas = False
 
     @torch.no_grad()
     def count(self, report: RoutingReport) -> None:
         """The layer's listener."""
-        if not _counts(report.is_training):
+        if not _is_counted(report.is_training):
             return
         num_experts = self.listeners.num_experts
         heap = self.listeners.heap
         # Dispatch sends a token once to every other rank that has an expert of it (-1 is none). Combine reads as many
         # rows back with order "rank", and a row for every slot with order "slot".
         rank_TK = torch.div(report.topk_idx, num_experts // heap.num_ranks, rounding_mode="floor")
-        is_remote = (rank_TK >= 0) & (rank_TK != heap.rank)
-        sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), heap.num_ranks).sum()
-        read = is_remote.sum() if self.listeners.order == "slot" else sent
-        load, mass, balanced, others = self._parts(self._totals)
-        load.add_(report.expert_load)
+        is_remote_TK = (rank_TK >= 0) & (rank_TK != heap.rank)
+        rank_or_none_TK = torch.where(is_remote_TK, rank_TK, -1)
+        num_sent_rows = balance.routing_map(rank_or_none_TK, heap.num_ranks).sum()
+        num_read_rows = is_remote_TK.sum() if self.listeners.order == "slot" else num_sent_rows
+        load_E, mass_E, balanced_R, rest = self._split(self._totals)
+        load_E.add_(report.expert_load)
         if report.probs is not None:
-            self._knows_probs = True
+            self._has_probs = True
             # The plan reports ids out of range; with a static capacity on a GPU it does later.
             is_slot_TK = (report.topk_idx >= 0) & (report.topk_idx < num_experts)
             expert_N = report.topk_idx.where(is_slot_TK, 0).flatten().long()
-            mass.index_add_(0, expert_N, (report.probs * is_slot_TK).flatten().double())
-        total = dict(zip(_TOTALS, others, strict=True))
+            mass_E.index_add_(0, expert_N, (report.probs * is_slot_TK).flatten().double())
+        total = dict(zip(_TOTALS, rest, strict=True))
         if report.replica_to_expert is not None and report.replica_rows is not None:
-            self._balances = True
-            balanced.add_(
+            self._has_replicas = True
+            balanced_R.add_(
                 balance.rows_per_rank(
                     report.expert_load, report.replica_to_expert, report.replica_rows
                 )[1]
             )
             total["num_replicas"].add_((report.replica_to_expert >= 0).sum())
-            own = report.replica_to_expert // (num_experts // heap.num_ranks) == heap.rank
-            total["replica_bytes"].add_(own.sum(), alpha=report.replica_bytes)
+            is_own_RS = report.replica_to_expert // (num_experts // heap.num_ranks) == heap.rank
+            total["replica_bytes"].add_(is_own_RS.sum(), alpha=report.replica_bytes)
         total["num_calls"].add_(1)
-        self._knows_losses = report.aux_loss is not None
+        self._has_losses = report.aux_loss is not None
         if report.aux_loss is not None:
             total["aux_loss"].add_(report.aux_loss.detach())
         total["num_dropped"].add_(report.num_dropped[0])
         if report.num_over_capacity is not None:
             total["num_over_capacity"].add_(report.num_over_capacity[0])
-        total["dispatch_bytes"].add_(sent, alpha=report.sent_row_bytes)
-        total["combine_bytes"].add_(read, alpha=report.row_bytes)
+        total["dispatch_bytes"].add_(num_sent_rows, alpha=report.sent_row_bytes)
+        total["combine_bytes"].add_(num_read_rows, alpha=report.row_bytes)
 
-    def _parts(self, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of each expert its load and gate mass, the balanced load of each rank, and _TOTALS."""
+    def _split(self, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The load and the gate mass of each expert, the balanced load of each rank, and _TOTALS."""
         num_experts, num_ranks = self.listeners.num_experts, self.listeners.heap.num_ranks
         return totals.tensor_split([num_experts, 2 * num_experts, 2 * num_experts + num_ranks])
 
     def record(self, values: torch.Tensor) -> LayerRecord:
         """The record of these totals, on the CPU; resets times."""
         heap = self.listeners.heap
-        load, mass, balanced, rest = self._parts(values)
-        load = load.long()
+        load_E, mass_E, balanced_R, rest = self._split(values)
+        load_E = load_E.long()
         total = dict(zip(_TOTALS, rest.tolist(), strict=True))
         aux_loss = total.pop("aux_loss") / max(total["num_calls"], 1.0)
-        others: dict[str, Any] = {name: int(value) for name, value in total.items()}
-        others |= {
+        numbers: dict[str, Any] = {name: int(value) for name, value in total.items()}
+        numbers |= {
             f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS
         }
         return LayerRecord(
             name=self._name,
-            aux_loss=aux_loss if self._knows_losses else None,
-            tokens_per_expert=tuple(load.tolist()),
-            tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
-            balanced_per_rank=tuple(balanced.long().tolist()) if self._balances else None,
-            gate_mass=tuple(mass.tolist()) if self._knows_probs else None,
-            coefficient_of_variation=float(balance.coefficient_of_variation(load)),
-            max_violation=float(balance.max_violation(load)),
-            load_entropy=float(balance.load_entropy(load)),
-            num_dead_experts=int((load == 0).sum()),
+            aux_loss=aux_loss if self._has_losses else None,
+            tokens_per_expert=tuple(load_E.tolist()),
+            tokens_per_rank=tuple(load_E.view(heap.num_ranks, -1).sum(1).tolist()),
+            balanced_per_rank=tuple(balanced_R.long().tolist()) if self._has_replicas else None,
+            gate_mass=tuple(mass_E.tolist()) if self._has_probs else None,
+            coefficient_of_variation=float(balance.coefficient_of_variation(load_E)),
+            max_violation=float(balance.max_violation(load_E)),
+            load_entropy=float(balance.load_entropy(load_E)),
+            num_dead_experts=int((load_E == 0).sum()),
             heap_high_water_bytes=heap.high_water_bytes,
-            **others,
+            **numbers,
         )
 
 
@@ -279,11 +282,10 @@ class _Timer:
 
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
         """Hook before the layer's forward."""
-        self._forward, self._heap.trip_timer = (
-            ExitStack(),
-            None,
-        )  # new: the last forward may have raised
-        if _counts(layer.training):
+        # The last forward may have raised.
+        self._forward = ExitStack()
+        self._heap.trip_timer = None
+        if _is_counted(layer.training):
             self._forward.enter_context(self.trip("forward"))
             self._forward.callback(setattr, self._heap, "trip_timer", None)
             self._heap.trip_timer = self.trip
@@ -320,7 +322,7 @@ class _Timer:
         return event
 
 
-def _counts(is_training: bool) -> bool:
+def _is_counted(is_training: bool) -> bool:
     """Whether this call counts: it is in training mode, and no checkpoint repeats it in backward."""
     return is_training and (torch.compiler.is_compiling() or graph_task_id() == -1)
 

@@ -37,9 +37,8 @@ _SHAPE = operator.attrgetter("shape")
 _DTYPE = operator.attrgetter("dtype")
 Lists = Mapping[str, Sequence[torch.Tensor]]  # by their names in texts
 _Extent = tuple[int, int, int, int]  # of ScaleTable
-_Kind = tuple[
-    str, torch.Size | None, torch.Size, torch.dtype
-]  # list, shape of the weight, shape and dtype of scales
+# List, shape of the weight, shape and dtype of its scales.
+_ScaleKey = tuple[str, torch.Size | None, torch.Size, torch.dtype]
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
@@ -106,14 +105,14 @@ def copy_data_ptrs_to_device(
         device = torch.device("cuda", torch.cuda.current_device())
     payload = _addresses(lists, device, alignment=alignment, contiguous=contiguous)
     raise_for(_stale_problem(lists, payload))
-    return _loaded(payload, device)
+    return _load(payload, device)
 
 
 def load_addresses(
     lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
     """copy_data_ptrs_to_device of all named lists in sequence, without a check of leases."""
-    return _loaded(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
+    return _load(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,8 @@ def pack_weight_ptrs(
 ) -> PackedPointers:
     """All addresses that a pass through one or two layers of discrete weights needs, loaded together.
 
-    At least one of the four lists must be given. A launch carries 4080 bytes: 8 for an address; for swizzled scales 20
-    for a matrix, and 16 for each shape in a list. One more launch swizzles all scales. Not collective, no host
+    At least one of the four lists must have tensors. A launch carries 4080 bytes: 8 for an address; for swizzled scales
+    20 for a matrix, and 16 for each shape in a list. One more launch swizzles all scales. Not collective, no host
     synchronisation.
 
     Args:
@@ -156,37 +155,36 @@ def pack_weight_ptrs(
         ArgumentError, StaleLease: an argument is wrong; no kernel has run.
     """
     weights = {"fc1": fc1, "fc2": fc2}
-    given = {
-        name: s
-        for name, s in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales))
-        if s is not None
+    scales = {
+        name: matrices
+        for name, matrices in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales))
+        if matrices is not None
     }
     if swizzle is not None and swizzle not in [*_FORMATS]:
         raise ArgumentError(f"swizzle ({swizzle!r}) must be None or one of {', '.join(_FORMATS)}")
-    for name, matrices in given.items():
+    for name, matrices in scales.items():
         if (num_weights := len(weights[_LAYER[name]])) not in (0, len(matrices)):
             raise ArgumentError(
                 f"{name} has {len(matrices)} tensors; {_LAYER[name]} has {num_weights}"
             )
-    if swizzle is not None and not any(map(len, given.values())):
+    if swizzle is not None and not any(map(len, scales.values())):
         raise ArgumentError(
             f"swizzle is {swizzle!r}; fc1_scales or fc2_scales must have tensors, both have 0"
         )
-    lists = weights | given
+    lists = weights | scales
     if not any(map(len, lists.values())):
         raise ArgumentError("fc1, fc2, fc1_scales or fc2_scales must have tensors; all have 0")
     first = next(tensors[0] for tensors in lists.values() if len(tensors))
-    device = (
-        first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
-    )  # which is refused below
+    # _addresses rejects a list without tensors.
+    device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
     payload = _addresses(weights, device, alignment=16, contiguous=True)
-    sources = _addresses(given, device, contiguous=swizzle is not None)
+    sources = _addresses(scales, device, contiguous=swizzle is not None)
     raise_for(_stale_problem(lists, payload + sources))
     if swizzle is None:
-        pointers = _loaded(payload + sources, device)
+        pointers = _load(payload + sources, device)
         swizzled = None
     else:
-        shapes, extents = _shapes_and_extents(weights, given, swizzle)
+        shapes, extents = _shapes_and_extents(weights, scales, swizzle)
         pointers, swizzled = _load_and_swizzle(payload, sources, shapes, extents, device)
     parts = pointers.split([len(tensors) for tensors in lists.values()])
     return PackedPointers(**dict(zip(lists, parts, strict=True)), swizzled=swizzled)
@@ -208,7 +206,7 @@ def _load_and_swizzle(
         np.array(extents, np.int32).tobytes(),
         np.array(shapes, np.int32).tobytes(),
     )
-    words = _loaded(b"".join(sections), device, torch.int32)
+    words = _load(b"".join(sections), device, torch.int32)
     _, *parts = words.split([len(section) // 4 for section in sections])
     kernels.for_device(device).swizzle_scales(
         ScaleTable(
@@ -228,17 +226,17 @@ def _shapes_and_extents(
     weights: Lists, scales: Lists, swizzle: Swizzle
 ) -> tuple[list[int], list[_Extent]]:
     """For each scale matrix the index of its extent, and the extents."""
-    numbers: dict[_Kind, int] = {}
+    numbers: dict[_ScaleKey, int] = {}
     shapes: list[int] = []
     extents: list[_Extent] = []
     for name, matrices in scales.items():
         layer = weights[_LAYER[name]]
         weight_shapes = map(_SHAPE, layer) if len(layer) else itertools.repeat(None)
-        found = list(
+        keys = list(
             zip(itertools.repeat(name), weight_shapes, map(_SHAPE, matrices), map(_DTYPE, matrices))
         )
-        shapes += [numbers.setdefault(key, len(numbers)) for key in found]
-        extents += [_extent(found.index(key), *key, swizzle) for key in [*numbers][len(extents) :]]
+        shapes += [numbers.setdefault(key, len(numbers)) for key in keys]
+        extents += [_extent(keys.index(key), *key, swizzle) for key in [*numbers][len(extents) :]]
     return shapes, extents
 
 
@@ -254,10 +252,10 @@ def _extent(
     block_format = _FORMATS[swizzle]
     is_columnwise = swizzle == "mxfp8_columnwise"
     packing = " (two elements in a byte of data)" if block_format.elements_per_byte == 2 else ""
-    for what, shape in ((_LAYER[name], weight), (name, scale)):
+    for label, shape in ((_LAYER[name], weight), (name, scale)):
         if shape is not None and len(shape) != 2:
             raise ArgumentError(
-                f"{what}[{i}] has shape {list(shape)}; it must have 2 dims for {swizzle}{packing}"
+                f"{label}[{i}] has shape {list(shape)}; it must have 2 dims for {swizzle}{packing}"
             )
     if dtype.itemsize != 1:
         raise ArgumentError(
@@ -267,17 +265,17 @@ def _extent(
     if weight is not None:
         height = weight[0]
         width = weight[1] * block_format.elements_per_byte
-        wanted = (
+        least_shape = (
             (block_format.num_blocks(height), width)
             if is_columnwise
             else (height, block_format.num_blocks(width))
         )
-        if scale[0] < wanted[0] or scale[1] < wanted[1]:
+        if scale[0] < least_shape[0] or scale[1] < least_shape[1]:
             raise ArgumentError(
                 f"{name}[{i}] has shape {list(scale)}; {swizzle} scales of {_LAYER[name]}[{i}] {list(weight)}{packing} "
-                f"need at least {list(wanted)}"
+                f"need at least {list(least_shape)}"
             )
-        num_rows, num_columns = wanted
+        num_rows, num_columns = least_shape
     return (
         (num_columns, num_rows, 1, scale[1])
         if is_columnwise
@@ -285,7 +283,7 @@ def _extent(
     )
 
 
-def _loaded(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def _load(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Native integers as a new tensor on the device."""
     result = torch.empty(len(numbers) // dtype.itemsize, dtype=dtype, device=device)
     if numbers:
@@ -298,8 +296,8 @@ def _addresses(
 ) -> bytes:
     """The addresses of tensors on `device`, of all named lists in sequence, as native int64."""
     tensors: list[torch.Tensor] = []
-    for each in lists.values():
-        tensors += each  # five times as fast as itertools.chain
+    for tensor_list in lists.values():
+        tensors += tensor_list  # five times as fast as itertools.chain
     payload: bytes | None = kernels.for_device(device).read_addresses(
         tensors, device, alignment=alignment, contiguous=contiguous
     )
@@ -324,7 +322,7 @@ def _stale_problem(lists: Lists, addresses: bytes) -> StaleLease | None:
 
 
 def _address_problem(lists: Lists, device: torch.device, alignment: int) -> ArgumentError:
-    """Why read_addresses has refused the tensors."""
+    """The error of the first tensor that read_addresses rejects."""
     named = _named(lists)
     for label, tensor in named:
         if not isinstance(tensor, torch.Tensor):
@@ -343,9 +341,8 @@ def _address_problem(lists: Lists, device: torch.device, alignment: int) -> Argu
             return ArgumentError(
                 f"{label} starts at address {tensor.data_ptr()}; it must be aligned to {alignment}"
             )
-    label, tensor = next(
-        each for each in named if not each[1].is_contiguous()
-    )  # nothing else is left
+    # No other reason remains.
+    label, tensor = next(pair for pair in named if not pair[1].is_contiguous())
     return ArgumentError(f"{label} has strides {list(tensor.stride())}; it must be contiguous")
 
 

@@ -54,16 +54,16 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     routing: Routing = {}
     layers = _routed_layers(model)
 
-    def keep(name: str, report: RoutingReport) -> None:
+    def record(name: str, report: RoutingReport) -> None:
         if name in routing:
             raise ArgumentError(
                 f"layer {name!r} is called twice; record one forward, and no backward"
             )
         routing[name] = report.chosen_idx.to(torch.int32, copy=True)  # the caller may change ids
 
-    with ExitStack() as added:
+    with ExitStack() as removals:
         for name, (_, listeners) in layers.items():
-            added.callback(listeners.add(partial(keep, name)))
+            removals.callback(listeners.add(partial(record, name)))
         yield routing
         _check_all_called(layers.keys() - routing.keys())
         for name in layers:  # in the order of the model, not of the calls
@@ -93,7 +93,7 @@ def replay_routing(
             ignores it.
     """
     layers = _routed_layers(model)
-    given: Sequence[Mapping[str, torch.Tensor]] = (
+    routings: Sequence[Mapping[str, torch.Tensor]] = (
         [*routing]
         if isinstance(routing, Iterable) and not isinstance(routing, Mapping)
         else [routing]
@@ -101,45 +101,47 @@ def replay_routing(
     _fail_for(
         first_problem(
             (
-                not all(isinstance(one, Mapping) for one in given),
+                not all(isinstance(item, Mapping) for item in routings),
                 f"routing ({type(routing).__name__}) must be of dicts, see routing_from_array",
             )
         ),
         layers,
     )
-    each = [{name: _signed(ids) for name, ids in one.items()} for one in given]
-    for one in each:
-        _fail_for(_problem(layers, one), layers)
+    micro_batches = [{name: _signed(ids) for name, ids in item.items()} for item in routings]
+    for micro_batch in micro_batches:
+        _fail_for(_problem(layers, micro_batch), layers)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
         number = calls.number
-        if number is None or not 0 <= number < len(each):
+        if number is None or not 0 <= number < len(micro_batches):
             _fail_for(
                 ArgumentError(
-                    f"routing is of {len(each)} micro-batches; layer {name!r} runs in call {number} (None: not known)"
+                    f"routing is of {len(micro_batches)} micro-batches; layer {name!r} runs in call {number} (None: "
+                    "not known)"
                 ),
                 layers,
             )
         assert number is not None  # raised above
-        ids = each[number][name]
-        if ids.shape != (num_tokens, top_k or ids.shape[-1]):
+        ids_TK = micro_batches[number][name]
+        if ids_TK.shape != (num_tokens, top_k or ids_TK.shape[-1]):
             _fail_for(
                 ArgumentError(
-                    f"routing[{name!r}] has shape {list(ids.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
+                    f"routing[{name!r}] has shape {list(ids_TK.shape)}; the call has [tokens, K] {[num_tokens, top_k]}"
                 ),
                 layers,
             )
-        its = layers[name][1]
-        # The plan finds ids that int32 cannot hold.
-        is_wide = its.give is None and ids.dtype == torch.int64
-        return ids.to(its.heap.device, torch.int64 if is_wide else torch.int32, non_blocking=True)
+        listeners = layers[name][1]
+        # The plan reports ids that int32 cannot represent.
+        keeps_int64 = listeners.give is None and ids_TK.dtype == torch.int64
+        dtype = torch.int64 if keeps_int64 else torch.int32
+        return ids_TK.to(listeners.heap.device, dtype, non_blocking=True)
 
     with ExitStack() as hooks, _choose(model, layers, choice):
-        calls = _Calls(model, hooks, None if isinstance(routing, Mapping) else len(each))
+        calls = _Calls(model, hooks, None if isinstance(routing, Mapping) else len(micro_batches))
         yield
-        if not isinstance(routing, Mapping) and calls.num != len(each):
+        if not isinstance(routing, Mapping) and calls.num != len(micro_batches):
             raise ArgumentError(
-                f"routing is of {len(each)} micro-batches; the model has been called {calls.num} times"
+                f"routing is of {len(micro_batches)} micro-batches; the model has been called {calls.num} times"
             )
 
 
@@ -149,9 +151,11 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     layers = _routed_layers(model)
 
     def choice(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        its = layers[name][1]  # top_k None: all groups
+        listeners = layers[name][1]
+        num_experts = listeners.num_experts
+        # top_k None: all groups.
         return balanced_choice(
-            num_tokens, top_k or its.num_experts, its.num_experts, device=its.heap.device
+            num_tokens, top_k or num_experts, num_experts, device=listeners.heap.device
         )
 
     with _choose(model, layers, choice):
@@ -188,51 +192,60 @@ def routing_from_array(
             of the N, in order; or int: its index in N, -1 is none. None: the N are the tokens.
     """
     check_kind("array", array, (np.ndarray, torch.Tensor, Sequence), "an array of integers")
-    found = _routed_layers(model)
-    given = _signed(array)
+    model_layers = _routed_layers(model)
+    array_NLK = _signed(array)
     _fail_for(
         first_problem(
             (
-                given.dim() != 3,
-                f"array has shape {list(given.shape)}; it must be [tokens, layers, K]",
+                array_NLK.dim() != 3,
+                f"array has shape {list(array_NLK.shape)}; it must be [tokens, layers, K]",
             )
         ),
-        found,
+        model_layers,
     )
-    num_rows, num_layers = given.shape[:2]
-    places = list(range(num_layers) if layers is None else layers)
+    num_rows, num_layers = array_NLK.shape[:2]
+    indices = list(range(num_layers) if layers is None else layers)
     _fail_for(
         first_problem(
             (
-                len(places) != len(found) or not all(0 <= place < num_layers for place in places),
-                f"layers are {places} of the {num_layers} of array; the model has {len(found)}",
+                len(indices) != len(model_layers)
+                or not all(0 <= index < num_layers for index in indices),
+                f"layers are {indices} of the {num_layers} of array; the model has {len(model_layers)}",
             )
         ),
-        found,
+        model_layers,
     )
     if rows is not None:
-        ids = _signed(rows).flatten().cpu()
-        is_whole = ids.dtype == torch.bool
-        its = torch.where(ids, ids.cumsum(0) - 1, -1) if is_whole else ids.long().clamp(min=-1)
-        num_found = int(its.max()) + 1 if len(its) else 0
-        is_mask_of_numbers = not is_whole and len(its) > 2 and its.min() >= 0 and num_found <= 2
+        selection = _signed(rows).flatten().cpu()
+        is_mask = selection.dtype == torch.bool
+        index_of_row = (
+            torch.where(selection, selection.cumsum(0) - 1, -1)
+            if is_mask
+            else selection.long().clamp(min=-1)
+        )
+        num_selected = int(index_of_row.max()) + 1 if len(index_of_row) else 0
+        is_numeric_mask = (
+            not is_mask and len(index_of_row) > 2 and index_of_row.min() >= 0 and num_selected <= 2
+        )
         _fail_for(
             first_problem(
                 (
-                    ids.is_floating_point() or is_mask_of_numbers,
-                    f"rows ({ids.dtype}) must be a mask of torch.bool, or numbers of tokens",
+                    selection.is_floating_point() or is_numeric_mask,
+                    f"rows ({selection.dtype}) must be a mask of torch.bool, or numbers of tokens",
                 ),
                 (
-                    num_found > num_rows or (is_whole and num_found < num_rows),
-                    f"rows has {num_found} tokens; array has {num_rows}",
+                    num_selected > num_rows or (is_mask and num_selected < num_rows),
+                    f"rows has {num_selected} tokens; array has {num_rows}",
                 ),
             ),
-            found,
+            model_layers,
         )
-        given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])[
-            its
-        ]  # its last row is for -1
-    return {name: given[:, place].contiguous() for name, place in zip(found, places, strict=True)}
+        no_expert_1LK = array_NLK.new_full((1, *array_NLK.shape[1:]), -1)  # for index -1
+        array_NLK = torch.cat([array_NLK, no_expert_1LK])[index_of_row]
+    return {
+        name: array_NLK[:, index].contiguous()
+        for name, index in zip(model_layers, indices, strict=True)
+    }
 
 
 def routing_to_array(routing: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -289,13 +302,17 @@ class _Calls:
 
 def _routed_layers(model: nn.Module) -> _Layers:
     """The layers of a model whose experts a router chooses. ArgumentError: it has no layer with experts."""
-    return {name: its for name, its in layers_with_listeners(model).items() if not its[1].is_fixed}
+    return {
+        name: (layer, listeners)
+        for name, (layer, listeners) in layers_with_listeners(model).items()
+        if not listeners.is_fixed
+    }
 
 
 def _signed(ids: _Array) -> torch.Tensor:
     """Casts ids to a dtype that has -1, and that torch can compare."""
-    found = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
-    return found.to(_SIGNED.get(found.dtype, found.dtype))
+    tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
+    return tensor.to(_SIGNED.get(tensor.dtype, tensor.dtype))
 
 
 def _fail_for(problem: ArgumentError | None, layers: _Layers) -> None:
@@ -312,21 +329,21 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
             f"routing is for the layers {sorted(routing)}; the model has {sorted(layers)}"
         )
     for name, ids in routing.items():
-        its = layers[name][1]
-        is_none = ids < 0
+        listeners = layers[name][1]
+        is_none_TK = ids < 0
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             return ArgumentError(
                 f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]"
             )
-        if its.give is None and ids.device.type != "cpu":
+        if listeners.give is None and ids.device.type != "cpu":
             continue  # the plan checks it, without a wait for the device
-        is_wrong = (ids < -1) | (ids >= its.num_experts)
-        if its.give is not None:
-            is_wrong |= is_none != is_none.all(-1, keepdim=True)
-        if is_wrong.any():
-            token = int(is_wrong.any(-1).nonzero()[0])
+        is_wrong_TK = (ids < -1) | (ids >= listeners.num_experts)
+        if listeners.give is not None:
+            is_wrong_TK |= is_none_TK != is_none_TK.all(-1, keepdim=True)
+        if is_wrong_TK.any():
+            token = int(is_wrong_TK.any(-1).nonzero()[0])
             return ArgumentError(
-                f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {its.num_experts} "
+                f"routing[{name!r}] has for token {token} {ids[token].tolist()}; the layer has {listeners.num_experts} "
                 "experts, and -1 for none (to a trainer's router: in all slots of a token)"
             )
     return None
@@ -336,13 +353,13 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
 def _choose(
     model: nn.Module, layers: _Layers, choice: Callable[[str, int, int | None], torch.Tensor]
 ) -> Iterator[None]:
-    left = set(layers)
+    uncalled = set(layers)
 
     def choose(name: str, num_tokens: int, top_k: int | None) -> torch.Tensor:
-        left.discard(name)
+        uncalled.discard(name)
         return choice(name, num_tokens, top_k)
 
-    def give(
+    def add_choice(
         name: str, module: MoELayer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("probs") is not None:
@@ -353,7 +370,7 @@ def _choose(
         num_tokens = math.prod((args[0] if args else kwargs["x"]).shape[:-1])
         return args, {**kwargs, "topk_idx": choose(name, num_tokens, module.config.top_k)}
 
-    with ExitStack() as given:
+    with ExitStack() as removals:
         for name, (layer, listeners) in layers.items():
             raise_for(
                 first_problem(
@@ -369,19 +386,21 @@ def _choose(
                 )
             )
             listeners.is_given = True
-            given.callback(setattr, listeners, "is_given", False)
+            removals.callback(setattr, listeners, "is_given", False)
             if listeners.give is None:
-                given.callback(
-                    layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove
+                removals.callback(
+                    layer.register_forward_pre_hook(
+                        partial(add_choice, name), with_kwargs=True
+                    ).remove
                 )
             else:
-                given.callback(listeners.give(model, name, partial(choose, name)))
+                removals.callback(listeners.give(model, name, partial(choose, name)))
         yield
-        _check_all_called(left)
+        _check_all_called(uncalled)
 
 
-def _check_all_called(left: set[str]) -> None:
-    if left:
+def _check_all_called(uncalled: set[str]) -> None:
+    if uncalled:
         raise ArgumentError(
-            f"the layers {sorted(left)} have not been called, or in a model compiled before"
+            f"the layers {sorted(uncalled)} have not been called, or in a model compiled before"
         )

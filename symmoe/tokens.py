@@ -17,10 +17,10 @@ from symmoe.checks.arguments import (
     memory_problem,
     tensor_problem,
 )
-from symmoe.combine.trip import PHASE as COLLECT
+from symmoe.combine.trip import PHASE as COMBINE
 from symmoe.combine.trip import CombineTrip, combine
 from symmoe.dispatch.plan import DispatchHandle, Plan, ReceivedIndex, reads_rows_in_place
-from symmoe.dispatch.trip import PHASE as SEND
+from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
@@ -88,11 +88,11 @@ def dispatch_tokens(
     check_kind("plan", plan, Plan, "what make_plan returns")
     heap = plan.heap
     heap.check()
-    with FailPeersOnError(heap, SEND):
+    with FailPeersOnError(heap, DISPATCH):
         heap._fail_for(
             _rows_problem("x", x, plan, plan.num_tokens)
             or _dispatch_problem(x, plan, probs, out, order),
-            SEND,
+            DISPATCH,
         )
         return cast(
             "tuple[torch.Tensor, torch.Tensor | None, DispatchHandle]",  # not made in every call
@@ -115,14 +115,13 @@ class _Dispatch(Function):
         order: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None, DispatchHandle]:
         ctx.order = order
-        x = x.contiguous()
-        probs = None if probs is None else probs.contiguous()
-        rows, row_probs, index = _receive(x, plan, out, probs)
+        probs_TK = None if probs is None else probs.contiguous()
+        rows_NH, row_probs_N, index = _receive(x.contiguous(), plan, out, probs_TK)
         ctx.handle = DispatchHandle(plan, index)
         if out is not None:
-            rows = plan.rows_of(wrote_into(out)).detach()
-        row_probs = None if row_probs is None else plan.rows_of(row_probs).detach()
-        return rows, row_probs, ctx.handle
+            rows_NH = plan.rows_of(wrote_into(out)).detach()
+        row_probs_N = None if row_probs_N is None else plan.rows_of(row_probs_N).detach()
+        return rows_NH, row_probs_N, ctx.handle
 
     @staticmethod
     def backward(
@@ -132,20 +131,22 @@ class _Dispatch(Function):
         needs_x, needs_probs = ctx.needs_input_grad[:2]
         heap = plan.heap
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
-        rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
-        with FailPeersOnError(heap, COLLECT):
+        readable_rows: AbstractContextManager[torch.Tensor | None] = nullcontext()
+        with FailPeersOnError(heap, COMBINE):
             if needs_x:
-                heap._fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
-                rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
+                heap._fail_for(memory_problem("the gradient of rows", d_rows), COMBINE)
+                readable_rows = _readable_rows(
+                    d_rows, plan, order=ctx.order, name="input gradients"
+                )
             if needs_probs:
                 d_row_probs = require_tensor("d_row_probs", d_row_probs)
-                heap._fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
+                heap._fail_for(memory_problem("the gradient of row_probs", d_row_probs), COMBINE)
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
-            with rows_to_read as rows:
+            with readable_rows as d_rows_NH:
                 with CombineTrip(
-                    rows,
+                    d_rows_NH,
                     *ctx.handle,
                     row_values=d_row_probs,
                     order=ctx.order,
@@ -169,11 +170,12 @@ def _receive(
             return out, arrival.row_probs, arrival.index
     plan.heap.statistics.num_staging_copies += 1
     shape = (plan.packed_row_capacity, x.shape[1])
-    with plan.heap.lease(shape, x.dtype, name="packed rows", phase=SEND) as packed:
+    with plan.heap.lease(shape, x.dtype, name="packed rows", phase=DISPATCH) as packed:
         with dispatch(x, plan, packed.tensor, probs, layout="packed", index=index) as arrival:
             pass
-        packed_rows = plan.rows_of(arrival.index.row_to_packed_row)
-        return packed.tensor.index_select(0, packed_rows), arrival.row_probs, arrival.index
+        row_to_packed_row_N = plan.rows_of(arrival.index.row_to_packed_row)
+        rows_NH = packed.tensor.index_select(0, row_to_packed_row_N)
+        return rows_NH, arrival.row_probs, arrival.index
 
 
 def _dispatch_problem(
@@ -232,8 +234,8 @@ def combine_tokens(
     check_kind("handle", handle, DispatchHandle, "what dispatch_tokens returns")
     heap = handle.plan.heap
     heap.check()
-    with FailPeersOnError(heap, COLLECT):
-        heap._fail_for(_combine_problem(expert_out, handle.plan, order, grad_out), COLLECT)
+    with FailPeersOnError(heap, COMBINE):
+        heap._fail_for(_combine_problem(expert_out, handle.plan, order, grad_out), COMBINE)
         return cast(torch.Tensor, _Combine.apply(expert_out, handle, order, grad_out))
 
 
@@ -253,25 +255,25 @@ class _Combine(Function):
         ctx.handle = handle
         ctx.grad_out = GradientBuffer("grad_out", grad_out)
         ctx.num_rows = expert_out.shape[0]
-        with _readable_rows(expert_out, handle.plan, order=order, name="expert output") as rows:
-            return combine(rows, *handle, order=order)
+        with _readable_rows(expert_out, handle.plan, order=order, name="expert output") as rows_NH:
+            return combine(rows_NH, *handle, order=order)
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, index = ctx.handle
         buffer = ctx.grad_out.tensor
-        with FailPeersOnError(plan.heap, SEND):
+        with FailPeersOnError(plan.heap, DISPATCH):
             plan.heap._fail_for(
-                memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND
+                memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), DISPATCH
             )
-            d_rows, *_ = _receive(dy.contiguous(), plan, buffer, index=index)
-            d_rows = ctx.grad_out.hand_on(d_rows)
+            d_rows_NH, *_ = _receive(dy.contiguous(), plan, buffer, index=index)
+            d_rows_NH = ctx.grad_out.pass_on(d_rows_NH)
             ctx.grad_out.end_backward()
-        if d_rows.shape[0] < ctx.num_rows:  # expert_out had a tail, which has no gradient
-            d_rows = torch.cat(
-                [d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])]
-            )
-        return d_rows, None, None, None
+        num_tail_rows = ctx.num_rows - d_rows_NH.shape[0]
+        if num_tail_rows > 0:  # of expert_out, without a gradient
+            tail = d_rows_NH.new_zeros(num_tail_rows, d_rows_NH.shape[1])
+            d_rows_NH = torch.cat([d_rows_NH, tail])
+        return d_rows_NH, None, None, None
 
 
 @contextmanager
@@ -286,7 +288,7 @@ def _readable_rows(
         return
     heap.statistics.num_staging_copies += 1
     with heap.lease(
-        (plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=COLLECT
+        (plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=COMBINE
     ) as lease:
         lease.tensor[: rows.shape[0]].copy_(rows)
         yield lease.tensor
@@ -298,8 +300,8 @@ def _combine_problem(
     error: SymmoeError | None = choices_problem(order=order)
     if error is not None:
         return error
-    least = plan.row_capacity if plan.num_rows is None else plan.num_rows
-    error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
+    num_rows = plan.row_capacity if plan.num_rows is None else plan.num_rows
+    error = _rows_problem("expert_out", expert_out, plan, num_rows, plan.row_capacity)
     if error is not None or grad_out is None:
         return error
     return buffer_problem(
@@ -316,7 +318,7 @@ def _combine_problem(
 def _rows_problem(
     name: str, rows: torch.Tensor, plan: Plan, *num_rows: int
 ) -> ArgumentError | StaleLease | None:
-    """The error of a [N, H] tensor that shall travel by `plan`, or None. num_rows: allowed values of N."""
+    """The error of a [N, H] tensor for a trip by `plan`, or None. num_rows: allowed values of N."""
     error = tensor_problem(
         name, rows, shape=("N", "H"), dtypes=control.DTYPES, device=plan.heap.device
     )

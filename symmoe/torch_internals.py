@@ -35,10 +35,10 @@ def _missing(name: str, *args: object) -> NoReturn:
 
 def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:
     """The object with this name in torch, or else the replacement; without either, a function that raises."""
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, _GONE)
-    return found if found is not _GONE else otherwise or functools.partial(_missing, path)
+        value = getattr(value, name, _GONE)
+    return value if value is not _GONE else otherwise or functools.partial(_missing, path)
 
 
 def _empty_strided(
@@ -59,8 +59,8 @@ def _attribute(name: str, owner: object = None) -> Callable[[Any], Any]:
     if hasattr(owner, name):
         return operator.attrgetter(name)  # without a frame
 
-    def read(thing: Any) -> Any:
-        value = getattr(thing, name, _GONE)
+    def read(torch_object: Any) -> Any:
+        value = getattr(torch_object, name, _GONE)
         return value if value is not _GONE else _missing(name)
 
     return read
@@ -208,12 +208,12 @@ def stop_ddp_timing(ddp: DistributedDataParallel) -> bool:
 def redirected_streams() -> Iterator[None]:
     """In this context autograd nodes that were made on a stream outside of a capture run on a stream of the capture,
     where torch can do this (2.13)."""
-    was = _redirects()
+    previous = _redirects()
     _redirect(True)
     try:
         yield
     finally:
-        _redirect(was)
+        _redirect(previous)
 
 
 def replaceable(forward: _Forward) -> _Forward:
@@ -223,29 +223,29 @@ def replaceable(forward: _Forward) -> _Forward:
     return forward
 
 
-def look_of(*parts: torch.nn.Module | None) -> list[object]:
-    """Every property that decides whether the parameters of modules, and the calls of their parts, fit the kernels:
-    modules with equal results are alike. Called in every call: it must be quick."""
-    look: list[object] = []
+def modules_key(*parts: torch.nn.Module | None) -> list[object]:
+    """All properties that determine whether the parameters of modules, and the calls of their parts, fit the kernels.
+    Runs in every call, so it must be quick."""
+    key: list[object] = []
     modules = [*parts]
     for m in modules:  # the list grows by the children
         if m is not None:
-            own = vars(m)
-            is_sharded = own.get("_is_fsdp_managed_module", False)
-            look += (
+            attributes = vars(m)
+            is_sharded = attributes.get("_is_fsdp_managed_module", False)
+            key += (
                 m,
-                any(map(own.get, HOOKS)),
-                "_hf_hook" in own,
-                "forward" in own or getattr(type(m), "forward", None) not in _REPLACEABLE,
+                any(map(attributes.get, HOOKS)),
+                "_hf_hook" in attributes,
+                "forward" in attributes or getattr(type(m), "forward", None) not in _REPLACEABLE,
                 is_sharded,
             )
             for parameter in m._parameters.values():
                 if parameter is not None:
-                    look += type(parameter), parameter.dtype, parameter.device
+                    key += type(parameter), parameter.dtype, parameter.device
                     if is_sharded:
-                        look.append(parameter.shape)
+                        key.append(parameter.shape)
             modules += m._modules.values()
-    return look
+    return key
 
 
 def around_call(m: torch.nn.Module, *, everywhere: bool = True) -> str | None:

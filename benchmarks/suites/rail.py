@@ -35,7 +35,7 @@ def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
     def move() -> None:
         between = nodes_of(heap)
         between.meet(PHASE)
-        with between.moving([(node, sent) for node in nodes], [*enumerate(all_received)]):
+        with between.transfer([(node, sent) for node in nodes], [*enumerate(all_received)]):
             pass
 
     def verify() -> float:

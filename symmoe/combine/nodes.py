@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.nodes import NodesPlan, of_ways
+from symmoe.dispatch.nodes import NodesPlan, slices_by_node
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import nodes_of
@@ -28,7 +28,7 @@ class Collected:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Rows and values. Drops None."""
+        """Rows and values, without None."""
         return [tensor for tensor in (self.rows, self.values) if tensor is not None]
 
 
@@ -50,28 +50,33 @@ class FromNodes:
         self.rails = nodes.rails
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
-        found = nodes.rails.found
-        self._home = _room_for(plan, len(found.home_row_to_token), like, has_values, num_rows)
-        home = self._home.rows, self._home.values
-        self.own = Collected(
-            nodes.own, *(None if each is None else each[: plan.num_tokens] for each in home)
+        integers = nodes.rails.integers
+        self._home = _empty_results(
+            plan, len(integers.home_row_to_token), like, has_values, num_rows
         )
-        self.foreign = _room_for(
+        own_results = (
+            None if tensor is None else tensor[: plan.num_tokens]
+            for tensor in (self._home.rows, self._home.values)
+        )
+        self.own = Collected(nodes.own, *own_results)
+        self.foreign = _empty_results(
             nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows
         )
-        (zero, self._num_values), self._slot_to_row = found.ends.split(1), found.slot_to_home_row
-        row = self._slot_to_row if order == "slot" else found.token_to_home_row
-        self._maps = row, zero, found.zeros[: row.numel()].view(row.shape), row
+        zero, self._num_values = integers.ends.split(1)
+        self._slot_to_row = integers.slot_to_home_row
+        row = self._slot_to_row if order == "slot" else integers.token_to_home_row
+        self._maps = row, zero, integers.zeros[: row.numel()].view(row.shape), row
 
     @contextmanager
-    def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
+    def exchange_sums(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
         """A context in which the results for foreign tokens travel home. Collective over the group. Yields a function
         that waits for the results from other nodes."""
-        come, back = self.rails.ways
-        sends = of_ways(self.foreign.tensors, back)
-        receives = of_ways([tensor[self._plan.num_tokens :] for tensor in self._home.tensors], come)
+        to_nodes, from_nodes = self.rails.node_slices
+        sends = slices_by_node(self.foreign.tensors, from_nodes)
+        sent_home = [tensor[self._plan.num_tokens :] for tensor in self._home.tensors]
+        receives = slices_by_node(sent_home, to_nodes)
         self.rails.meet(control.PHASE_NODES_HOME, agreed)
-        with nodes_of(self._plan.heap).moving(sends, receives) as wait:
+        with nodes_of(self._plan.heap).transfer(sends, receives) as wait:
             yield wait
 
     def add(
@@ -81,7 +86,7 @@ class FromNodes:
         result of the trip's first barrier; if the call has failed, `out` gets NaN."""
         ops = kernels.for_device(self._plan.heap.device)
         if out is not None and self._home.rows is not None:
-            # This kernel sees home as a group of one rank, with all results for a token as its rows.
+            # For this kernel home is a group of one rank, with all results for a token as its rows.
             rows = self._home.rows.flatten(0, 1)
             ops.sum_home((rows, rows), self._maps, (ready, ready), out, rank=0)
         if values is not None and self._home.values is not None:
@@ -90,10 +95,10 @@ class FromNodes:
             )
 
 
-def _room_for(
+def _empty_results(
     plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int
 ) -> Collected:
-    """Allocates memory for collected results; num_rows: rows of a token."""
+    """Memory for collected results; num_rows: rows of a token."""
     rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
     shape = (num_tokens, plan.top_k)
     device = plan.heap.device

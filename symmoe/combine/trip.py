@@ -38,7 +38,8 @@ def combine(
     order: str,
     division: Division | None = None,
 ) -> torch.Tensor:
-    """Calls `compute` to fill `rows`, and sums a token's rows on its rank. Collective; does not synchronise the host.
+    """Calls `compute` to fill `rows`, and sums the rows of a token on the token's rank. Collective; does not
+    synchronise the host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].
@@ -54,20 +55,18 @@ def combine(
             pass
         return require_tensor("rows", collection.out)
     branch = plan.heap.streams.branch()
-    of_sources = plan.source_to_rows
+    source_to_rows = plan.source_to_rows
     # A tile with rows of two ranks belongs to the later one, so that its part has all rows of the tile.
-    (last, *sources), (before, own, after) = (
-        plan.arrivals[::-1],
-        plan.parts_of_replicas(division.num_sms),
-    )
+    last, *sources = reversed(plan.arrivals)
+    before, own_replicas, after = plan.parts_of_replicas(division.num_sms)
     with collection:
-        for part in (*before, *after, Part(of_sources[last])):
+        for part in (*before, *after, Part(source_to_rows[last])):
             compute(part)
         try:
             for sent, source in zip([last, *sources], sources, strict=False):
                 point = branch.point()
-                compute(Part(of_sources[source], division.num_sms))
-                for part in own if source == sources[-1] else ():
+                compute(Part(source_to_rows[source], division.num_sms))
+                for part in own_replicas if source == sources[-1] else ():
                     compute(part)
                 with branch.after(point):
                     if sent == last:
@@ -122,10 +121,10 @@ def _on_rails(
             compute(Part(nodes.own.source_to_rows[source]))
         collection.open()  # before the next GEMM, which would occupy the SMs of these sums
         point = branch.point()
-        compute(Part(nodes.rails.found.own_rows, division.num_sms))
+        compute(Part(nodes.rails.integers.own_rows, division.num_sms))
         try:
             with branch.after(point):
-                collection.leave()
+                collection.send_foreign()
             yield
         finally:
             branch.join()
@@ -224,7 +223,7 @@ class CombineTrip:
     def collect(self, *, num_ctas: int | None = None) -> None:
         """Collects and sums all rows, which are complete. num_ctas: limit for moving kernels; None: no limit."""
         self.open()
-        self.leave()
+        self.send_foreign()
         # Kernels for few programs take one rank at a time.
         for source in (None,) if num_ctas is None else self.plan.arrivals[:0:-1]:
             self.send(source, num_ctas=num_ctas)
@@ -241,11 +240,13 @@ class CombineTrip:
             else:
                 self._pull(self._from_nodes.foreign)
 
-    def leave(self) -> None:
+    def send_foreign(self) -> None:
         """Between nodes, sends the sums of tokens of other nodes home."""
         if self._from_nodes is not None:
             with self.plan.heap._timed("combine"):
-                self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
+                self._wait_for_nodes = self._exit.enter_context(
+                    self._from_nodes.exchange_sums(self._agreed)
+                )
 
     def open_again(self) -> None:
         """Waits until all rows are complete, between nodes, if :meth:`open` has waited for other nodes' tokens only."""
@@ -253,24 +254,24 @@ class CombineTrip:
         if heap.streams.capture and len(heap.topology.ranks) > 1:
             # A graph may run branches in sequence, in any order: ranks that wait for other nodes before the barrier,
             # and ranks that wait after it, would deadlock.
-            self._come()
+            self._wait_for_nodes()
         self._ready = heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
-    def _pull(self, wanted: Collected) -> None:
+    def _pull(self, results: Collected) -> None:
         """Sums rows in place, and reads values."""
-        plan = wanted.plan
+        plan = results.plan
         trip = (self.plan.heap.peers, self._ready)
-        if wanted.rows is not None:
-            lines = plan.slot_to_rank, plan.slot_to_row
-            if wanted.rows.shape[1] > 1:  # single rows
-                lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
-            self._ops.pull_rows(*lines, *trip, wanted.rows.flatten(0, 1), column=READY_ROWS)
-        if wanted.values is not None:
+        if results.rows is not None:
+            slots = plan.slot_to_rank, plan.slot_to_row
+            if results.rows.shape[1] > 1:  # single rows
+                slots = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
+            self._ops.pull_rows(*slots, *trip, results.rows.flatten(0, 1), column=READY_ROWS)
+        if results.values is not None:
             self._ops.pull_values(
                 plan.slot_to_rank,
                 plan.token_to_packed_row,
                 *trip,
-                wanted.values,
+                results.values,
                 column=READY_VALUES,
             )
 
@@ -298,7 +299,7 @@ class CombineTrip:
             nan_on_failure = None
             if self._from_nodes is not None:
                 self._pull(self._from_nodes.own)
-                self._come()
+                self._wait_for_nodes()
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.rails.meet(control.PHASE_NODES_HOME, self._agreed)
                 nan_on_failure = self.values if self.out is None else self.out

@@ -21,7 +21,7 @@ from symmoe.checks.arguments import (
     tensor_problem,
 )
 from symmoe.dispatch.nodes import NodesPlan, RailRows, Region, plan_in_node
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, first_problem
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, in_storage, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import Part
@@ -32,7 +32,7 @@ from symmoe.symm_mem.row_budget import RowBudget, rounded_up
 
 MAX_TOP_K = 32
 FindBudget = Callable[[], RowBudget | None]
-_Rails = tuple[int, bool] | None  # the last arguments of RailRows, if the group spans nodes
+_RailOptions = tuple[int, bool] | None  # the last arguments of RailRows, if the group spans nodes
 _OVERFLOW = {
     "raise": control.OVERFLOW_RAISE,
     "drop": control.OVERFLOW_DROP,
@@ -41,7 +41,7 @@ _OVERFLOW = {
 
 
 class ReceivedIndex(NamedTuple):
-    """Where the rows that a dispatch has received lie.
+    """The maps from the packed rows that a dispatch has received to their rows, and back.
 
     packed_to_row: int32 [P_cap, K], rows of each packed row in k order. row_to_packed_row: int32 [N_cap]; the tail
     is 0."""
@@ -67,17 +67,17 @@ class Plan(PlanIntegers):
         num_tokens, top_k, num_experts: T, K, E. num_replica_slots: S, replica slots of a rank, for other ranks'
             experts.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact capacity),
-            the given capacity (static), or the rows reserved for the call here; -1: unknown until the plan is settled.
+            the given capacity (static), or the rows reserved for the call here; -1: unknown until :meth:`settle`.
         packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
         expected_rows: estimate of the rows of a rank, rounded up, equal on all ranks: row_capacity, or all slots of a
             rank's tokens if these are fewer.
         has_sizes: whether the host has read the report, or the plan posts none.
         generation: epoch of the plan's barrier; all ranks of a trip must pass the same plan.
-        num_rows: N on the host; None with static capacity, where only the device knows N, and for a plan with reserved
-            a row budget until it is settled.
+        num_rows: N on the host; None with static capacity, where only the device knows N, and for a plan with a row
+            budget until :meth:`settle`.
         max_rows, max_packed_rows: the largest N and P of any rank; None like num_rows.
         most_sent: the most tokens that this rank sends to another node, if num_rows is known.
-        fits_budget: False for a settled plan with too small a budget on some rank: it then has no rows.
+        fits_budget: False if the budget of some rank is too small, which :meth:`settle` reads: no row then moves.
         nodes: the paths to other nodes, if the group spans nodes; else None.
     """
 
@@ -100,16 +100,16 @@ class Plan(PlanIntegers):
 
     phase = control.PHASE_DISPATCH_READY  # the next barrier of its call
 
-    def but(self, **changes: Any) -> Plan:
-        """The same plan with other values of these attributes."""
+    def replaced(self, **changes: Any) -> Plan:
+        """A copy of the plan with other values of these attributes."""
         plan = object.__new__(Plan)
         vars(plan).update(vars(self), **changes)
         return plan
 
-    def settled(self) -> Plan:
-        """The plan with the rows that its routing needs, and whether they fit into its row budget. Waits until the
-        device has made the plan, unless the host has its sizes. ExpertIdError, ConfigMismatch: see make_plan; on every
-        rank."""
+    def settle(self) -> Plan:
+        """Reads the rows that the routing needs, and whether they fit into the row budget: a plan with these. Waits
+        until the device has made the plan, unless the host has its sizes. ExpertIdError, ConfigMismatch: see make_plan;
+        on every rank."""
         if self.has_sizes:
             return self
         report = self.heap.await_report(self.generation)
@@ -129,7 +129,7 @@ class Plan(PlanIntegers):
         self.heap.waits.flight.note(
             self.generation, num_rows=num_rows, num_packed=report[control.SUM_NUM_PACKED]
         )
-        settled = self.but(
+        settled = self.replaced(
             has_sizes=True,
             fits_budget=fits_budget,
             num_rows=num_rows,
@@ -139,7 +139,7 @@ class Plan(PlanIntegers):
         )
         if self.row_capacity >= 0:
             return settled
-        return settled.but(
+        return settled.replaced(
             row_capacity=max_rows,
             packed_row_capacity=max_packed_rows,
             expected_rows=self.expected_rows or rounded_up(max_rows),
@@ -147,7 +147,7 @@ class Plan(PlanIntegers):
 
     @property
     def needed_rows(self) -> tuple[int, int]:
-        """Rows and packed rows that buffers need on every rank; with exact capacity and a row budget, once settled."""
+        """Rows and packed rows that buffers need on every rank; with a row budget, after :meth:`settle`."""
         return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
 
     @property
@@ -179,8 +179,8 @@ class Plan(PlanIntegers):
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
         """The packed rows of this rank's tokens, by the tokens' source rank."""
-        places = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
-        return ((slice(None), (self.slot_to_row, self.slot_to_rank), places),)
+        maps = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
+        return ((slice(None), (self.slot_to_row, self.slot_to_rank), maps),)
 
     @property
     def in_node(self) -> Plan:
@@ -188,14 +188,14 @@ class Plan(PlanIntegers):
         return self if self.nodes is None else self.nodes.own
 
     def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
-        """Rows of replicas, in three groups: of tokens of ranks before this one, of its own (on num_sms SMs), and of
-        ranks after it. Each group is one part, or none if it cannot have rows."""
-        are_there = self.heap.rank > 0, True, self.heap.rank < self.heap.num_ranks - 1
+        """Rows of replicas, in three groups: of the tokens of ranks before this one, of this rank (on num_sms SMs), and
+        of ranks after it. A group is one part, or none if it cannot have rows."""
+        have_ranks = self.heap.rank > 0, True, self.heap.rank < self.heap.num_ranks - 1
         return [
             (Part(self.replica_ranges[1 + i], num_sms if i == 1 else None, is_of_replicas=True),)
-            if self.num_replica_slots and is_there
+            if self.num_replica_slots and has_ranks
             else ()
-            for i, is_there in enumerate(are_there)
+            for i, has_ranks in enumerate(have_ranks)
         ]
 
     @functools.cached_property
@@ -211,8 +211,8 @@ class Plan(PlanIntegers):
 
 
 class DispatchHandle(NamedTuple):
-    """What a combine needs of a dispatch: the plan, and where the received rows lie. An opaque result of
-    dispatch_tokens."""
+    """The results of a dispatch that a combine reads: the plan, and the index of the received rows. An opaque result
+    of dispatch_tokens."""
 
     plan: Plan
     received_index: ReceivedIndex
@@ -220,7 +220,7 @@ class DispatchHandle(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """A plan before it is made: the arguments of its kernels, and its sizes known to the host; see Plan."""
+    """The arguments of a plan's kernels, and the sizes of the plan that the host knows; see Plan."""
 
     heap: SymmetricHeap
     topk_idx: torch.Tensor  # as in make_plan; contiguous
@@ -228,7 +228,7 @@ class PlanRequest:
     top_k: int
     num_experts: int
     num_replica_slots: int
-    header: tuple[int, ...]  # words for the peers, see control.HEAD_*
+    header: tuple[int, ...]  # the words that peers read, see control.HEAD_*
     layout: control.PlanLayout
     row_capacity: int
     packed_row_capacity: int
@@ -236,26 +236,26 @@ class PlanRequest:
     config: int  # as in PlanOptions
     is_read: bool  # whether the host reads the report
     reports: list[torch.Tensor] | None  # of a capture, which get the report instead of the host
-    rails: _Rails
+    rail_options: _RailOptions
     route: Any  # None, or a Route of moe/router.py that makes topk_idx first
-    key: tuple[Hashable, ...]  # what determines the launches besides tensors
+    key: tuple[Hashable, ...]  # the values besides tensors that determine the launches
 
     phase = control.PHASE_PLAN  # the next barrier of its call
     num_rows = nodes = None  # as in Plan
 
-    def made(self) -> MadePlan:
+    def make(self) -> PlanResult:
         """Launches the plan's kernels. Collective; waits for the device if sizes of buffers depend on the plan."""
         with torch.no_grad(), (heap := self.heap).one_call:
             generation = heap.epoch + 1
             inputs = (self.topk_idx,) if self.route is None else self.route.inputs
-            storage, *found = heap._run(
+            storage, *routed = heap._run(
                 self.key, functools.partial(self.launch, generation), inputs, plan=generation
             )
             plan = self.plan(storage, generation)
-        return MadePlan(plan.settled() if self.row_capacity < 0 else plan, found)
+        return PlanResult(plan.settle() if self.row_capacity < 0 else plan, routed)
 
     def plan(self, storage: torch.Tensor, generation: int) -> Plan:
-        """Same as plan_of, and notes the plan, in the turn on the heap in which its kernels were launched."""
+        """Same as plan_of, and records the plan. Called in the turn on the heap in which its kernels were launched."""
         heap = self.heap
         plan = self.plan_of(storage, generation)
         if self.reports is not None:
@@ -295,7 +295,7 @@ class PlanRequest:
             (blocks, num_experts + num_ranks + 2), dtype=torch.int32, device=heap.device
         )
         routed = () if route is None else route.choose(heap, counts)
-        rails = self.rails and RailRows(topk_idx, heap, num_experts, *self.rails)
+        rails = self.rail_options and RailRows(topk_idx, heap, num_experts, *self.rail_options)
         ops = kernels.for_device(heap.device)
         numel, layout = plan_layout(*topk_idx.shape, num_experts, num_ranks, self.num_replica_slots)
         integers = in_storage(
@@ -308,9 +308,9 @@ class PlanRequest:
         received = self._exchange(counts, topk_idx, num_experts, rails)
         if self.num_replica_slots:  # the rest plans a call in which replicas are experts too
             num_experts += num_ranks * self.num_replica_slots
-            near = num_ranks if rails is None else len(heap.topology.ranks)
+            num_near = num_ranks if rails is None else len(heap.topology.ranks)
             ops.place_replicas(
-                heap.count_peers, integers, slack=self.header[control.HEAD_SLACK], num_near=near
+                heap.count_peers, integers, slack=self.header[control.HEAD_SLACK], num_near=num_near
             )
             starts = counts
             counts = counts.new_empty((blocks, num_experts + num_ranks + 2))
@@ -333,10 +333,10 @@ class PlanRequest:
             ranks=ranks,
         )
         ops.assign_rows(topk_idx, counts, integers, drop=overflow == control.OVERFLOW_DROP)
-        found = () if rails is None else rails.complete(integers.report)
+        rail_results = () if rails is None else rails.complete(integers.report)
         if self.is_read:
             ops.post_report(integers.report, heap.waits.reports, plan=generation)
-        return integers.storage, *routed, *found
+        return integers.storage, *routed, *rail_results
 
     def _exchange(
         self,
@@ -346,14 +346,14 @@ class PlanRequest:
         rails: RailRows | None,
     ) -> torch.Tensor:
         """Sends this rank's counts, and waits in the barrier for the counts of all ranks. Returns the published words,
-        a line for each rank of the group; a negative number if the call failed."""
+        a row for each rank of the group; a negative number if the call failed."""
         heap = self.heap
         send_counts = kernels.for_device(heap.device).send_counts
         send_counts(counts, topk_idx, self.header, heap.count_peers, num_experts=num_experts)
         if rails is not None:
-            rails.tell()
+            rails.publish_dropped()
         received = heap.barrier(control.PHASE_PLAN, config=self.config)
-        return received if rails is None else rails.share(self.config)
+        return received if rails is None else rails.exchange_counts(self.config)
 
 
 def reads_rows_in_place(order: str, nodes: object) -> bool:
@@ -361,13 +361,13 @@ def reads_rows_in_place(order: str, nodes: object) -> bool:
     return order != "rank" or nodes is not None
 
 
-class MadePlan(NamedTuple):
+class PlanResult(NamedTuple):
     """A plan whose kernels have been launched, and logits, probs and scores of its route."""
 
     plan: Plan
-    found: Sequence[torch.Tensor] = ()
+    routed: Sequence[torch.Tensor] = ()
 
-    def made(self) -> MadePlan:
+    def make(self) -> PlanResult:
         """As in PlanRequest: returns self."""
         return self
 
@@ -478,12 +478,12 @@ def plan_call(
     """Same as make_plan, for calls that continue with a trip: between nodes, the trip raises an error at the plan's end
     on other ranks. With exact capacity the host does not wait if there is a row budget: see Plan.settled.
     find_budget: with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all
-    ranks: the rows that the routing needs. Called after this rank, like its peers, has noticed errors of earlier
+    ranks: the rows that the routing needs. Called after this rank, like its peers, has read errors of earlier
     calls."""
     with FailPeersOnError(heap, control.PHASE_PLAN):
         heap.check(control.PHASE_PLAN, waits=options.capacity is None)
         heap._fail_for(plan_problem(topk_idx, heap, options), control.PHASE_PLAN)
-        return begin_plan(topk_idx, heap, options, find_budget).made().plan
+        return begin_plan(topk_idx, heap, options, find_budget).make().plan
 
 
 def begin_plan(
@@ -492,26 +492,24 @@ def begin_plan(
     options: PlanOptions,
     find_budget: FindBudget,
     route: Any = None,
-) -> PlanRequest | MadePlan:
+) -> PlanRequest | PlanResult:
     """The first part of plan_call, after its checks; on one node it launches no kernel. route: first makes the values
     of topk_idx [T, K]."""
     capacity = options.capacity
     num_tokens, top_k = topk_idx.shape
     budget = None
     reports = None
-    rails = None
+    rail_options = None
     rail_capacity = 0  # exact capacity
     if capacity is None:
         budget = find_budget()
         reports = heap.captured_reports
     if reports is not None:  # no host can wait
-        why = budget.why_it_waits if budget else "calls a layer that earlier calls did not"
-        heap._fail_for(ArgumentError(f"a step that is captured {why}") if why else None, None)
+        reason = budget.why_it_waits if budget else "calls a layer that earlier calls did not"
+        heap._fail_for(ArgumentError(f"a step that is captured {reason}") if reason else None, None)
     if heap.nodes is not None:
-        rails, rail_capacity = _rails_of(num_tokens, options, budget)
-    header, layout, row_capacity, packed_row_capacity, expected_rows = _sizes_of(
-        options, num_tokens, top_k, heap.num_ranks, budget, rail_capacity
-    )
+        rail_options, rail_capacity = _rail_options(num_tokens, options, budget)
+    sizes = _sizes_of(options, num_tokens, top_k, heap.num_ranks, budget, rail_capacity)
     is_read = capacity is None and reports is None
     request = PlanRequest(
         heap,
@@ -520,23 +518,33 @@ def begin_plan(
         top_k,
         num_experts=options.num_experts,
         num_replica_slots=options.replicas_per_rank,
-        header=header,
-        layout=layout,
-        row_capacity=row_capacity,
-        packed_row_capacity=packed_row_capacity,
-        expected_rows=expected_rows,
+        header=sizes.header,
+        layout=sizes.layout,
+        row_capacity=sizes.row_capacity,
+        packed_row_capacity=sizes.packed_row_capacity,
+        expected_rows=sizes.expected_rows,
         config=options.config,
         is_read=is_read,
         reports=reports,
-        rails=rails,
+        rail_options=rail_options,
         route=route,
-        key=("plan", header, options.config, is_read, rails, route and route.rule),
+        key=("plan", sizes.header, options.config, is_read, rail_options, route and route.rule),
     )
-    if rails is None:
+    if rail_options is None:
         return request
-    return _made_between_nodes(
+    return _make_between_nodes(
         request, rail_capacity, reads_lengths=capacity is None and not budget
     )
+
+
+class _PlanSizes(NamedTuple):
+    """The fields of a PlanRequest that follow from its options."""
+
+    header: tuple[int, ...]
+    layout: control.PlanLayout
+    row_capacity: int
+    packed_row_capacity: int
+    expected_rows: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -547,9 +555,8 @@ def _sizes_of(
     num_ranks: int,
     budget: RowBudget | None,
     rail_capacity: int,
-) -> tuple[tuple[int, ...], control.PlanLayout, int, int, int]:
-    """The sizes of a plan that the host knows before it is made, from checked options and the number of ranks: header,
-    layout, row_capacity, packed_row_capacity and expected_rows of PlanRequest."""
+) -> _PlanSizes:
+    """The sizes of a plan that the host knows before its kernels run, from checked options and the number of ranks."""
     capacity = options.capacity
     max_tokens = options.max_tokens
     num_replica_slots = options.replicas_per_rank
@@ -585,10 +592,10 @@ def _sizes_of(
         expected_rows = budget.expected_rows
     else:
         expected_rows = 0 if rows < 0 else rounded_up(max(1, min(rows, most_tokens * top_k)))
-    return header, layout, rows, packed_rows, expected_rows
+    return _PlanSizes(header, layout, rows, packed_rows, expected_rows)
 
 
-def _rails_of(
+def _rail_options(
     num_tokens: int, options: PlanOptions, budget: RowBudget | None
 ) -> tuple[tuple[int, bool], int]:
     """The last arguments of RailRows, and a static capacity's number of tokens in a message; 0 for exact capacity."""
@@ -599,16 +606,16 @@ def _rails_of(
     return (rail_rows, options.overflow == "drop" and rail_rows < most_tokens), rail_rows
 
 
-def _made_between_nodes(
+def _make_between_nodes(
     request: PlanRequest, rail_capacity: int, *, reads_lengths: bool
-) -> MadePlan:
+) -> PlanResult:
     """The plan on a heap that spans nodes. reads_lengths: with exact capacity and no row budget the host waits for the
     plan, and reads the lengths of messages."""
     heap = request.heap
-    assert request.rails is not None
-    # Without a row budget it waits for the device, before any barrier: ranks with one raise the plan's errors at once.
-    plan, (*routed, integers, num_received) = request.made()
-    sent = [request.rails[0]] * len(num_received)
+    assert request.rail_options is not None
+    # Without a row budget the host waits for the device before any barrier: ranks with a budget raise errors at once.
+    plan, (*routed, integers, num_received) = request.make()
+    sent = [request.rail_options[0]] * len(num_received)
     received = nodes_of(heap).rail_rows
     if reads_lengths:
         numbers = torch.stack([integers[: len(num_received)], num_received])
@@ -616,7 +623,7 @@ def _made_between_nodes(
     nodes = plan_in_node(
         heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + request.top_k
     )
-    return MadePlan(plan.but(nodes=nodes), routed)
+    return PlanResult(plan.replaced(nodes=nodes), routed)
 
 
 def plan_problem(
@@ -643,7 +650,7 @@ def plan_problem(
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
     is_in_order = heap.nodes is None or heap.topology.is_in_order
     # MoEConfig has checked a layer's options: they can be hashed.
-    if not (options.config and _are_sound(options, heap.num_ranks, is_in_order)):
+    if not (options.config and _are_valid(options, heap.num_ranks, is_in_order)):
         error = _options_problem(options, heap.num_ranks, is_in_order)
     if error is not None:
         return error
@@ -661,7 +668,7 @@ def plan_problem(
 
 
 @functools.lru_cache(maxsize=256)
-def _are_sound(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
+def _are_valid(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
     return _options_problem(options, num_ranks, is_in_order) is None
 
 
@@ -689,28 +696,34 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
             return ArgumentError(f"{name} ({value}) must be less than 2**31")
         if value < 1 and name in ("capacity", "hidden", "rail_capacity"):
             return ArgumentError(f"{name} ({value}) must be at least 1")
-    if not 1 <= num_experts <= control.MAX_EXPERTS:
-        return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
-    if num_experts % num_ranks:
-        return ArgumentError(
-            f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})"
-        )
-    if num_replica_slots < 0:
-        return ArgumentError(f"replicas_per_rank ({num_replica_slots}) must be at least 0")
-    if (num_copies := num_experts + num_replica_slots * num_ranks) > control.MAX_EXPERTS:
-        return ArgumentError(
+    num_copies = num_experts + num_replica_slots * num_ranks
+    error: Problem = first_problem(
+        (
+            not 1 <= num_experts <= control.MAX_EXPERTS,
+            f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]",
+        ),
+        (
+            num_experts % num_ranks != 0,
+            f"num_experts ({num_experts}) must be divisible by the number of ranks ({num_ranks})",
+        ),
+        (num_replica_slots < 0, f"replicas_per_rank ({num_replica_slots}) must be at least 0"),
+        (
+            num_copies > control.MAX_EXPERTS,
             f"num_experts ({num_experts}) and replicas_per_rank ({num_replica_slots}) on each rank make "
-            f"{num_copies} experts; there must be at most {control.MAX_EXPERTS}"
-        )
-    if num_replica_slots and not is_in_order:
-        return ArgumentError(
-            f"replicas_per_rank ({num_replica_slots}) must be 0 where ranks of a node do not follow each "
-            "other"
-        )
-    if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
-        return ArgumentError(f"replica_slack ({slack!r}) must be a number in [0, 1]")
-    words = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
-    error = None if options.config else choices_problem(**words)  # as above
+            f"{num_copies} experts; there must be at most {control.MAX_EXPERTS}",
+        ),
+        (
+            num_replica_slots > 0 and not is_in_order,
+            f"replicas_per_rank ({num_replica_slots}) must be 0 where ranks of a node do not follow each other",
+        ),
+        (
+            not isinstance(slack, (int, float)) or not 0 <= slack <= 1,
+            f"replica_slack ({slack!r}) must be a number in [0, 1]",
+        ),
+    )
+    choices = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
+    if not options.config:  # as above
+        error = error or choices_problem(**choices)
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if options.capacity is None else ():

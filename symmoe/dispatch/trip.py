@@ -89,8 +89,8 @@ def dispatch(
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
     }
     if extra_payload is not None:
-        number = plan.heap.configurations.number({**agreed, **extra_payload.agreed})
-        agreed = {"replicas": 1, "config": number}
+        config = plan.heap.configurations.number({**agreed, **extra_payload.agreed})
+        agreed = {"replicas": 1, "config": config}
     agreed["plan"] = plan.generation
     with ExitStack() as stack:
         if index is None:
@@ -101,17 +101,17 @@ def dispatch(
         if division is None:
             stack.enter_context(plan.heap._timed("dispatch"))
         tensors = [x] if probs is None else [x, probs]
-        come = (
+        wait_for_foreign = (
             None
             if plan.nodes is None
             else stack.enter_context(
-                plan.nodes.rails.bring_in(
-                    tensors, control.PHASE_NODES_OUT, agreed, brings_maps=index is None
+                plan.nodes.rails.exchange_tokens(
+                    tensors, control.PHASE_NODES_OUT, agreed, sends_maps=index is None
                 )
             )
         )
-        travelling = _token_sources(plan, tensors, come, agreed if is_last else None)
-        trip = _Trip(plan, buffer, layout, slots, travelling, agreed, division, extra_payload)
+        sources = _token_sources(plan, tensors, wait_for_foreign, agreed if is_last else None)
+        trip = _Trip(plan, buffer, layout, slots, sources, agreed, division, extra_payload)
         if division is not None:
             with trip.arriving() as parts:
                 yield Arrival(parts, slots.row_probs, slots.index)
@@ -123,22 +123,22 @@ def dispatch(
 def _token_sources(
     plan: Plan,
     tensors: list[torch.Tensor],
-    come: Callable[[], list[torch.Tensor]] | None,
+    wait_for_foreign: Callable[[], list[torch.Tensor]] | None,
     agreed: control.CallFields | None,
 ) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
-    """Yields tensors [T, .] to send to the ranks of a node, with the plan of their tokens: this rank's own, and between
-    nodes, after they `come`, the foreign ones. The last trip of its call (ranks `agreed` on that) ends with a barrier
-    of nodes, see RemoteNodes.meet, before its last barrier."""
+    """Yields tensors [T, .] to send to the ranks of a node, with the plan of their tokens: this rank's own tokens, and
+    between nodes the foreign ones. The last trip of a call (`agreed` is not None) ends with a barrier of nodes, see
+    RemoteNodes.meet, before its last barrier."""
     yield plan.in_node, tensors
-    if plan.nodes is not None and come is not None:
-        yield plan.nodes.foreign, come()
+    if plan.nodes is not None and wait_for_foreign is not None:
+        yield plan.nodes.foreign, wait_for_foreign()
         if agreed is not None:
             plan.nodes.rails.meet(control.PHASE_NODES_OUT, agreed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ReceivedSlots:
-    """The slots that travel with rows, from which the index of received rows is made: tensors as in Arrival."""
+    """The slots that travel with rows. The index of received rows is computed from them: tensors as in Arrival."""
 
     index: ReceivedIndex
     row_probs: torch.Tensor | None = None
@@ -148,10 +148,10 @@ class _ReceivedSlots:
 
     def push(self, tokens: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
         """Writes slots and probs of tokens to all ranks. probs: fp32 [T, K], or None on all ranks."""
-        for region, slots, places in () if self.slots is None else tokens.regions:
+        for region, slots, maps in () if self.slots is None else tokens.regions:
             kernels.for_device(ready.device).push_slots(
                 (*slots, None if probs is None else probs[region]),
-                places,
+                maps,
                 tokens.heap.peers,
                 ready,
                 row_column=READY_SLOTS,
@@ -164,7 +164,7 @@ class _ReceivedSlots:
         num_rows: torch.Tensor,
         trip: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
+        """Reads the slots of the packed rows that have arrived: see the kernel `index_rows`."""
         if self.slots is not None:
             wire = self.slots, None if self.row_probs is None else self.probs
             kernels.for_device(self.slots.device).index_rows(
@@ -211,7 +211,7 @@ class _Trip:
     _division: Division | None
     _extra_payload: ExtraPayload | None
     _num_sent = 0  # steps of _exchange that have sent their rows
-    _are_read = True  # whether the received rows are read
+    _indexes_rows = True  # whether received rows are indexed; False after an exception
 
     def __post_init__(self) -> None:
         self._heap = self._plan.heap
@@ -221,9 +221,8 @@ class _Trip:
         self._rank = self._heap.peers.rank
         self._num_ranks = self._heap.peers.num_ranks
         self._signalled: torch.cuda.Event | None = None  # after which all ranks have sent
-        self._come: dict[
-            int, torch.cuda.Event | None
-        ] = {}  # by source, the event after which its rows are complete
+        # By source rank, the event after which the rows of its tokens are complete.
+        self._complete: dict[int, torch.cuda.Event | None] = {}
         with nullcontext() if division is None else self._heap._timed("dispatch"):
             offsets = self._heap._offset_of(self._buffer, phase=PHASE), *self._slots.offsets
             if self._extra_payload is not None:
@@ -263,10 +262,9 @@ class _Trip:
         mark(MUST_ABORT)
         try:
             with heap._timed("dispatch"):
-                self._own, self._x = next(self._tokens())
-                if (
-                    self._extra_payload is not None
-                ):  # with all SMs, and before the signals of its arrival
+                self._own, self._x_TH = next(self._tokens())
+                # With all SMs, and before the signals of its arrival.
+                if self._extra_payload is not None:
                     self._extra_payload.send(self._ready)
                 self._branch = heap.streams.branch()
                 self._start = self._branch.point()
@@ -281,10 +279,9 @@ class _Trip:
                 pass
         except BaseException:
             try:
-                self._are_read = False
-                with suppress(
-                    SymmoeError
-                ):  # a wait on a CPU may raise an error that the next call raises again
+                self._indexes_rows = False
+                # A wait on a CPU may raise an error that the next call raises again.
+                with suppress(SymmoeError):
                     self._exchange()
             except Exception as error:  # noqa: BLE001 - the first exception is raised
                 heap.abort(error)
@@ -298,28 +295,26 @@ class _Trip:
         """Yields the rows of each source rank, ready on the current stream."""
         plan = self._own
         num_sms = None if self._division is None else self._division.num_sms
-        (own, *others), (before, of_own, after) = (
-            plan.arrivals,
-            self._plan.parts_of_replicas(num_sms),
-        )
+        own, *peers = plan.arrivals
+        before, own_replicas, after = self._plan.parts_of_replicas(num_sms)
         with self._heap._timed("dispatch"):
             if self._layout == "packed":
-                self._push(self._x, plan, to=self._rank)
+                self._push(self._x_TH, plan, to=self._rank)
             else:
-                self._place_own(self._x, plan)
+                self._place_own(self._x_TH, plan)
             self._receive(own, self._ready, self._num_ctas)
         yield Part(plan.source_to_rows[own], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._exchange()
-        for source in others:
-            if source == others[-1]:
+        for source in peers:
+            if source == peers[-1]:
                 self._branch.wait_for(self._signalled)
-                yield from of_own
-            if source not in self._come:
-                self._forward()
-            self._branch.wait_for(self._come[source])
-            yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
+                yield from own_replicas
+            if source not in self._complete:
+                self._exchange_foreign()
+            self._branch.wait_for(self._complete[source])
+            yield Part(plan.source_to_rows[source], None if source == peers[-1] else num_sms)
         yield from (*before, *after)
 
     def _exchange(self) -> None:
@@ -330,14 +325,13 @@ class _Trip:
         heap = self._heap
         num_ranks = self._num_ranks
         with self._branch.after(self._start), heap._timed("dispatch"):
-            for step in range(len(self._come) + 1, num_ranks):
+            for step in range(len(self._complete) + 1, num_ranks):
                 to = (self._rank + step) % num_ranks
                 peer = (self._rank - step) % num_ranks
                 with must_complete():
-                    if (
-                        step > self._num_sent
-                    ):  # once: after the signal the peer may reuse its buffer
-                        self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
+                    # Once: after the signal the peer may reuse its buffer.
+                    if step > self._num_sent:
+                        self._push(self._x_TH, self._own, to=to, num_ctas=self._num_ctas)
                         heap._send_signal(to)
                         self._num_sent = step
                     arrived = heap._wait_for_signal(
@@ -345,11 +339,11 @@ class _Trip:
                     )
                 source = self._own.arrivals[step]
                 self._signalled = self._branch.point()
-                if self._are_read:
+                if self._indexes_rows:
                     self._receive(source, arrived, self._num_ctas)
-                self._come[source] = self._branch.point()
+                self._complete[source] = self._branch.point()
 
-    def _forward(self) -> None:
+    def _exchange_foreign(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives the foreign tokens that they send."""
         with self._branch.after(self._start), self._heap._timed("dispatch"):
             for tokens, rows in self._tokens():  # the foreign ones
@@ -363,7 +357,7 @@ class _Trip:
             )
             for source in self._own.arrivals[self._num_ranks :]:
                 self._receive(source, arrived, None)
-                self._come[source] = self._branch.point()
+                self._complete[source] = self._branch.point()
 
     def _push(
         self,
@@ -375,12 +369,12 @@ class _Trip:
     ) -> None:
         """Writes the rows of tokens to one rank of the node, or to all but one."""
         ranks = None if to is None else range(to, to + 1)
-        to_row = (
+        token_to_row_TR = (
             tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
         )
         self._ops.push_rows(
             x,
-            to_row,
+            token_to_row_TR,
             self._heap.peers,
             self._ready,
             column=READY_ROWS,
@@ -401,8 +395,8 @@ class _Trip:
         )
 
     def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
-        """Indexes the rows received from one source rank or from all, and copies them to secondary rows. arrived:
-        result of the wait for them."""
+        """Indexes the rows received from one source rank or from all, and copies them to secondary rows. arrived: the
+        result of the wait for these rows."""
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
         self._slots.read(
@@ -410,9 +404,8 @@ class _Trip:
             self._plan.num_present,
             (self._ready, arrived),
         )
-        if (
-            self._layout == "expert-major" and self._num_ranks > 1
-        ):  # the only rank of a node has placed all rows
+        # The only rank of a node has placed all rows.
+        if self._layout == "expert-major" and self._num_ranks > 1:
             self._ops.fan_out(
                 self._buffer,
                 self._slots.index.packed_to_row,

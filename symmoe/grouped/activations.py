@@ -24,14 +24,14 @@ def activation_problem(activation: object, kind: type = Activation) -> ArgumentE
     """The error if this is no Activation (or ScaledActivation), with the alternatives, or None."""
     if isinstance(activation, kind):
         return None
-    wanted = (
+    alternatives = (
         "an Activation"
         if kind is Activation
         else "a ScaledActivation, or None; it takes an Activation"
     )
     return ArgumentError(
-        f"activation ({activation!r}) must be {wanted}: symmoe.Activation(function='gelu', is_gated=False) is one of "
-        f"functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
+        f"activation ({activation!r}) must be {alternatives}: symmoe.Activation(function='gelu', is_gated=False) is "
+        f"one of functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
     )
 
 

@@ -144,7 +144,7 @@ class ExpertWeights:
     fc2: LayerWeights  # W2 [G, H, I]
     activation: Activation
     replicas: Replicas | None = field(default=None, kw_only=True)
-    # In backward, by kind, buffers for the gradients; None: not wanted, or chosen elsewhere, as for W1 and W2.
+    # In backward, by kind, buffers for the gradients; None: no gradient, or the layer's target, as for W1 and W2.
     gradients: Sequence[torch.Tensor | None] = field(default=(), kw_only=True)
 
     @property
@@ -188,29 +188,29 @@ class ExpertWeights:
         h = x.rows.new_empty((num_rows, self.fc1.weight.shape[1]))
         a = x.rows.new_empty((num_rows, self.fc2.weight.shape[2]))
         if self.fc1.a is None:
-            for part, its in self.calls(x, parts):
+            for part, weights in self.calls(x, parts):
                 ops.grouped_gemm_act(
                     rows,
-                    its.fc1.weight,
+                    weights.fc1.weight,
                     part.rows,
                     x.scale,
                     (h, a),
                     self.activation,
-                    bias=its.fc1.bias,
+                    bias=weights.fc1.bias,
                     num_sms=part.num_sms,
                 )
             return SavedActivations(h), (a, None)
         t1 = h.new_empty((num_rows, self.fc1.a.shape[1]))
         t2 = h.new_empty((num_rows, self.fc2.a.shape[1]))
-        for part, its in self.calls(x, parts):
-            fc1 = its.fc1
+        for part, weights in self.calls(x, parts):
+            fc1 = weights.fc1
             num_sms = part.num_sms
             ops.grouped_gemm(rows, fc1.weight, part.rows, h, bias=fc1.bias, num_sms=num_sms)
             ops.grouped_gemm(rows, fc1.a, part.rows, t1, num_sms=num_sms)
             ops.grouped_gemm(t1, fc1.b, part.rows, h, accumulate=True, num_sms=num_sms)
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
-        for part, its in self.calls(x):
-            ops.grouped_gemm(a, its.fc2.a, part.rows, t2)
+        for part, weights in self.calls(x):
+            ops.grouped_gemm(a, weights.fc2.a, part.rows, t2)
         return SavedActivations(h, t1, t2), (a, t2)
 
     def second_layer(
@@ -226,21 +226,21 @@ class ExpertWeights:
         zeros past it if `zero_tail`. Adapters add their product in `out`."""
         a, t2 = a
         ops = kernels.for_device(out.device)
-        for its_part, its in self.calls(x, part):
+        for called_part, weights in self.calls(x, part):
             ops.grouped_gemm(
                 a,
-                its.fc2.weight,
-                its_part.rows,
+                weights.fc2.weight,
+                called_part.rows,
                 out,
-                bias=(its.fc2.bias, x.bias_scale),
+                bias=(weights.fc2.bias, x.bias_scale),
                 zero_tail=zero_tail,
-                num_sms=its_part.num_sms,
+                num_sms=called_part.num_sms,
             )
         if t2 is not None:
-            for its_part, its in self.calls(x, part):
-                b2 = its.fc2.b
-                num_sms = its_part.num_sms
-                ops.grouped_gemm(t2, b2, its_part.rows, out, accumulate=True, num_sms=num_sms)
+            for called_part, weights in self.calls(x, part):
+                b2 = weights.fc2.b
+                num_sms = called_part.num_sms
+                ops.grouped_gemm(t2, b2, called_part.rows, out, accumulate=True, num_sms=num_sms)
 
     def backward(
         self, x: ExpertRows, hidden: SavedActivations, d_out: torch.Tensor, **options: Any
@@ -285,13 +285,17 @@ class ExpertsBackward:
         has_db2 = self._fc2_dgrad(hidden, parts)
         if weights.fc2.bias is not None:
             d_out = self._output_gradients()
-            for part, its in self._weights.calls(x):
-                db2 = None if has_db2 else its.gradients[B2]
+            for part, called in self._weights.calls(x):
+                db2 = None if has_db2 else called.gradients[B2]
                 if db2 is not None:
                     ops.grouped_bias_grad((d_out, x.row_index), part.rows, db2, scale=x.bias_scale)
                 if x.bias_scale is not None and needs_scale:
                     ops.grouped_bias_dot(
-                        (d_out, x.row_index), its.fc2.bias, part.rows, self.d_scale, accumulate=True
+                        (d_out, x.row_index),
+                        called.fc2.bias,
+                        part.rows,
+                        self.d_scale,
+                        accumulate=True,
                     )
 
     def _fc2_dgrad(self, hidden: SavedActivations, parts: Parts) -> bool:
@@ -312,7 +316,7 @@ class ExpertsBackward:
         x = self._x
         weights = self._weights
         num_rows, ffn = self._a.shape
-        num_groups = max(its.fc2.weight.shape[0] for _, its in weights.calls(x))
+        num_groups = max(called.fc2.weight.shape[0] for _, called in weights.calls(x))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if (
@@ -324,11 +328,11 @@ class ExpertsBackward:
         end = x.row_range if weights.replicas is None else weights.replicas.row_range
         num_partials = 0
         d_scale = self.d_scale if is_whole else None
-        for part, its in weights.calls(x, parts):
-            gradients = self._dh, self._a, d_scale, its.gradients[B1]
+        for part, called in weights.calls(x, parts):
+            gradients = self._dh, self._a, d_scale, called.gradients[B1]
             num_partials = ops.grouped_gemm_dact(
                 (self._d_out, x.row_index),
-                its.fc2.weight,
+                called.fc2.weight,
                 part.rows,
                 (h, x.scale),
                 gradients,
@@ -351,8 +355,8 @@ class ExpertsBackward:
         self._t1 = require_tensor("t1", hidden.t1)
         self._t2 = require_tensor("t2", hidden.t2)
         self._dt1, self._dt2 = torch.empty_like(self._t1), torch.empty_like(self._t2)
-        for part, its in weights.calls(x, parts):
-            fc2 = its.fc2
+        for part, called in weights.calls(x, parts):
+            fc2 = called.fc2
             num_sms = part.num_sms
             ops.grouped_gemm_dgrad(d_out, fc2.weight, part.rows, da, num_sms=num_sms)
             ops.grouped_gemm_dgrad(d_out, fc2.b, part.rows, self._dt2, num_sms=num_sms)
@@ -362,10 +366,10 @@ class ExpertsBackward:
         ops.scaled_activation(h, scale, self._a, weights.activation)
         d_scale = torch.empty_like(self.d_scale)
         ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
-        for part, its in weights.calls(x):
-            if (db1 := its.gradients[B1]) is not None:
+        for part, called in weights.calls(x):
+            if (db1 := called.gradients[B1]) is not None:
                 ops.grouped_bias_grad(self._dh, part.rows, db1)
-            ops.grouped_gemm_dgrad(self._dh, its.fc1.b, part.rows, self._dt1)
+            ops.grouped_gemm_dgrad(self._dh, called.fc1.b, part.rows, self._dt1)
         ops.sum_dact_partials(
             d_scale, part.rows, self.d_scale, 1
         )  # the same with zeros in the tail
@@ -385,21 +389,21 @@ class ExpertsBackward:
         ops = self._ops
         x = self._x
         weights = self._weights
-        for its_part, its in weights.calls(x, part):
+        for called_part, called in weights.calls(x, part):
             ops.grouped_gemm_dgrad(
                 self._dh,
-                its.fc1.weight,
-                its_part.rows,
+                called.fc1.weight,
+                called_part.rows,
                 d_rows,
                 zero_tail=zero_tail,
-                num_sms=its_part.num_sms,
+                num_sms=called_part.num_sms,
             )
         if weights.fc1.a is not None:
-            for its_part, its in weights.calls(x, part):
-                a1 = its.fc1.a
-                num_sms = its_part.num_sms
+            for called_part, called in weights.calls(x, part):
+                a1 = called.fc1.a
+                num_sms = called_part.num_sms
                 ops.grouped_gemm_dgrad(
-                    self._dt1, a1, its_part.rows, d_rows, accumulate=True, num_sms=num_sms
+                    self._dt1, a1, called_part.rows, d_rows, accumulate=True, num_sms=num_sms
                 )
 
     def w1_product(self) -> WeightProduct:
@@ -429,16 +433,16 @@ class ExpertsBackward:
         accumulate: bool,
         num_sms: int | None = None,
     ) -> None:
-        """Writes the product to out, and the wanted product of replicas' rows to their buffer. kind: W1 or W2."""
+        """Writes the product to out, and the product of replicas' rows to their buffer, if any. kind: W1 or W2."""
         if (replicas := self._weights.replicas) is not None:
             self.gradients[kind] = out
-            if (theirs := replicas.weights.gradients[kind]) is not None:
-                of_replicas = product._replace(row_range=replicas.row_range)
-                of_replicas(theirs, False, num_sms=num_sms)
+            if (replica_gradients := replicas.weights.gradients[kind]) is not None:
+                replica_product = product._replace(row_range=replicas.row_range)
+                replica_product(replica_gradients, False, num_sms=num_sms)
         product(out, accumulate, num_sms=num_sms)
 
-    def forget_w2(self) -> None:
-        """Frees tensors that only dW2 reads, once dW2 is made or if it is not wanted."""
+    def free_w2(self) -> None:
+        """Frees tensors that only dW2 reads, after the computation of dW2 or if its target computes none."""
         for name in ("_a", "_a_columns", "_d_out"):
             vars(self).pop(name, None)
 
@@ -449,11 +453,11 @@ class ExpertsBackward:
             return ()
         rows = (self._x.rows, self._x.row_index)
         d_out = (self._d_out, self._x.row_index)
-        for part, its in self._weights.calls(self._x):
+        for part, called in self._weights.calls(self._x):
             write_gradients(
-                (rows, self._t1, self._dh, self._dt1), part.rows, its.gradients[FC1][2:]
+                (rows, self._t1, self._dh, self._dt1), part.rows, called.gradients[FC1][2:]
             )
             write_gradients(
-                (self._a, self._t2, d_out, self._dt2), part.rows, its.gradients[FC2][2:]
+                (self._a, self._t2, d_out, self._dt2), part.rows, called.gradients[FC2][2:]
             )
         return *self._weights.gradients[FC1][2:], *self._weights.gradients[FC2][2:]

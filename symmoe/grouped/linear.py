@@ -96,10 +96,10 @@ class GroupedLinear(GroupedParameters):
             ArgumentError, StaleLease: an argument is wrong; no kernel has run.
         """
         arguments = RowArguments(splits, bias_scale, out, grad_input_out, (is_first_microbatch,))
-        x, biases, tensors = arguments.checked("x", x, (self,))
+        x, biases, tensors = arguments.check("x", x, (self,))
         products = LinearProducts((self,), trains_rows=torch.is_grad_enabled() and x.requires_grad)
-        added = (None,) if self.return_bias else tuple(biases)
-        y = run_rows(products, arguments, x, added, tensors)
+        added_biases = (None,) if self.return_bias else tuple(biases)
+        y = run_rows(products, arguments, x, added_biases, tensors)
         return (y, biases[0]) if self.return_bias else y
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class GroupedLinear(GroupedParameters):
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
-    """What a layer computes in a call, without autograd: y = W x + bias * scale, += B (A x) with adapters."""
+    """The computation of a layer in a call, without autograd: y = W x + bias * scale, += B (A x) with adapters."""
 
     layers: tuple[GroupedParameters]
     trains_rows: bool  # whether backward needs the gradient of the rows
@@ -135,7 +135,7 @@ class LinearProducts:
 
     @property
     def key(self) -> Hashable:
-        """What determines the launches besides tensors and weights."""
+        """The values besides tensors and weights that determine the launches."""
         return self.layers[0].precision, self.trains_rows
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> LayerWeights:
@@ -145,7 +145,7 @@ class LinearProducts:
         (weight,) = kernel_matrices({"weight": matrices[:end]})
         weights = LayerWeights(weight, bias, *matrices[end:])
         if is_forward and layer.cached_weight is not None and layer.precision is not None:
-            return weights.with_held(layer.cached_weight, layer.precision, self.trains_rows)
+            return weights.with_cached(layer.cached_weight, layer.precision, self.trains_rows)
         return weights
 
     def forward(
@@ -163,7 +163,7 @@ class LinearProducts:
             )
         else:
             left = recipe.quantize(rows.rows, rows.row_range).operand()
-            right, transposed = weights.held or weight_operands(
+            right, transposed = weights.cached or weight_operands(
                 recipe, weights.weight, transposed=self.trains_rows
             )
             ops.grouped_gemm_quantized(
@@ -180,20 +180,20 @@ class LinearProducts:
         self,
         weights: LayerWeights,
         rows: ExpertRows,
-        kept: Sequence[Any],
+        saved: Sequence[Any],
         d_out: torch.Tensor,
         needs: Needs,
         d_rows: MaybeTensor,
         *,
         zero_tail: bool,
     ) -> RowGradients:
-        """The gradients from d_out [N, O]; kept: result of forward. d_rows [N, C] gets the rows' gradient, with zeros
+        """The gradients from d_out [N, O]; saved: result of forward. d_rows [N, C] gets the rows' gradient, with zeros
         past the last group if `zero_tail`. With a recipe the pass that quantises d_out for it also makes the bias
         gradient, by the same formula."""
         recipe = self.layers[0].precision
         ops = kernels.for_device(d_out.device)
         row_range = rows.row_range
-        (_, needs_scale, needs_bias), (t, *transposed) = needs, kept
+        (_, needs_scale, needs_bias), (t, *transposed) = needs, saved
         bias: Any = weights.bias  # not None if it or its scale needs a gradient
         d_bias = torch.empty_like(bias) if needs_bias else None
         d_scale = None
@@ -217,9 +217,9 @@ class LinearProducts:
         def adapter_gradients() -> Gradients:
             if d_t is None:
                 return ()
-            found = [torch.empty_like(m) if m.requires_grad else None for m in weights[2:4]]
-            write_gradients((rows.rows, t, d_out, d_t), row_range, found)
-            return tuple(found)
+            gradients = [torch.empty_like(m) if m.requires_grad else None for m in weights[2:4]]
+            write_gradients((rows.rows, t, d_out, d_t), row_range, gradients)
+            return tuple(gradients)
 
         product = partial(_weight_product, recipe, rows, d_out)
         return RowGradients(d_scale, (d_bias,), (product,), adapter_gradients)
@@ -256,18 +256,18 @@ def cache_quantized_weights(module: nn.Module) -> Iterator[None]:
             (`weight.data.copy_`) is not detected: results then use the old weight.
     """
     needs = "GroupedLinear whose weights could be constant"
-    entered = [
+    linears = [
         linear
         for linear in modules_of(module, GroupedLinear, name="module", needs=needs)
         if linear.precision is not None and linear.cached_weight is None
     ]
-    with ExitStack() as held:
-        for linear in entered:
+    with ExitStack() as caches:
+        for linear in linears:
             weight = CachedWeight(
                 [linear.weight] if linear.is_packed else linear.weight_parameters()
             )
-            linear.cached_weight = held.enter_context(closing(weight))
-            held.callback(setattr, linear, "cached_weight", None)
+            linear.cached_weight = caches.enter_context(closing(weight))
+            caches.callback(setattr, linear, "cached_weight", None)
         yield
 
 

@@ -128,10 +128,10 @@ class GroupedMLP(nn.Module):
         Raises:
             ArgumentError, StaleLease: an argument is wrong; no kernel has run.
         """
-        given = RowArguments(
+        arguments = RowArguments(
             splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch)
         )
-        return fused_mlp((self.fc1, self.activation, self.fc2), rows, given, scale_bias=True)
+        return fused_mlp((self.fc1, self.activation, self.fc2), rows, arguments, scale_bias=True)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
@@ -149,17 +149,17 @@ def fused_mlp(
     in GroupedMLP.forward. scale_bias: whether the scale also multiplies fc2's bias."""
     fc1, activation, fc2 = layers
     raise_for(call_problem(fc1=fc1, activation=activation, fc2=fc2))
-    x, biases, tensors = arguments.checked("rows", x, (fc1, fc2))
-    called = of_tensors(layers, biases, tensors)
-    inputs = (x, arguments.scale, *called.biases, *called.tensors)
+    x, biases, tensors = arguments.check("rows", x, (fc1, fc2))
+    experts = of_tensors(layers, biases, tensors)
+    inputs = (x, arguments.scale, *experts.biases, *experts.tensors)
     trains = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in inputs
     )
-    has_scaled_bias = scale_bias and called.biases[1] is not None
+    has_scaled_bias = scale_bias and experts.biases[1] is not None
     products = MLPProducts(
-        called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains)
+        experts.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains)
     )
-    return run_rows(products, arguments, x, called.biases, called.tensors)
+    return run_rows(products, arguments, x, experts.biases, experts.tensors)
 
 
 def experts_call_problem(experts: Any) -> ArgumentError | None:
@@ -208,11 +208,11 @@ def expert_weights(
     *,
     trains: tuple[bool, bool],
     wire: Wire | None = None,
-    held: tuple[CachedWeight | None, CachedWeight | None] = (None, None),
+    cached: tuple[CachedWeight | None, CachedWeight | None] = (None, None),
 ) -> ExpertWeights:
     """The experts' weights in the kernels' form. `tensors`: the weights, then the adapters; trains: whether backward
-    needs the gradient of the rows, and whether it will run; wire: wire formats of rows and gradients; held: weights of
-    fc1 and fc2 in symmoe.grouped.cache_quantized_weights."""
+    needs the gradient of the rows, and whether it will run; wire: wire formats of rows and gradients; cached: weights
+    of fc1 and fc2 in symmoe.grouped.cache_quantized_weights."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     a1, b1, a2, b2 = adapters or (None,) * 4
@@ -225,8 +225,8 @@ def expert_weights(
             f"adapters need precision None; the experts compute in {form.precision}"
         )
     fc1, fc2 = (
-        fc if each is None else fc.with_held(each, form.precision, is_transposed)
-        for fc, each, is_transposed in zip((fc1, fc2), held, trains, strict=True)
+        fc if weight is None else fc.with_cached(weight, form.precision, is_transposed)
+        for fc, weight, is_transposed in zip((fc1, fc2), cached, trains, strict=True)
     )
     return QuantizedWeights(fc1, fc2, form.activation, form.precision, trains, wire or Wire())
 
@@ -245,11 +245,13 @@ class MLPProducts:
         return self.form, self.scale_bias, self.trains
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> ExpertWeights:
-        held = [layer.cached_weight if is_forward else None for layer in self.layers]
-        biases = tensors[:2]
-        tensors = tensors[2:]
+        cached = [layer.cached_weight if is_forward else None for layer in self.layers]
         return expert_weights(
-            self.form, biases, tensors, trains=self.trains, held=(held[0], held[1])
+            self.form,
+            tensors[:2],
+            tensors[2:],
+            trains=self.trains,
+            cached=(cached[0], cached[1]),
         )
 
     def forward(
@@ -263,15 +265,15 @@ class MLPProducts:
         self,
         weights: ExpertWeights,
         rows: ExpertRows,
-        kept: Sequence[Any],
+        saved: Sequence[Any],
         d_out: torch.Tensor,
         needs: Needs,
         d_rows: MaybeTensor,
         *,
         zero_tail: bool,
     ) -> RowGradients:
-        steps = weights.backward(rows, SavedActivations(*kept), d_out, needs_scale=needs[1])
+        steps = weights.backward(rows, SavedActivations(*saved), d_out, needs_scale=needs[1])
         if d_rows is not None:
             steps.input_gradient(d_rows, zero_tail=zero_tail)
-        of_weights = steps.w1_product, steps.w2_product
-        return RowGradients(steps.d_scale, steps.d_biases, of_weights, steps.adapter_gradients)
+        products = steps.w1_product, steps.w2_product
+        return RowGradients(steps.d_scale, steps.d_biases, products, steps.adapter_gradients)

@@ -1,8 +1,8 @@
 """The parameters of a grouped linear layer: packed or discrete weights, biases, and where their gradients go. Also
 separates a model's parameters into those of all ranks and those of experts, which are on one rank of each EP group.
 
-The module that owns a parameter decides its kind. An attribute of a Parameter would be lost when the Parameter is
-replaced (copies of layers, loading by assignment, the meta device, FSDP, parametrizations).
+The module that owns a parameter determines whether it is an expert's. An attribute of a Parameter would be lost when
+the Parameter is replaced (copies of layers, loading by assignment, the meta device, FSDP, parametrizations).
 
 G groups (experts of this rank), C input features, O output features.
 """
@@ -46,7 +46,7 @@ _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
 
 class GroupedParameters(nn.Module):
-    """A GroupedLinear without its forward; arguments as in GroupedLinear."""
+    """The parameters of a GroupedLinear, without a forward; arguments as in GroupedLinear."""
 
     holds_experts = True
     _is_fsdp_managed_module = False  # FSDP sets it
@@ -95,14 +95,14 @@ class GroupedParameters(nn.Module):
         self._init_method = init_method
         self._delayed: deque[Callable[[], None]] = deque()
         self._after_backward_dw: list[Callable[[], object]] = []
-        whole = torch.empty((num_groups, out_features, in_features), dtype=dtype, device=device)
-        raise_for(e4m3_problem(precision, whole.device))
+        packed = torch.empty((num_groups, out_features, in_features), dtype=dtype, device=device)
+        raise_for(e4m3_problem(precision, packed.device))
         if self.is_packed:
-            self.weight = nn.Parameter(whole)
+            self.weight = nn.Parameter(packed)
         else:
-            for g, weight in enumerate(whole.unbind(0)):  # in one storage: see packed_view
+            for g, weight in enumerate(packed.unbind(0)):  # in one storage: see packed_view
                 setattr(self, f"weight{g}", nn.Parameter(weight))
-        self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
+        self.bias = nn.Parameter(packed.new_empty((num_groups, out_features))) if bias else None
         self._weight_marks: dict[str, object] = {}
         if delay_wgrad:
             self.mark_weights(skip_backward_post_hook=True)  # for Megatron's DDP: a later gradient
@@ -120,17 +120,17 @@ class GroupedParameters(nn.Module):
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; for a DTensor this rank's part, differentiable."""
         try:
-            found: tuple[Any, ...] = tuple(map(self._parameters.__getitem__, self.weight_names))
+            weights: tuple[Any, ...] = tuple(map(self._parameters.__getitem__, self.weight_names))
         except KeyError:  # parametrized
-            found = tuple(getattr(self, name) for name in self.weight_names)
-        if self.is_packed and hasattr(found[0], "device_mesh"):
-            return (local_part(found[0]),)
-        return found
+            weights = tuple(getattr(self, name) for name in self.weight_names)
+        if self.is_packed and hasattr(weights[0], "device_mesh"):
+            return (local_part(weights[0]),)
+        return weights
 
     def mark_weights(self, **marks: object) -> None:
         """Sets attributes of every weight, for trainers to read. Parameters that replace the weights also get them."""
         self._weight_marks |= marks
-        self._restate_marks()
+        self._restore_marks()
 
     def width_problem(self, device: torch.device) -> ArgumentError | None:
         """The error if the layer cannot run on the device, due to the dtype of its weights or a width, or None."""
@@ -153,8 +153,8 @@ class GroupedParameters(nn.Module):
         if self.cached_weight is None:
             return None
         # FSDP and parametrizations make new tensors in every call.
-        is_theirs = self._is_fsdp_managed_module or self.weight_names[0] not in self._parameters
-        current = () if is_theirs else map(self._parameters.__getitem__, self.weight_names)
+        is_recreated = self._is_fsdp_managed_module or self.weight_names[0] not in self._parameters
+        current = () if is_recreated else map(self._parameters.__getitem__, self.weight_names)
         return self.cached_weight.problem(current)
 
     # A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here.
@@ -170,7 +170,8 @@ class GroupedParameters(nn.Module):
     def has_bias(self) -> bool:
         """Whether the layer has a bias. Does not evaluate it."""
         return not any(
-            "bias" in found and found["bias"] is None for found in (self._parameters, self.__dict__)
+            "bias" in attributes and attributes["bias"] is None
+            for attributes in (self._parameters, self.__dict__)
         )
 
     @torch.no_grad()
@@ -206,18 +207,18 @@ class GroupedParameters(nn.Module):
             return main_grads_of(parameters, overwrite=overwrite_main_grad)
         overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
 
-        def put_off(product: WeightProduct) -> None:
+        def postpone(product: WeightProduct) -> None:
             rows = Unmodified(**(product.read or {}))
             self._delayed.append(partial(compute_delayed, parameters, overwrite, product, rows))
 
-        return Target("delayed", delay=put_off)
+        return Target("delayed", delay=postpone)
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> GroupedParameters:
         before = None if self.is_packed else addresses(self.weight_parameters())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
-        self._restate_marks()
+        self._restore_marks()
         if self.is_packed:
             return self
         weights = self.weight_parameters()
@@ -236,17 +237,17 @@ class GroupedParameters(nn.Module):
             if kind in self._parameters and all(key in state_dict for key in indexed):
                 state_dict[packed] = torch.stack([state_dict.pop(key) for key in indexed])
             elif f"{kind}0" in self._parameters and packed in state_dict:
-                whole = state_dict.pop(packed)
-                if whole.shape[:1] == (self.num_groups,):
-                    state_dict.update(zip(indexed, whole.unbind(0), strict=True))
+                weights = state_dict.pop(packed)
+                if weights.shape[:1] == (self.num_groups,):
+                    state_dict.update(zip(indexed, weights.unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._restate_marks()  # loading may assign new parameters
+        self._restore_marks()  # loading may assign new parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
-        self._restate_marks()  # the parameters of a copy are new
+        self._restore_marks()  # the parameters of a copy are new
 
-    def _restate_marks(self) -> None:
+    def _restore_marks(self) -> None:
         if self._weight_marks:
             for name in self.weight_names:
                 vars(self._parameters[name]).update(self._weight_marks)
@@ -271,11 +272,11 @@ def local_tensors(
     for linear in linears:
         bias = linear.bias_parameter()
         biases.append(bias if bias is None or not cast_biases else bias.to(dtype))
-        own = linear.weight_parameters()
-        if own[0].dtype != dtype:  # otherwise kernel_matrices checks them
-            check_uniform(own)
-            own = tuple(weight.to(dtype) for weight in own)
-        tensors += own
+        weights = linear.weight_parameters()
+        if weights[0].dtype != dtype:  # otherwise kernel_matrices checks them
+            check_uniform(weights)
+            weights = tuple(weight.to(dtype) for weight in weights)
+        tensors += weights
         pairs.append(linear.adapters())
     if not any(pairs):
         return biases, tensors
@@ -288,9 +289,9 @@ def local_tensors(
 
 def tensors_of_experts(model: nn.Module) -> set[int]:
     """Ids of the parameters and buffers of modules with `holds_experts = True`, and of all modules inside them."""
-    holders = [m for m in modules_of(model, nn.Module) if getattr(m, "holds_experts", False)]
+    modules = [m for m in modules_of(model, nn.Module) if getattr(m, "holds_experts", False)]
     return {
-        id(tensor) for module in holders for tensor in (*module.parameters(), *module.buffers())
+        id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())
     }
 
 
@@ -307,9 +308,7 @@ def named_parameters(
 
 def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(dense, experts): trainable parameters, each once, in the order of `model.parameters()`."""
-    named = [each for each in named_parameters(model) if each[1].requires_grad]
-    dense, experts = (
-        [parameter for _, parameter, is_expert in named if is_expert == kind]
-        for kind in (False, True)
-    )
+    named = [entry for entry in named_parameters(model) if entry[1].requires_grad]
+    dense = [parameter for _, parameter, is_expert in named if not is_expert]
+    experts = [parameter for _, parameter, is_expert in named if is_expert]
     return dense, experts

@@ -73,16 +73,16 @@ class QuantizedWeights(ExpertWeights):
         ops = kernels.for_device(weight.device)
         h = torch.empty((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         x = x.without_tail(num_rows)
-        arriving = _arriving(self, self.wire.rows, x, parts)
+        operands = _arriving_operands(self, self.wire.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (
-            fc.held or weight_operands(recipe, fc.weight, transposed=is_needed)
+            fc.cached or weight_operands(recipe, fc.weight, transposed=is_needed)
             for fc, is_needed in zip((self.fc1, self.fc2), self.needs_transposed, strict=True)
         )
         is_fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(
             recipe.row_format
         )
         a = recipe.empty("rows", num_rows, ffn, x.row_range) if is_fused else None
-        for rows, part in arriving:
+        for rows, part in operands:
             ops.grouped_gemm_quantized(
                 rows, w1, part.rows, h, bias=(self.fc1.bias, None), num_sms=part.num_sms
             )
@@ -91,16 +91,12 @@ class QuantizedWeights(ExpertWeights):
                     h, x.scale, part.rows, a.buffers, self.activation, recipe.row_format
                 )
         if a is None:
-            full = h.new_empty((num_rows, ffn))
-            ops.scaled_activation(h, x.scale, full, self.activation)
-            a = recipe.quantize(full, x.row_range)
+            a_NI = h.new_empty((num_rows, ffn))
+            ops.scaled_activation(h, x.scale, a_NI, self.activation)
+            a = recipe.quantize(a_NI, x.row_range)
         unused = (None,) * len(Operand._fields)  # in backward
-        return SavedActivations(
-            h, None, None, *(transposed1 or unused), *(transposed2 or unused)
-        ), (
-            a.operand(),
-            w2,
-        )
+        saved = SavedActivations(h, None, None, *(transposed1 or unused), *(transposed2 or unused))
+        return saved, (a.operand(), w2)
 
     def second_layer(
         self,
@@ -154,18 +150,20 @@ class QuantizedBackward(ExpertsBackward):
         self._dtype = h.dtype
         wire = weights.wire.gradients
         self._transposed1, transposed2 = hidden.transposed
-        assert transposed2 is not None  # forward has kept it for this
+        assert transposed2 is not None  # forward has saved it for this pass
         da = h.new_empty((h.shape[0], weights.fc2.weight.shape[2]))
         received = replace(self._x, rows=self._d_out)
         dbias = self.db2 if wire is None else None
-        for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
+        for d_out, part in _arriving_operands(
+            weights, wire, received, parts, is_gradient=True, dbias=dbias
+        ):
             self._ops.grouped_gemm_quantized(
                 d_out, transposed2, part.rows, da, num_sms=part.num_sms
             )
-        takes = act_quantized.takes_dact_quantize(
+        is_fused = act_quantized.takes_dact_quantize(
             da.shape[1], weights.activation, weights.recipe.row_format
         )
-        if takes and h.dtype in act_quantized.H:
+        if is_fused and h.dtype in act_quantized.H:
             self._differentiate_and_quantize(da, h)
         else:
             self._differentiate(da, h)
@@ -193,11 +191,11 @@ class QuantizedBackward(ExpertsBackward):
             recipe.row_format,
         )
         # Now, not on first use: this may launch kernels.
-        for_dgrad = rows.operand()
-        for_wgrad = columns.operand()
+        dh_rows = rows.operand()
+        dh_columns = columns.operand()
         a_operand = a_columns.operand()
-        self._dh_rows = lambda: for_dgrad
-        self._dh_columns = lambda: for_wgrad
+        self._dh_rows = lambda: dh_rows
+        self._dh_columns = lambda: dh_columns
         self._a_columns = lambda: a_operand
 
     def _differentiate(self, da: torch.Tensor, h: torch.Tensor) -> None:
@@ -227,7 +225,7 @@ class QuantizedBackward(ExpertsBackward):
         """See ExpertsBackward. All rows are made with the first part."""
         if part is not None and self._transposed1 is None:
             return
-        assert self._transposed1 is not None  # forward has kept it for this
+        assert self._transposed1 is not None  # forward has saved it for this pass
         self._ops.grouped_gemm_quantized(
             self._dh_rows(),
             self._transposed1,
@@ -258,7 +256,7 @@ class QuantizedBackward(ExpertsBackward):
         return WeightProduct(left, self._a_columns(), x.row_range)
 
 
-def _arriving(
+def _arriving_operands(
     weights: QuantizedWeights,
     wire: WireFormat | None,
     x: ExpertRows,

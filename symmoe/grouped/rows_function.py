@@ -75,13 +75,13 @@ class RowArguments:
         elif error is None and self.scale is not None and first.has_bias and not first.return_bias:
             error = arguments.scale_problem("bias_scale", self.scale, rows)
         elif error is None and self.scale is not None:
-            found = (
+            description = (
                 list(self.scale.shape)
                 if isinstance(self.scale, torch.Tensor)
                 else type(self.scale).__name__
             )
             error = ArgumentError(
-                f"bias_scale ({found}) needs a bias that is added; {first} adds none"
+                f"bias_scale ({description}) needs a bias that is added; {first} adds none"
             )
         for name, buffer, width in (
             ("out", self.out, layers[-1].out_features),
@@ -94,7 +94,7 @@ class RowArguments:
                 )
         return error
 
-    def checked(
+    def check(
         self, name: str, x: torch.Tensor, layers: Layers
     ) -> tuple[torch.Tensor, list[MaybeTensor], list[torch.Tensor]]:
         """x in the dtype to compute in, and the result of local_tensors, after a check of all arguments (x is argument
@@ -103,7 +103,7 @@ class RowArguments:
         for layer in layers:
             problem = problem or layer.width_problem(x.device) or layer.cache_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
-        read = itertools.chain(
+        inputs = itertools.chain(
             (x, self.splits, self.scale), *(layer.parameters() for layer in layers)
         )
         buffers = [
@@ -111,7 +111,7 @@ class RowArguments:
             for name, buffer in (("out", self.out), ("grad_input_out", self.grad_input_out))
             if buffer is not None
         ]
-        raise_for(arguments.overlap_problem(buffers, read))
+        raise_for(arguments.overlap_problem(buffers, inputs))
         x = x.to(working_dtype(x))
         return x, *local_tensors(
             layers, x.dtype, cast_biases=torch.is_autocast_enabled(x.device.type)
@@ -148,7 +148,7 @@ class ExpertRows:
 
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows of groups, and possibly some of the tail."""
-        found = (
+        rows_or_index = (
             {"rows": self.rows[:num_rows]}
             if self.row_index is None
             else {"row_index": self.row_index[:num_rows]}
@@ -157,7 +157,7 @@ class ExpertRows:
             self,
             scale=self.scale[:num_rows],
             bias_scale=None if self.bias_scale is None else self.bias_scale[:num_rows],
-            **found,
+            **rows_or_index,
         )
 
 
@@ -172,15 +172,19 @@ class RowGradients(NamedTuple):
 
 def run_rows(
     products: Products,
-    given: RowArguments,
+    row_arguments: RowArguments,
     x: torch.Tensor,
     biases: Gradients,
     tensors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """The result [..., O] of a call with checked arguments; differentiable in x, the scale and all tensors."""
-    row_range = splits_to_row_range(given.splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
-    scale = None if given.scale is None else given.scale.float()
-    y: torch.Tensor = _RowsFunction.apply(products, given, x, row_range, scale, *biases, *tensors)
+    row_range = splits_to_row_range(
+        row_arguments.splits, device=x.device, num_rows=math.prod(x.shape[:-1])
+    )
+    scale = None if row_arguments.scale is None else row_arguments.scale.float()
+    y: torch.Tensor = _RowsFunction.apply(
+        products, row_arguments, x, row_range, scale, *biases, *tensors
+    )
     return y
 
 
@@ -204,7 +208,7 @@ class _RowsFunction(Function):
     def forward(
         ctx: Context,
         products: Products,
-        given: RowArguments,
+        row_arguments: RowArguments,
         x: torch.Tensor,
         row_range: torch.Tensor,
         scale: MaybeTensor,
@@ -213,20 +217,20 @@ class _RowsFunction(Function):
         x = arguments.kernel_rows(x)
         scale = None if scale is None else scale.contiguous()
         width = products.layers[-1].out_features
-        out = given.out
+        out = row_arguments.out
         y = x.new_empty((*x.shape[:-1], width)) if out is None else out
         rows = _rows_of(products, x, row_range, scale)
         weights: Any = products.weights(tensors, is_forward=True)
-        kept = run_program(
+        saved = run_program(
             ("rows", products.key, out is None),
             lambda: products.forward(weights, rows, y.view(-1, width), zero_tail=out is None),
             [rows.rows, row_range, scale, *weights.operands, y],
         )
-        ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
+        ctx.save_for_backward(*saved, x, row_range, scale, *tensors)
         ctx.products = products
-        ctx.overwrites = given.overwrite_main_grad
-        ctx.num_kept = len(kept)
-        ctx.grad_input_out = GradientBuffer("grad_input_out", given.grad_input_out)
+        ctx.overwrites = row_arguments.overwrite_main_grad
+        ctx.num_results = len(saved)
+        ctx.grad_input_out = GradientBuffer("grad_input_out", row_arguments.grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
 
@@ -236,9 +240,9 @@ class _RowsFunction(Function):
         products = ctx.products
         buffer = ctx.grad_input_out
         saved = ctx.saved_tensors
-        kept = saved[: ctx.num_kept]
+        results = saved[: ctx.num_results]
         layers = products.layers
-        x, row_range, scale, *tensors = saved[ctx.num_kept :]
+        x, row_range, scale, *tensors = saved[ctx.num_results :]
         rows = _rows_of(products, x, row_range, scale)
         weights: Any = products.weights(tensors, is_forward=False)
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2 : 5 + len(layers)]
@@ -246,34 +250,41 @@ class _RowsFunction(Function):
         d_y = arguments.kernel_rows(d_y).view(-1, d_y.shape[-1])
         d_x = _input_gradient_buffer(buffer, x, d_y) if needs_x else None
         matrices = iter(tensors[len(layers) :])
-        of_layers = [tuple(itertools.islice(matrices, len(each.weight_names))) for each in layers]
+        layer_weights = [
+            tuple(itertools.islice(matrices, len(layer.weight_names))) for layer in layers
+        ]
         targets = [
             layer.gradient_target(weight, overwrite_main_grad=overwrite)
-            for layer, weight, overwrite in zip(layers, of_layers, ctx.overwrites, strict=True)
+            for layer, weight, overwrite in zip(layers, layer_weights, ctx.overwrites, strict=True)
         ]
 
         def compute() -> tuple[Any, ...]:
             d_rows = None if d_x is None else d_x.view(-1, x.shape[-1])
             gradients = products.backward(
-                weights, rows, kept, d_y, needs, d_rows, zero_tail=buffer.tensor is None
+                weights, rows, results, d_y, needs, d_rows, zero_tail=buffer.tensor is None
             )
-            products_of = zip(targets, of_layers, gradients.products, strict=True)
-            d_weights = [target.add(weight, each) for target, weight, each in products_of]
+            d_weights = [
+                target.add(weight, product)
+                for target, weight, product in zip(
+                    targets, layer_weights, gradients.products, strict=True
+                )
+            ]
             return gradients.d_scale, gradients.d_biases, d_weights, gradients.adapter_gradients()
 
         options = [target.option for target in targets]
         key = "rows backward", products.key, *options, buffer.tensor is None, needs
-        # The rows, not x: a program returns the tensor that it is given, with its version.
-        read = d_y, rows.rows, row_range, scale, *kept, *weights.operands
-        written = [tensor for target in targets for tensor in target.operands]
-        found = run_program(key, compute, [*read, *written, d_x])
-        d_scale, d_biases, d_weights, d_adapters = found
+        # The rows, not x: a program returns its input tensor itself, with its version.
+        inputs = d_y, rows.rows, row_range, scale, *results, *weights.operands
+        outputs = [tensor for target in targets for tensor in target.operands]
+        d_scale, d_biases, d_weights, d_adapters = run_program(
+            key, compute, [*inputs, *outputs, d_x]
+        )
         if d_x is not None:
-            d_x = buffer.hand_on(d_x)
+            d_x = buffer.pass_on(d_x)
         d_scale = d_scale.view(scale.shape) if needs_scale else None
         for_autograd = [
-            target.for_autograd(weight, each)
-            for target, weight, each in zip(targets, of_layers, d_weights, strict=True)
+            target.for_autograd(weight, d_weight)
+            for target, weight, d_weight in zip(targets, layer_weights, d_weights, strict=True)
         ]
         buffer.end_backward()
         d_tensors = itertools.chain(*for_autograd, d_adapters)

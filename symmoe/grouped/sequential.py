@@ -105,8 +105,8 @@ class Sequential(nn.Sequential):
         for stage in stages:
             x = stage.run(x)
             if isinstance(x, tuple):
-                x, *more = x
-                outputs += more
+                x, *extra_outputs = x
+                outputs += extra_outputs
         return (x, *outputs) if outputs else x
 
 
@@ -115,22 +115,22 @@ def _num_extra_inputs(module: nn.Module) -> int:
 
 
 def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[Any]:
-    """One element for each input of the modules: repeats splits that were given once for a pattern."""
+    """One element for each input of the modules: repeats splits that a pattern has once."""
     counts = [_num_extra_inputs(module) for module in modules]
-    given = len(extra_inputs)
-    needed = sum(counts)
+    num_inputs = len(extra_inputs)
+    num_needed = sum(counts)
     completed = list(extra_inputs)
-    if given == needed:
+    if num_inputs == num_needed:
         return completed
     patterns = []
-    place = 0  # the first input of each pattern: splits, scale, splits
+    index = 0  # of the first input of a pattern: splits, scale, splits
     for part in _split(list(_flatten(modules)), _is_pattern):
-        patterns += [place] * (len(part) == 3)
-        place += sum(map(_num_extra_inputs, part))
-    if given != needed - len(patterns):
+        patterns += [index] * (len(part) == 3)
+        index += sum(map(_num_extra_inputs, part))
+    if num_inputs != num_needed - len(patterns):
         names = ", ".join(kind.__name__ for kind in _PATTERN)
         fewest = (
-            f", or {needed - len(patterns)} with the splits once for each of {names}"
+            f", or {num_needed - len(patterns)} with the splits once for each of {names}"
             if patterns
             else ""
         )
@@ -139,10 +139,10 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
             or "none"
         )
         raise ArgumentError(
-            f"extra_inputs has {given} elements; {needed} are needed{fewest}: {takers}"
+            f"extra_inputs has {num_inputs} elements; {num_needed} are needed{fewest}: {takers}"
         )
-    for place in patterns:
-        completed.insert(place + 2, completed[place])
+    for index in patterns:
+        completed.insert(index + 2, completed[index])
     return completed
 
 
@@ -201,13 +201,13 @@ def _route(
     keys: dict[int, object] = {}
     for key, keywords in op_kwargs.items():
         index = _index(modules, key, labels)
-        if (other := keys.setdefault(index, key)) is not key:
+        if (first_key := keys.setdefault(index, key)) is not key:
             raise ArgumentError(
-                f"op_kwargs addresses {labels[index]} twice, by {_show(other)} and by {_show(key)}"
+                f"op_kwargs addresses {labels[index]} twice, by {_label_of_key(first_key)} and by {_label_of_key(key)}"
             )
         if not isinstance(keywords, Mapping):
             raise ArgumentError(
-                f"op_kwargs[{_show(key)}] ({keywords!r}) must be a dict of keyword arguments"
+                f"op_kwargs[{_label_of_key(key)}] ({keywords!r}) must be a dict of keyword arguments"
             )
         valid = _keywords(modules[index])
         for name in keywords:
@@ -227,17 +227,17 @@ def _index(modules: list[nn.Module], key: object, labels: list[str]) -> int:
                 f"op_kwargs has index {key}; valid are {-len(modules)} to {len(modules) - 1}"
             )
         return key % len(modules)
-    places = [i for i, module in enumerate(modules) if module is key]
-    if not places:
+    indices = [i for i, module in enumerate(modules) if module is key]
+    if not indices:
         raise ArgumentError(
-            f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are "
+            f"op_kwargs has key {_label_of_key(key)}, which is not in this Sequential; valid are "
             f"{', '.join(labels)}"
         )
-    if len(places) > 1:
+    if len(indices) > 1:
         raise ArgumentError(
-            f"op_kwargs has key {_show(key)}, which is at {places} here; address it by index"
+            f"op_kwargs has key {_label_of_key(key)}, which is at {indices} here; address it by index"
         )
-    return places[0]
+    return indices[0]
 
 
 def _keywords(module: nn.Module) -> set[str] | None:
@@ -263,8 +263,8 @@ def _are_fusible(calls: list[Call]) -> bool:
     ) or any(around_call(call.module) for call in calls):
         return False
     (splits1,), (scale,), (splits2,) = (call.inputs for call in calls)
-    first, _, last = (call.keywords for call in calls)
-    bias_scale = last.get("bias_scale")
+    fc1_keywords, _, fc2_keywords = (call.keywords for call in calls)
+    bias_scale = fc2_keywords.get("bias_scale")
     return (
         fc1.num_groups == fc2.num_groups
         and fc1.out_features == activation.activation.hidden_width(fc2.in_features)
@@ -273,8 +273,8 @@ def _are_fusible(calls: list[Call]) -> bool:
         and not fc1.return_bias
         and not fc2.return_bias
         and same_splits(splits1, splits2)
-        and first.keys() <= _FUSED_FC1_KEYWORDS
-        and last.keys() <= _FUSED_FC2_KEYWORDS
+        and fc1_keywords.keys() <= _FUSED_FC1_KEYWORDS
+        and fc2_keywords.keys() <= _FUSED_FC2_KEYWORDS
         and (bias_scale is None or (bias_scale is scale and fc2.bias is not None))
     )
 
@@ -283,7 +283,7 @@ def _label(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})"
 
 
-def _show(key: object) -> str:
+def _label_of_key(key: object) -> str:
     return repr(key) if isinstance(key, int) else f"a {type(key).__name__}"
 
 
@@ -339,20 +339,19 @@ class Stage:
 
     def run(self, x: torch.Tensor) -> Any:
         """The result of the module, or of the last of the three."""
-        call, *others = self.calls
-        if not others:
+        if len(self.calls) == 1:
+            (call,) = self.calls
             return call.module(x, *call.inputs, **call.keywords)
         layers = cast(Layers, tuple(call.module for call in self.calls))  # see _are_fusible
-        return fused_mlp(
-            layers, x, self.arguments(), scale_bias=others[1].keywords.get("bias_scale") is not None
-        )
+        scale_bias = self.calls[-1].keywords.get("bias_scale") is not None
+        return fused_mlp(layers, x, self.arguments(), scale_bias=scale_bias)
 
     def buffer(self, name: str) -> Buffer | None:
-        """`out` or `grad_input_out`, if it was given to a module of a known kind."""
+        """`out` or `grad_input_out`, if a module of a known type gets it."""
         call = self.calls[0 if name == "grad_input_out" else -1]
         tensor = call.keywords.get(name)
-        takes_it = isinstance(call.module, (GroupedLinear, GroupedMLP))
-        if takes_it and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+        takes_buffer = isinstance(call.module, (GroupedLinear, GroupedMLP))
+        if takes_buffer and isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             return Buffer(f"{name} of module {_label(call.name, call.module)}", tensor)
         return None
 
@@ -369,7 +368,7 @@ class Stage:
 
 
 def _stages_problem(stages: list[Stage], x: object) -> Problem:
-    """The error of the arguments of any stage that can be known, or None. Reads no device memory. A buffer may not
+    """The error of the arguments of any known stage, or None. Reads no device memory. A buffer may not
     share memory with a tensor that a stage reads, or with another buffer while both are in use. A result is in use by
     the stages after it, up to the first that is known to allocate its result, or by the caller. A graph may read it at
     any later time. Likewise a gradient is in use by the stages before it. A result and a gradient never share
@@ -393,15 +392,15 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     )
     if not results and not gradients:
         return None
-    read = [x] if isinstance(x, torch.Tensor) else []
-    read += itertools.chain.from_iterable(stage.tensors() for stage in stages)
-    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
-    known = [i for i, stage in enumerate(stages) if stage.is_known]
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    inputs += itertools.chain.from_iterable(stage.tensors() for stage in stages)
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    known_stages = [i for i, stage in enumerate(stages) if stage.is_known]
     for i, buffer in results.items():
-        reader = next((reader for reader in known if reader > i), None)
+        reader = next((reader for reader in known_stages if reader > i), None)
         results[i] = replace(buffer, first=i, last=math.inf if trains or reader is None else reader)
     for i, buffer in gradients.items():  # backward visits stages in descending order
-        reader = next((reader for reader in reversed(known) if reader < i), None)
+        reader = next((reader for reader in reversed(known_stages) if reader < i), None)
         # Delayed weight gradients still read tensors after the backward pass.
         delays = reader is not None and any(
             getattr(module, "delay_wgrad", False)
@@ -411,6 +410,6 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         gradients[i] = replace(
             buffer, first=-i, last=math.inf if reader is None or delays else -reader
         )
-    return overlap_problem([*results.values()], read) or overlap_problem(
-        [*gradients.values()], [*read, *(buffer.tensor for buffer in results.values())]
+    return overlap_problem([*results.values()], inputs) or overlap_problem(
+        [*gradients.values()], [*inputs, *(buffer.tensor for buffer in results.values())]
     )

@@ -41,20 +41,20 @@ class LayerWeights(NamedTuple):
     bias: torch.Tensor | None = None  # [G, O]
     a: Any = None  # adapters or None, see grouped/linear.py: [G, r, C],
     b: Any = None  # and [G, O, r]
-    held: Directions | None = None  # operands that several calls share; None: a call makes its own
+    cached: Directions | None = None  # operands that several calls share; None: a call makes them
 
-    def with_held(self, held: CachedWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
+    def with_cached(self, weight: CachedWeight, recipe: Recipe, transposed: bool) -> LayerWeights:
         """With the weight cached by symmoe.grouped.cache_quantized_weights; for dgrad too if `transposed`."""
-        return self._replace(held=held.operands(recipe, self.weight, transposed=transposed))
+        return self._replace(cached=weight.operands(recipe, self.weight, transposed=transposed))
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """All tensors that kernels read, including tables of addresses; None for a missing one. Their looks and the
-        precision determine the launches."""
-        held = itertools.chain.from_iterable(filter(None, self.held or ()))
+        """All tensors that kernels read, including tables of addresses; None for a missing one. Their shapes, dtypes
+        and strides and the precision determine the launches."""
+        cached = itertools.chain.from_iterable(filter(None, self.cached or ()))
         weight = self.weight
         operand = weight if isinstance(weight, torch.Tensor) else weight.pointers
-        return [operand, self.bias, self.a, self.b, *held]
+        return [operand, self.bias, self.a, self.b, *cached]
 
 
 def kernel_matrices(
@@ -64,7 +64,7 @@ def kernel_matrices(
     tensors that are not adjacent. One launch loads the addresses of all tables. Does not synchronise the host.
     ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors in a
     table are not contiguous or not aligned to 16 bytes."""
-    found: dict[str, Any] = {}
+    operands: dict[str, Any] = {}
     scattered = {}
     for name, matrices in lists.items():
         if matrices[0].dim() == 3:
@@ -72,7 +72,7 @@ def kernel_matrices(
         else:
             check_uniform(matrices)
             packed = packed_view(matrices)
-        found[name] = packed
+        operands[name] = packed
         if packed is None:
             scattered[name] = matrices
         elif (address := packed.data_ptr()) % control.ACCESS_BYTES:
@@ -86,8 +86,8 @@ def kernel_matrices(
         )
         parts = addresses.split([len(matrices) for matrices in scattered.values()])
         for (name, matrices), part in zip(scattered.items(), parts, strict=True):
-            found[name] = TensorTable(part, packed_shape(matrices), matrices[0].dtype)
-    return list(found.values())
+            operands[name] = TensorTable(part, packed_shape(matrices), matrices[0].dtype)
+    return list(operands.values())
 
 
 def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
@@ -105,7 +105,7 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     None if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last
     matrix: then they are adjacent by chance, and the view would not keep the others alive."""
     first = matrices[0]
-    # The first two reveal most lists that are not adjacent, for two addresses.
+    # The addresses of the first two matrices rule out most lists that are not adjacent.
     if not (_are_adjacent(matrices[:2]) and _are_adjacent(matrices)):
         return None
     storage = first.untyped_storage()
@@ -119,11 +119,11 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def check_uniform(weights: Sequence[torch.Tensor]) -> None:
     """ArgumentError if discrete weights differ in shape or dtype: a layer has one of each, like a packed weight."""
     for name in ("shape", "dtype"):
-        found = list(map(operator.attrgetter(name), weights))
-        if found.count(found[0]) != len(found):
-            g = next(g for g, value in enumerate(found) if value != found[0])
+        values = list(map(operator.attrgetter(name), weights))
+        if values.count(values[0]) != len(values):
+            g = next(g for g, value in enumerate(values) if value != values[0])
             raise ArgumentError(
-                f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one"
+                f"weight{g} has {name} {values[g]}; weight0 has {values[0]}, and all must have one"
             )
 
 
@@ -131,8 +131,8 @@ def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
     """Copies G parameters [O, C] into one storage, adjacent, for packed_view. Leaves them unchanged if they are
     adjacent already, or are not plain tensors of one shape, dtype and device."""
     first = parameters[0]
-    looks = {(type(p), p.shape, p.dtype, p.device, p.layout) for p in parameters}
-    if looks != {(nn.Parameter, first.shape, first.dtype, first.device, torch.strided)}:
+    layouts = {(type(p), p.shape, p.dtype, p.device, p.layout) for p in parameters}
+    if layouts != {(nn.Parameter, first.shape, first.dtype, first.device, torch.strided)}:
         return
     if packed_view(parameters) is None:
         for parameter, part in zip(
@@ -143,13 +143,13 @@ def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
 
 def addresses(matrices: Sequence[torch.Tensor]) -> list[int] | None:
     """The addresses of G tensors; None if a tensor has no memory with an address, or they are not on one device."""
-    payload = _read(matrices, alignment=1, contiguous=False)
+    payload = _read_addresses(matrices, alignment=1, contiguous=False)
     return None if payload is None else memoryview(payload).cast("q").tolist()
 
 
 def _are_adjacent(matrices: Sequence[torch.Tensor]) -> bool:
     first = matrices[0]
-    payload = _read(matrices, alignment=control.ACCESS_BYTES, contiguous=True)
+    payload = _read_addresses(matrices, alignment=control.ACCESS_BYTES, contiguous=True)
     return payload is not None and payload == _side_by_side(
         first.data_ptr(), first.nbytes, len(matrices)
     )
@@ -161,12 +161,14 @@ def _side_by_side(start: int, num_bytes: int, count: int) -> bytes:
     return struct.pack(f"={count}q", *range(start, start + count * num_bytes, num_bytes))
 
 
-def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool) -> bytes | None:
+def _read_addresses(
+    matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool
+) -> bytes | None:
     device = matrices[0].device
-    found: bytes | None = kernels.for_device(device).read_addresses(
+    payload: bytes | None = kernels.for_device(device).read_addresses(
         list(matrices), device, alignment=alignment, contiguous=contiguous
     )
-    return found
+    return payload
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ Compute = Callable[[torch.Tensor | TensorTable, bool], None]
 
 class WeightProduct(NamedTuple):
     """The gradient of a layer's weights before it is computed, now or later: left^T right of the rows of each group. It
-    keeps no weights. As a function, a Compute."""
+    keeps no weights alive. As a function, a Compute."""
 
     left: Any  # Rows, or an Operand of columns
     right: Any
@@ -240,23 +242,25 @@ class Target:
             (compute or product())(self.matrices, self.option == "add")
         return [None] * len(weights) if self.delay is None else [product()]
 
-    def for_autograd(self, weights: Sequence[torch.Tensor], found: Sequence[Any]) -> Gradients:
+    def for_autograd(self, weights: Sequence[torch.Tensor], results: Sequence[Any]) -> Gradients:
         """The result of an autograd function's backward for `weights`, from the results of :meth:`add`; postpones a
         delayed computation. `weights` are the parameters, or autocast's casts of them; then the gradient goes through
         the cast."""
         if self.delay is not None:
-            self.delay(found[0])
+            self.delay(results[0])
             return [None] * len(weights)
         if self.option == "new" and weights[0].dim() == 2:
-            return require_tensor("buffer", found[0]).unbind(0)
-        asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self.parameters]
-        if not any(asked):
-            return found
-        for parameter in itertools.compress(self.parameters, asked):
+            return require_tensor("buffer", results[0]).unbind(0)
+        is_flagged = [
+            p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self.parameters
+        ]
+        if not any(is_flagged):
+            return results
+        for parameter in itertools.compress(self.parameters, is_flagged):
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # the trainer's
         zeros = _shared_zeros(weights[0])
         # Separate tensors: autograd would copy a tensor that it gets twice.
-        return [zeros.detach() if is_asked else None for is_asked in asked]
+        return [zeros.detach() if flag else None for flag in is_flagged]
 
 
 def main_grads_of(parameters: Sequence[torch.Tensor], *, overwrite: bool) -> Target:
@@ -283,8 +287,8 @@ def compute_delayed(
     rows.check()
     to_grad = overwrite is None
     target = Target("new") if overwrite is None else main_grads_of(parameters, overwrite=overwrite)
-    found = target.for_autograd(parameters, target.add(parameters, lambda: product))
-    for parameter, gradient in zip(parameters, found, strict=True):
+    gradients = target.for_autograd(parameters, target.add(parameters, lambda: product))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None or not parameter.requires_grad:
             continue
         if parameter.grad is None:
@@ -302,8 +306,11 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(
             f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"
         )
-    found, wanted = ((each.shape, each.dtype, each.device) for each in (main_grad, parameter))
-    if found != (wanted[0], torch.float32, wanted[2]) or not main_grad.is_contiguous():
+    layout = main_grad.shape, main_grad.dtype, main_grad.device
+    if (
+        layout != (parameter.shape, torch.float32, parameter.device)
+        or not main_grad.is_contiguous()
+    ):
         raise ArgumentError(
             f"main_grad is {main_grad.dtype} {list(main_grad.shape)} with strides {list(main_grad.stride())} on "
             f"{main_grad.device}; it must be contiguous torch.float32 {list(parameter.shape)} on {parameter.device}"

@@ -46,8 +46,8 @@ def rows_per_rank(
     owner_RS = replica_to_expert // load_Re.shape[1]
     rank_R = torch.arange(len(load_Re), device=load_Re.device)
     before_R = load_Re.sum(1)
-    given_R = (replica_rows * (owner_RS == rank_R[:, None, None])).sum((1, 2))
-    return torch.stack([before_R, before_R - given_R + replica_rows.sum(1)])
+    moved_R = (replica_rows * (owner_RS == rank_R[:, None, None])).sum((1, 2))
+    return torch.stack([before_R, before_R - moved_R + replica_rows.sum(1)])
 
 
 def load_balance_loss(
@@ -139,7 +139,7 @@ class _KernelLoss(Function):
     @staticmethod
     def forward(
         ctx: Context,
-        of: RouterLoss,
+        loss_config: RouterLoss,
         load_and_mask: tuple[torch.Tensor, torch.Tensor | None],
         logits: torch.Tensor,
         scores: torch.Tensor,
@@ -154,17 +154,17 @@ class _KernelLoss(Function):
             slopes = scores.new_empty(num_experts + 1)
             loss = scores.new_empty(())
             kernels.for_device(scores.device).router_losses(
-                logits, scores, expert_load, token_mask, sums, slopes, loss, **of.options
+                logits, scores, expert_load, token_mask, sums, slopes, loss, **loss_config.options
             )
             return loss, slopes
 
         loss, slopes = run_program(
-            ("loss of a router", of),
+            ("loss of a router", loss_config),
             compute,
             [logits, scores, expert_load, token_mask],
         )
         ctx.save_for_backward(logits, scores, token_mask, slopes)
-        ctx.loss = of
+        ctx.loss = loss_config
         return cast(torch.Tensor, loss)
 
     @staticmethod
@@ -178,17 +178,19 @@ class _KernelLoss(Function):
 
         def compute() -> list[torch.Tensor | None]:
             pairs = zip((logits, scores), needs, strict=True)
-            found = [torch.empty_like(each) if is_needed else None for each, is_needed in pairs]
+            gradients = [
+                torch.empty_like(tensor) if is_needed else None for tensor, is_needed in pairs
+            ]
             kernels.for_device(scores.device).router_losses_grad(
                 d_loss,
                 logits,
                 scores,
                 token_mask,
                 slopes,
-                *found,
+                *gradients,
                 normalises=ctx.loss.options["normalises"],
             )
-            return found
+            return gradients
 
         key = "gradient of the loss of a router", ctx.loss.score, needs
         return (
@@ -199,27 +201,27 @@ class _KernelLoss(Function):
 
 
 def router_loss(
-    of: RouterLoss,
+    loss: RouterLoss,
     logits: torch.Tensor,
     scores: torch.Tensor,
     chosen_idx: torch.Tensor,
     expert_load: torch.Tensor,
     token_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """of(...), by kernels where they exist, which takes the host much less time. Differentiable once."""
-    if torch.compiler.is_compiling() or of.sequence_length is not None:
-        return of(logits, scores, chosen_idx, expert_load, token_mask)
-    return cast(torch.Tensor, _KernelLoss.apply(of, (expert_load, token_mask), logits, scores))
+    """loss(...), by kernels where they exist: they take the host much less time. Differentiable once."""
+    if torch.compiler.is_compiling() or loss.sequence_length is not None:
+        return loss(logits, scores, chosen_idx, expert_load, token_mask)
+    return cast(torch.Tensor, _KernelLoss.apply(loss, (expert_load, token_mask), logits, scores))
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
-    # These ids get a separate column: writes of different values to one place have no order.
-    places_TK = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
-    chosen = torch.zeros(
+    # These ids get a separate column: writes of different values to one element have no order.
+    column_TK = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
+    is_chosen_TE = torch.zeros(
         (topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device
     )
-    return chosen.scatter_(1, places_TK, True)[:, :num_experts]
+    return is_chosen_TE.scatter_(1, column_TK, True)[:, :num_experts]
 
 
 def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
@@ -227,8 +229,8 @@ def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor
     if token_mask is None:
         return values.sum(-2) / max(values.shape[-2], 1)
     # Filled, not multiplied: a padding token may be NaN.
-    kept = values.masked_fill(~token_mask.unsqueeze(-1), 0.0)
-    return kept.sum(-2) / token_mask.sum(-1, keepdim=True).clamp_min(1)
+    counted = values.masked_fill(~token_mask.unsqueeze(-1), 0.0)
+    return counted.sum(-2) / token_mask.sum(-1, keepdim=True).clamp_min(1)
 
 
 @torch.no_grad()
@@ -243,8 +245,8 @@ def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: floa
             f" {tuple(expert_load.shape)}; steps of the size of rate ({rate}) are lost in half precision"
         )
     # mean > load as integers: sum > load * E. Exact, so the bias cannot depend on how a mean is rounded.
-    load = expert_load.long()
-    bias.add_((load.sum() - load * load.numel()).sign().to(bias.dtype), alpha=rate)
+    load_E = expert_load.long()
+    bias.add_((load_E.sum() - load_E * load_E.numel()).sign().to(bias.dtype), alpha=rate)
 
 
 @torch.no_grad()
@@ -259,17 +261,19 @@ def needed_bias_histogram(
     min(bias) - 1 to max(bias) + 1. With K = E, when every expert is chosen, and without tokens, all are 0. scores: fp32
     [T, E], from 0 to 1; bias: fp32 [E]; token_mask: bool [T], False for tokens that do not count."""
     num_experts = scores.shape[1]
-    counts = torch.zeros(num_experts * BIAS_BINS, dtype=torch.int64, device=scores.device)
+    count_N = torch.zeros(num_experts * BIAS_BINS, dtype=torch.int64, device=scores.device)
     if top_k < num_experts:
         threshold_T1 = (scores + bias).topk(top_k + 1).values[:, -1:]
         low, width = _bins(bias)
         bin_TE = ((threshold_T1 - scores - low) / width).long().clamp(0, BIAS_BINS - 1)
         bin_TE += torch.arange(num_experts, device=scores.device) * BIAS_BINS
-        counted_TE = torch.ones_like(bin_TE)
-        if token_mask is not None:
-            counted_TE = token_mask.unsqueeze(1).expand_as(bin_TE).long()
-        counts.scatter_add_(0, bin_TE.flatten(), counted_TE.flatten())
-    return counts.view(num_experts, BIAS_BINS)
+        is_counted_TE = (
+            torch.ones_like(bin_TE)
+            if token_mask is None
+            else token_mask.unsqueeze(1).expand_as(bin_TE).long()
+        )
+        count_N.scatter_add_(0, bin_TE.flatten(), is_counted_TE.flatten())
+    return count_N.view(num_experts, BIAS_BINS)
 
 
 def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,14 +290,14 @@ def update_bias_to_quantile(bias: torch.Tensor, histogram: torch.Tensor, top_k: 
     :func:`needed_bias_histogram`."""
     num_experts = len(bias)
     until_EB = histogram.cumsum(1)
-    wanted_E1 = until_EB[:, -1:].double() * top_k / num_experts
-    bin_E1 = torch.searchsorted(until_EB.double(), wanted_E1).clamp_max(histogram.shape[1] - 1)
+    target_E1 = until_EB[:, -1:].double() * top_k / num_experts
+    bin_E1 = torch.searchsorted(until_EB.double(), target_E1).clamp_max(histogram.shape[1] - 1)
     inside_E1 = histogram.gather(1, bin_E1)
     before_E1 = until_EB.gather(1, bin_E1) - inside_E1
-    part_E = ((wanted_E1 - before_E1) / inside_E1.clamp_min(1)).squeeze(1)
+    fraction_E = ((target_E1 - before_E1) / inside_E1.clamp_min(1)).squeeze(1)
     low, width = _bins(bias.double())
-    found_E = low + width * (bin_E1.squeeze(1) + part_E)
-    bias.copy_(torch.where(until_EB[:, -1] > 0, found_E - found_E.mean(), bias.double()))
+    bias_E = low + width * (bin_E1.squeeze(1) + fraction_E)
+    bias.copy_(torch.where(until_EB[:, -1] > 0, bias_E - bias_E.mean(), bias.double()))
 
 
 def max_violation(expert_load: torch.Tensor) -> torch.Tensor:
@@ -331,11 +335,11 @@ def balance_step(model: nn.Module, *, group: dist.ProcessGroup | None = None) ->
     """
     modules = modules_of(model, nn.Module)
     # The outermost module that replaces a router, e.g. a wrapper with adapters.
-    wholes = {
-        inner: whole
+    wrappers = {
+        inner: wrapper
         for module in reversed(modules)
-        if (whole := module._modules.get("router")) is not None
-        for inner in whole.modules()
+        if (wrapper := module._modules.get("router")) is not None
+        for inner in wrapper.modules()
     }
     counts = {
         module: load
@@ -343,11 +347,13 @@ def balance_step(model: nn.Module, *, group: dist.ProcessGroup | None = None) ->
         if isinstance(module, Router) and (load := module.step_load) is not None
     }
     all_reduce_together([*counts.values()], expert_group_of(model))
-    histograms = [each for router in counts if (each := router.step_histogram) is not None]
+    histograms = [
+        histogram for router in counts if (histogram := router.step_histogram) is not None
+    ]
     all_reduce_together(histograms, group or dist.group.WORLD)
     for router, step_load in counts.items():
-        its = wholes.get(router, router).parameters()
-        is_trained = any(parameter.requires_grad for parameter in its)
+        parameters = wrappers.get(router, router).parameters()
+        is_trained = any(parameter.requires_grad for parameter in parameters)
         bias = router.expert_bias
         if bias is not None and is_trained and router.step_histogram is not None:
             update_bias_to_quantile(bias, router.step_histogram, router.config.top_k)
@@ -381,9 +387,9 @@ def count_needed_biases(
 def count_in_backward(
     y: torch.Tensor, expert_load: torch.Tensor, step_load: torch.Tensor
 ) -> torch.Tensor:
-    """y, the result of a call. Its load [E] is added to `step_load` when backward reaches y. By then autograd has run
-    backward of the call's balance loss, which is newer than y. So a checkpoint that recomputes for that loss still sees
-    forward's count."""
+    """y, the result of a call. A hook adds the load [E] of the call to `step_load` when backward reaches y. By then
+    autograd has run backward of the call's balance loss, which is newer than y. So a checkpoint that recomputes for
+    that loss still reads forward's count."""
     if torch.compiler.is_compiling():
         return cast(torch.Tensor, _CountInBackward.apply(y, expert_load, step_load))  # type: ignore[no-untyped-call]
     loads = [expert_load.long()]  # a copy: users may write to the caller's, in the metrics

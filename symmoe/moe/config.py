@@ -17,7 +17,7 @@ from symmoe.precision.wire import WireFormat, wire_problem
 
 _SIZES = ("hidden", "ffn", "num_experts", "top_k", "replicas_per_rank")
 _BOUNDS = ("latent", "capacity", "max_row_budget", "max_tokens", "rail_capacity")  # sizes or None
-_OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # need a static one
+_CAPACITY_FIELDS = ("overflow", "max_tokens", "rail_capacity")  # need a static one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +65,9 @@ class RouterConfig(RoutingRule):
         return RoutingRule(**rule)
 
     def __post_init__(self) -> None:
-        _take_sizes(self, "num_expert_groups", "topk_groups")
-        words = {name: getattr(self, name) for name in ("score", "aux_loss", "bias_update")}
-        raise_for(arguments.choices_problem(**words))
+        _normalise_sizes(self, "num_expert_groups", "topk_groups")
+        choices = {name: getattr(self, name) for name in ("score", "aux_loss", "bias_update")}
+        raise_for(arguments.choices_problem(**choices))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
@@ -95,7 +95,7 @@ class RouterConfig(RoutingRule):
             )
 
 
-def _take_sizes(config: RouterConfig | MoEConfig, *names: str) -> None:
+def _normalise_sizes(config: RouterConfig | MoEConfig, *names: str) -> None:
     """Makes these fields int, for equal error texts on all ranks. ArgumentError: a field is no size."""
     sizes = {name: getattr(config, name) for name in names}
     raise_for(arguments.size_problem(**sizes))
@@ -214,10 +214,10 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
-        _take_sizes(self, *_SIZES, *bounds)
+        _normalise_sizes(self, *_SIZES, *bounds)
         raise_for(activation_problem(self.activation))
-        taken = arguments.CHOICES.keys() & {field.name for field in fields(self)}
-        raise_for(arguments.choices_problem(**{name: getattr(self, name) for name in taken}))
+        choices = arguments.CHOICES.keys() & {field.name for field in fields(self)}
+        raise_for(arguments.choices_problem(**{name: getattr(self, name) for name in choices}))
         arguments.check_factor("replica_slack", self.replica_slack)
         raise_for(precision_problem(self.precision, hidden=self.expert_hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
@@ -232,8 +232,8 @@ class MoEConfig:
             )
         if self.replica_slack > 1:
             raise ArgumentError(f"replica_slack ({self.replica_slack}) must be at most 1")
-        kinds = (RouterConfig, type(None))
-        arguments.check_kind("router", self.router, kinds, "a RouterConfig, or None")
+        types = (RouterConfig, type(None))
+        arguments.check_kind("router", self.router, types, "a RouterConfig, or None")
         router = self.router or RouterConfig()
         num_groups = router.num_expert_groups
         if self.num_experts % num_groups:
@@ -248,7 +248,7 @@ class MoEConfig:
             if self.top_k > limit:
                 raise ArgumentError(f"top_k ({self.top_k}) must be at most {name} ({limit})")
         if self.capacity is None:
-            self._check_defaults(_OF_A_CAPACITY, "a static capacity, but capacity is None")
+            self._check_defaults(_CAPACITY_FIELDS, "a static capacity, but capacity is None")
         elif self.max_row_budget is not None:
             raise ArgumentError(
                 f"max_row_budget ({self.max_row_budget}) needs exact capacity, but capacity is {self.capacity}"
@@ -257,19 +257,24 @@ class MoEConfig:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
             return
         arguments.check_factor("capacity_factor", factor)
-        if not factor:
-            raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks after the drops, which hides how overloaded an expert is.
-        given = f"with capacity_factor ({factor})"
-        if router.expert_bias:
-            raise ArgumentError(
-                f"expert_bias (True) must be False {given}: it would follow the load after the drops"
+        condition = f"with capacity_factor ({factor})"
+        raise_for(
+            first_problem(
+                (not factor, f"capacity_factor ({factor}) must be more than 0"),
+                (
+                    router.expert_bias,
+                    f"expert_bias (True) must be False {condition}: it would follow the load after the drops",
+                ),
+                (
+                    router.aux_loss == "global",
+                    f"aux_loss ('global') must be 'micro_batch' or 'sequence' {condition}",
+                ),
             )
-        if router.aux_loss == "global":
-            raise ArgumentError(f"aux_loss ('global') must be 'micro_batch' or 'sequence' {given}")
+        )
 
-    def _check_defaults(self, names: tuple[str, ...], what: str) -> None:
-        """Raises an ArgumentError if a field of these names, which needs `what`, differs from its default."""
+    def _check_defaults(self, names: tuple[str, ...], requirement: str) -> None:
+        """Raises an ArgumentError if one of these fields differs from its default: it needs the requirement."""
         for field in fields(self):
             if field.name in names and (value := getattr(self, field.name)) != field.default:
-                raise ArgumentError(f"{field.name} ({value!r}) needs {what}")
+                raise ArgumentError(f"{field.name} ({value!r}) needs {requirement}")

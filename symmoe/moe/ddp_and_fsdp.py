@@ -4,9 +4,9 @@ Fabric, or a user's script. Both would mix experts, which differ from rank to ra
 A layer names its experts where DDP looks for parameters to ignore, and `prepare_for_ddp` makes a whole model do so.
 (DDP asks the module that it wraps, no other.) Every forward pass inside a DDP ensures that the experts' gradients get
 the scale of DDP's own: with D replicas of every expert, the sum over all tokens divided by W = R * D, as in
-reduce_gradients. That forward pass raises the errors found so far, on every rank.
+reduce_gradients. That forward pass raises the errors so far, on every rank.
 
-Loops without DDP sum over the same replicas: :func:`expert_group_of` finds them for a model.
+Loops without DDP sum over the same replicas: :func:`expert_group_of` returns their group for a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, experts_call_problem
 from symmoe.grouped.parameters import local_part
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.torch_internals import DDP_IGNORED, active_ddp_of, ddp_parameters, look_of
+from symmoe.torch_internals import DDP_IGNORED, active_ddp_of, ddp_parameters, modules_key
 
 _JOINED = "_symmoe_joined"  # on a DDP: its _Joined
 _NUM_COMPARED = 8  # dense parameters, the smallest
@@ -44,7 +44,7 @@ class _Joined:
         self.experts = WeakTensorKeyDictionary()  # to whether their gradients have hooks
         self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
 
-    def knows(self, parameter: nn.Parameter) -> bool:
+    def has(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has joined in its current state."""
         has_hooks = self.experts.get(parameter)
         return has_hooks is not None and has_hooks >= parameter.requires_grad
@@ -60,7 +60,7 @@ class ExpertParallelModule(nn.Module):
         super().__init__()
         # To the DDP that last called the layer, if any.
         self._ddp_ref: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._sound_look: list[object] = []  # of the parts, when they were valid
+        self._valid_key: list[object] = []  # of the parts, when they were valid
 
     @property
     def is_expert_parallel(self) -> bool:
@@ -74,11 +74,11 @@ class ExpertParallelModule(nn.Module):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The names that DDP ignores in a layer that it wraps."""
-        return [*vars(self).get("_ignored_besides", ()), *_expert_names(self)]
+        return [*vars(self).get("_other_ignored_names", ()), *_expert_names(self)]
 
     @_ddp_params_and_buffers_to_ignore.setter
     def _ddp_params_and_buffers_to_ignore(self, names: Iterable[str]) -> None:
-        self._ignored_besides = list(names)
+        self._other_ignored_names = list(names)
 
     def wrapper_problem(self) -> SymmoeError | None:
         """The error of a wrapper that would mix experts, or of the layer's parts, or None. In a forward of a DDP the
@@ -86,15 +86,15 @@ class ExpertParallelModule(nn.Module):
         problem: SymmoeError | None = (
             None if active_ddp_of(DistributedDataParallel) is None else attach_to_ddp(self)
         )
-        # The look of the parts, not of the layer, which would keep itself alive.
-        if problem is None and (look := look_of(*self._modules.values())) != self._sound_look:
+        # The key of the parts, not of the layer, which would keep itself alive.
+        if problem is None and (key := modules_key(*self._modules.values())) != self._valid_key:
             problem = self.parts_problem()
             if problem is None:
-                self._sound_look = look
+                self._valid_key = key
         return problem
 
     def parts_problem(self) -> SymmoeError | None:
-        """Why the layer cannot use its current parts, or None. Depends on their look_of only."""
+        """Why the layer cannot use its current parts, or None. Depends on their modules_key only."""
         experts = self.experts
         device = self.heap.device
         return (
@@ -175,11 +175,11 @@ def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | 
     if layer is not None and not layer.is_expert_parallel:
         return None
     # An operator does not know its layer.
-    for each in [*joined.layers] if layer is None else [layer]:
-        if each.is_expert_parallel and not all(map(joined.knows, _parameters(each.experts))):
-            if (problem := gradients_elsewhere(each.experts)) is not None:
+    for joining in [*joined.layers] if layer is None else [layer]:
+        if joining.is_expert_parallel and not all(map(joined.has, _parameters(joining.experts))):
+            if (problem := gradients_elsewhere(joining.experts)) is not None:
                 return problem
-            _average_gradients(ddp, each, joined)
+            _average_gradients(ddp, joining, joined)
     joined.num_calls += 1
     return (
         None if joined.num_calls & (joined.num_calls - 1) else _drift_problem(ddp)
@@ -232,8 +232,8 @@ def device_problem(
     there before use: parts of DTensors, modules with accelerate's hooks."""
     if module is None or {parameter.device for parameter in _parameters(module)} <= {device}:
         return None
-    brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
-    ignored = {id(parameter) for each in brought for parameter in each.parameters()}
+    hooked = [submodule for submodule in module.modules() if hasattr(submodule, "_hf_hook")]
+    ignored = {id(parameter) for submodule in hooked for parameter in submodule.parameters()}
     for path, parameter in module.named_parameters():
         is_part = hasattr(parameter, "device_mesh") and not parameter.is_meta
         if parameter.device != device and not is_part and id(parameter) not in ignored:
@@ -246,11 +246,11 @@ def device_problem(
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
     """All parameters. Runs in every call, where `parameters()` would take far longer."""
-    found = [parameter for parameter in module._parameters.values() if parameter is not None]
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     for child in module._modules.values():
         if child is not None:
-            found += _parameters(child)
-    return found
+            parameters += _parameters(child)
+    return parameters
 
 
 def gradients_elsewhere(
@@ -264,7 +264,7 @@ def gradients_elsewhere(
 
 
 class _ExpertNames:
-    """Current names of a model's experts, found anew at each iteration, and other names."""
+    """The names of a model's experts, read again at each iteration, and other names."""
 
     def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
         self._model = weakref.ref(model)
@@ -327,12 +327,14 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     smallest = sorted(trained, key=torch.Tensor.numel)[:_NUM_COMPARED]
-    mine = torch.stack([parameter.detach().double().sum() for parameter in smallest]).nan_to_num()
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(ddp.process_group))]
-    dist.all_gather(theirs, mine, group=ddp.process_group)
+    local_sums = torch.stack([p.detach().double().sum() for p in smallest]).nan_to_num()
+    sums_by_rank = [
+        torch.empty_like(local_sums) for _ in range(dist.get_world_size(ddp.process_group))
+    ]
+    dist.all_gather(sums_by_rank, local_sums, group=ddp.process_group)
     return first_problem(
         (
-            not all(torch.equal(sums, theirs[0]) for sums in theirs),
+            not all(torch.equal(sums, sums_by_rank[0]) for sums in sums_by_rank),
             "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it "
             "had reduced them, otherwise on each rank. Clip with symmoe.training.clip_grad_norm (transformers: take "
             "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts",
@@ -348,13 +350,13 @@ def _average_gradients(
     num_ranks = layer.heap.num_ranks
     group = layer.heap.expert_group
     num_replicas = group_size(group)
-    its_layer = weakref.ref(layer)
+    layer_ref = weakref.ref(layer)
     layer._ddp_ref = ddp_ref = weakref.ref(ddp)
 
     def current() -> DistributedDataParallel | None:
         """The DDP, or None if it or the layer is freed, or another DDP has wrapped the layer since."""
         wrapper = ddp_ref()
-        owner = its_layer()
+        owner = layer_ref()
         return (
             wrapper
             if wrapper is not None and owner is not None and owner._ddp_ref() is wrapper
@@ -379,7 +381,7 @@ def _average_gradients(
             gradient.div_(num_replicas)
 
     for parameter in _parameters(layer.experts):
-        if joined.knows(parameter):
+        if joined.has(parameter):
             continue
         is_new = parameter not in joined.experts
         joined.experts[parameter] = parameter.requires_grad

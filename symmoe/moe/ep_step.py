@@ -23,9 +23,9 @@ from symmoe.checks.arguments import CHOICES, choices_problem, kernel_rows, memor
 from symmoe.combine.trip import CombineTrip, combine, combine_during
 from symmoe.dispatch.plan import (
     MAX_TOP_K,
-    MadePlan,
     Plan,
     PlanRequest,
+    PlanResult,
     ReceivedIndex,
     reads_rows_in_place,
 )
@@ -47,7 +47,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.operands import require_tensor
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.moe.replicas import ReplicaTrip, replica_bytes, replicas_problem
-from symmoe.moe.router import Route, RouteGradients, computed
+from symmoe.moe.router import Route, RouteGradients, run_route
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
@@ -57,16 +57,14 @@ from symmoe.torch_internals import graph_task_id, keeps_graph, saved_tensor_hook
 DISPATCH = control.PHASE_DISPATCH_READY
 COMBINE = control.PHASE_COMBINE_READY  # the first barriers of trips
 NUM_SAVED_ACTIVATIONS = len(SavedActivations._fields)
-_NUM_ROUTE_KEPT = (
-    4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
-)
+_NUM_ROUTE_SAVED = 4  # tensors of RouteGradients.saved: x, weight, topk_idx, scores
 
 
 class Stash(NamedTuple):
-    """What forward keeps for backward besides the tokens, the plan and the weights."""
+    """The results that forward saves for backward besides the tokens, the plan and the weights."""
 
-    keeps_rows: bool  # the received rows, in a lease; or backward dispatches the tokens again
-    keeps_h: bool  # FC1's output with what adapters add; or backward computes it again
+    keeps_rows: bool  # the received rows, in a lease; False: backward dispatches the tokens again
+    keeps_h: bool  # FC1's output with the adapters' sums; False: backward computes it again
 
 
 class Options(NamedTuple):
@@ -80,7 +78,7 @@ class Options(NamedTuple):
 
 
 STASHES = {
-    word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]
+    name: Stash(name in ("all", "rows"), name in ("all", "hidden")) for name in CHOICES["stash"]
 }
 # Options of expert_parallel_mlp, as in MoEConfig, and their defaults.
 OPTION_DEFAULTS = {
@@ -92,15 +90,15 @@ OPTION_DEFAULTS = {
 }
 
 
-def step_options(words: Mapping[str, str], precision: Recipe | None, hidden: int) -> Options:
-    """The options that these WORDS name."""
-    quantized = None if precision is None else WireFormat(precision, hidden)
-    ways = [
-        quantized if words["quantized_wire"] in (way, "both") else None
-        for way in ("forward", "backward")
+def step_options(choices: Mapping[str, str], precision: Recipe | None, hidden: int) -> Options:
+    """The options from their names in MoEConfig."""
+    wire_format = None if precision is None else WireFormat(precision, hidden)
+    formats = [
+        wire_format if choices["quantized_wire"] in (direction, "both") else None
+        for direction in ("forward", "backward")
     ]
-    stash = STASHES[words["stash"]]
-    return Options(words["order"], stash, words["layout"], words["schedule"], Wire(*ways))
+    stash = STASHES[choices["stash"]]
+    return Options(choices["order"], stash, choices["layout"], choices["schedule"], Wire(*formats))
 
 
 def expert_parallel_mlp(
@@ -110,39 +108,39 @@ def expert_parallel_mlp(
     plan: Plan,
     *,
     out_shape: torch.Size | None = None,
-    **words: str,
+    **choices: str,
 ) -> torch.Tensor:
-    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]), from a plan that has been made, for
+    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]), from a plan of make_plan, for
     experts without a configuration. Collective, forward and backward; does not synchronise.
 
     Args:
-        words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
+        choices: order, stash, layout, schedule and quantized_wire, with the values and defaults of MoEConfig.
 
     Raises:
-        ArgumentError: a word is unknown; raised on every rank if any rank raises (on GPUs the peers raise at their next
-            call on the heap, or in heap.synchronize). Or quantised rows were requested without a precision of E4M3
+        ArgumentError: a choice is unknown; raised on every rank if any rank raises (on GPUs the peers raise at their
+            next call on the heap, or in heap.synchronize). Or quantised rows were requested without a precision of E4M3
             numbers; or see :func:`step_problem`.
     """
-    if unknown := words.keys() - OPTION_DEFAULTS:
+    if unknown := choices.keys() - OPTION_DEFAULTS:
         raise TypeError(
             f"expert_parallel_mlp takes {', '.join(OPTION_DEFAULTS)}, not {', '.join(unknown)}"
         )
     heap = plan.heap
     heap.check()
     with FailPeersOnError(heap, DISPATCH):
-        heap._fail_for(transform_problem() or choices_problem(**words), DISPATCH)
+        heap._fail_for(transform_problem() or choices_problem(**choices), DISPATCH)
         experts = materialized(experts, x.dtype)
         form = experts.form
-        words = OPTION_DEFAULTS | words
-        words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
-        if words["quantized_wire"] != "none":
+        choices = OPTION_DEFAULTS | choices
+        choices["layout"] = received_layout(choices["layout"], form.ffn, form.precision)
+        if choices["quantized_wire"] != "none":
             heap._fail_for(wire_problem(form.precision), DISPATCH)
-        options = step_options(words, form.precision, form.hidden)
+        options = step_options(choices, form.precision, form.hidden)
         heap._fail_for(step_problem(experts, heap, plan.num_replica_slots), DISPATCH)
         call = ExpertCall(
-            heap, experts, options, MadePlan(plan), torch.is_grad_enabled(), out_shape
+            heap, experts, options, PlanResult(plan), torch.is_grad_enabled(), out_shape
         )
-        y, _made = ExpertParallelMLP.apply(
+        y, _plan = ExpertParallelMLP.apply(
             call, kernel_rows(x), probs, None, None, *experts.biases, *experts.tensors
         )
         return cast(torch.Tensor, y)
@@ -167,13 +165,13 @@ def step_problem(
 class ExpertCall(NamedTuple):
     """The arguments of one call of ExpertParallelMLP besides the differentiated tensors.
 
-    experts: see :func:`step_problem`; begun: with a route, the request for the plan that begins with it; out_shape:
-    [..., H] of the result; None is [T, H]."""
+    experts: see :func:`step_problem`; pending_plan: with a route, the request for the plan that begins with it;
+    out_shape: [..., H] of the result; None is [T, H]."""
 
     heap: SymmetricHeap
     experts: ExpertTensors
     options: Options
-    begun: PlanRequest | MadePlan
+    pending_plan: PlanRequest | PlanResult
     trains: bool
     out_shape: torch.Size | None = None
     route: Route | None = None
@@ -214,10 +212,10 @@ def _overlap_of(
 
 class _EPStep(NamedTuple):
     """One step: everything that forward and backward share, except the differentiated tensors. `kind` is a number,
-    equal for steps that launch the same kernels with the same arguments, given tensors of the same shapes; or None."""
+    equal for steps that launch the same kernels with the same arguments for tensors of the same shapes; or None."""
 
     form: ExpertSpec
-    plan: Plan | PlanRequest  # with known sizes; in backward it is made
+    plan: Plan | PlanRequest  # with known sizes; in backward a Plan
     options: Options
     overlap: Overlap
     num_rows: int  # of h
@@ -258,7 +256,7 @@ class _EPStep(NamedTuple):
         rails = self.plan.nodes.rails
         return (
             (*key, self.kind),
-            [*inputs, rails.found.storage],
+            [*inputs, rails.integers.storage],
             {**numbers, "rail_plan": rails.number},
         )
 
@@ -307,13 +305,13 @@ def max_lease_bytes(
     the peers, slots, and replicas. sizes: rows of a receive buffer, rows, and packed rows."""
     received, rows, packed_rows = sizes
     has_adapters = len(experts.tensors) > sum(experts.form.num_weights)
-    # Whether the experts' output gradient is still read when their input gradient is made.
-    keeps = experts.linears[1].delay_wgrad or has_adapters
-    of_replicas = replica_bytes(experts, num_replica_slots) if num_replica_slots else 0
+    # Whether the leases of the experts' output gradient and of their input gradient overlap in time.
+    are_both_leased = experts.linears[1].delay_wgrad or has_adapters
+    weight_bytes = replica_bytes(experts, num_replica_slots) if num_replica_slots else 0
     slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
-    gradients = received + rows if keeps else max(received, rows)
-    num_rows = received + gradients + heap.num_ranks * max(1, num_tokens)
-    return num_rows * row_bytes + slot_bytes + of_replicas + 8 * ALIGNMENT_BYTES
+    num_gradient_rows = received + rows if are_both_leased else max(received, rows)
+    num_rows = received + num_gradient_rows + heap.num_ranks * max(1, num_tokens)
+    return num_rows * row_bytes + slot_bytes + weight_bytes + 8 * ALIGNMENT_BYTES
 
 
 def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _EPStep:
@@ -334,11 +332,11 @@ def _shrunk_to_heap(step: _EPStep, row_bytes: int, experts: ExpertTensors) -> _E
     if not heap.memory.lacks(needed):
         return step
     rows, packed_rows = plan.needed_rows
-    shrunk = plan.but(row_capacity=rows, packed_row_capacity=packed_rows)
+    shrunk = plan.replaced(row_capacity=rows, packed_row_capacity=packed_rows)
     return step._replace(plan=shrunk, kind=None, num_rows=max(1, plan.num_rows))
 
 
-def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
+def _encode(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     """The rows in the wire format."""
     return rows if wire is None else wire.encode(rows)
 
@@ -353,17 +351,17 @@ def _resized_rows(tensor: Any, num_rows: int) -> Any:
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
 
 
-class _Kept(NamedTuple):
-    """What backward needs of forward besides forward's inputs."""
+class _Saved(NamedTuple):
+    """The results of forward that backward reads."""
 
     received: torch.Tensor | None  # the received rows; None: backward dispatches the tokens again
     hidden: SavedActivations  # its fields are None if backward recomputes it
     row_probs: torch.Tensor
 
-    def with_rows(self, received: int, hidden: int, row_probs: int) -> _Kept:
+    def with_rows(self, received: int, hidden: int, row_probs: int) -> _Saved:
         """The same tensors with these numbers of rows, see _resized_rows."""
         rows = [_resized_rows(tensor, hidden) for tensor in self.hidden[:3]]
-        return _Kept(
+        return _Saved(
             _resized_rows(self.received, received),
             SavedActivations._make([*rows, *self.hidden[3:]]),
             _resized_rows(self.row_probs, row_probs),
@@ -373,7 +371,7 @@ class _Kept(NamedTuple):
 _NOTHING_SAVED = SavedActivations._make([None] * NUM_SAVED_ACTIVATIONS)
 
 
-class _Found(NamedTuple):
+class _ForwardResult(NamedTuple):
     """The results of a forward pass, or of its first half."""
 
     storage: torch.Tensor  # of the plan
@@ -395,19 +393,19 @@ class _Forward:
     x: torch.Tensor
     probs: torch.Tensor | None  # None: probs of the route that fills the plan
     weights: ExpertWeights
-    frees: bool  # whether FC1 is the last reader of the received rows
+    frees_rows: bool  # whether FC1 is the last reader of the received rows
     generation: int  # of the plan
 
-    def first_half(self) -> _Found:
+    def first_half(self) -> _ForwardResult:
         """Plan, dispatch and FC1."""
         return self._begin()[0]
 
-    def both_halves(self) -> _Found:
-        found, plan, replicas = self._begin()
-        return found._replace(y=self.finish(found, plan, replicas))
+    def both_halves(self) -> _ForwardResult:
+        result, plan, replicas = self._begin()
+        return result._replace(y=self.finish(result, plan, replicas))
 
-    def _begin(self) -> tuple[_Found, Plan, ReplicaTrip]:
-        """The first half, which makes the plan if needed; and the second half's arguments."""
+    def _begin(self) -> tuple[_ForwardResult, Plan, ReplicaTrip]:
+        """Runs the first half, with the plan's kernels for a PlanRequest. Returns the second half's arguments."""
         step = self.step
         routed: Sequence[torch.Tensor] = ()
         if isinstance(step.plan, PlanRequest):
@@ -415,40 +413,40 @@ class _Forward:
             plan = step.plan.plan_of(storage, self.generation)
         else:
             plan = step.plan
-        sent = _on_wire(self.x, step.options.wire.rows)
+        sent_rows = _encode(self.x, step.options.wire.rows)
         probs = require_tensor("probs", routed[1] if self.probs is None else self.probs)
         replicas = ReplicaTrip(plan, self.weights)
-        received = step.receive(sent, name="received rows")
+        received = step.receive(sent_rows, name="received rows")
         layout = step.options.layout
         send = partial(dispatch, layout=layout, division=step.overlap.dispatch, is_last=False)
         with send(
-            sent, plan, received.tensor, probs, extra_payload=replicas.extra_payload
+            sent_rows, plan, received.tensor, probs, extra_payload=replicas.extra_payload
         ) as arrival:
             row_probs = require_tensor("row_probs", arrival.row_probs)
             rows = step.rows(plan, received.tensor, arrival.index, row_probs)
             hidden, a = replicas.weights.first_layer(
                 rows, num_rows=step.num_rows, parts=arrival.parts
             )
-        found = _Found(
+        result = _ForwardResult(
             plan.storage, routed, arrival.index, received, row_probs, a, hidden, replicas.lease
         )
-        return found, plan, replicas
+        return result, plan, replicas
 
-    def finish(self, found: _Found, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
+    def finish(self, result: _ForwardResult, plan: Plan, replicas: ReplicaTrip) -> torch.Tensor:
         """The second half, FC2 and combine: y [T, H]."""
         step = self.step
-        received = found.received
-        rows = step.rows(plan, received.tensor, found.received_index, found.row_probs)
-        if self.frees:
+        received = result.received
+        rows = step.rows(plan, received.tensor, result.received_index, result.row_probs)
+        if self.frees_rows:
             received.release()
         shape = (plan.row_capacity, self.x.shape[1])
         order = step.options.order
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
-            compute = partial(replicas.weights.second_layer, found.a, rows, out.tensor)
+            compute = partial(replicas.weights.second_layer, result.a, rows, out.tensor)
             y = combine(
                 out.tensor,
                 plan,
-                found.received_index,
+                result.received_index,
                 compute,
                 order=order,
                 division=step.overlap.combine,
@@ -456,26 +454,26 @@ class _Forward:
         replicas.finish()
         return y
 
-    def kept(self, found: _Found) -> _Kept:
-        """What to save."""
+    def to_save(self, result: _ForwardResult) -> _Saved:
+        """The results to save, with the sizes of the buffers."""
         stash = self.step.options.stash
         # The tensor owns its lease, which ends when autograd or checkpointing frees the tensor.
-        received = found.received.tensor if stash.keeps_rows else None
-        hidden = found.hidden if stash.keeps_h else _NOTHING_SAVED
-        return _Kept(received, hidden, found.row_probs)
+        received = result.received.tensor if stash.keeps_rows else None
+        hidden = result.hidden if stash.keeps_h else _NOTHING_SAVED
+        return _Saved(received, hidden, result.row_probs)
 
-    def shrunk(self, kept: _Kept, lease: Lease, plan: Plan, *, cuts: bool) -> _Kept:
-        """What to save, once the sizes are known. lease: of the received rows. cuts: whether hooks see saved tensors,
-        which then have the sizes of the routing, because a checkpoint compares them."""
+    def shrink(self, saved: _Saved, lease: Lease, plan: Plan, *, cuts: bool) -> _Saved:
+        """Shrinks the lease of the received rows to the sizes of a plan, and returns the results to save. cuts: whether
+        hooks get saved tensors. Then these have the sizes of the routing, because a checkpoint compares them."""
         step = self.step
         max_rows, max_packed_rows = plan.needed_rows
-        used = max_packed_rows if step.is_packed else max_rows
-        if kept.received is not None and used < lease.shape[0]:
-            lease.shrink(used * lease.shape[1] * lease.dtype.itemsize)
+        num_received = max_packed_rows if step.is_packed else max_rows
+        if saved.received is not None and num_received < lease.shape[0]:
+            lease.shrink(num_received * lease.shape[1] * lease.dtype.itemsize)
         if not cuts:
-            return kept
+            return saved
         num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-        return kept.with_rows(used, num_rows, max_rows)
+        return saved.with_rows(num_received, num_rows, max_rows)
 
 
 class ExpertParallelMLP(Function):
@@ -499,34 +497,34 @@ class ExpertParallelMLP(Function):
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> tuple[Any, ...]:
-        begun = call.begun
+        pending_plan = call.pending_plan
         stash = call.options.stash
         route = call.route
         fc1, fc2 = call.experts.linears
-        keeps = call.trains and any(ctx.needs_input_grad)
-        keeps_h = keeps and stash.keeps_h
-        frees = not (keeps and stash.keeps_rows)
-        trains = (keeps_h and ctx.needs_input_grad[1], keeps_h)
+        saves = call.trains and any(ctx.needs_input_grad)
+        saves_h = saves and stash.keeps_h
+        frees_rows = not (saves and stash.keeps_rows)
+        trains = (saves_h and ctx.needs_input_grad[1], saves_h)
         weights = expert_weights(
             call.experts.form,
             (b1, b2),
             tensors,
             trains=trains,
             wire=call.options.wire,
-            held=(fc1.cached_weight, fc2.cached_weight),
+            cached=(fc1.cached_weight, fc2.cached_weight),
         )
         # A checkpoint's forward inside backward ends when the last tensor is saved, which is before combine.
         is_recomputed = graph_task_id() >= 0
-        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees, trains
+        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", frees_rows, trains
         with (heap := call.heap).one_call:
             routed: Sequence[torch.Tensor] = ()
-            if isinstance(begun, PlanRequest) and begun.row_capacity >= 0:
-                storage = begun.topk_idx
+            if isinstance(pending_plan, PlanRequest) and pending_plan.row_capacity >= 0:
+                storage = pending_plan.topk_idx
                 generation = heap.waits.flight.epoch + 1
-                step = _EPStep.of(call, begun, x)
-                key = *key, begun.key
+                step = _EPStep.of(call, pending_plan, x)
+                key = *key, pending_plan.key
             else:
-                plan, routed = begun.made()
+                plan, routed = pending_plan.make()
                 storage = plan.storage
                 generation = plan.generation
                 step = _EPStep.of(call, plan, x)
@@ -534,20 +532,20 @@ class ExpertParallelMLP(Function):
             inputs = [x, probs, storage, *weights.operands]
             if isinstance(step.plan, PlanRequest) and route is not None:
                 inputs += [None if route.x is x else route.x, weight, route.bias]
-            forward = _Forward(step, x, probs, weights, frees, generation)
+            forward = _Forward(step, x, probs, weights, frees_rows, generation)
             function = forward.first_half if is_recomputed else forward.both_halves
             kind, operands, numbers = step.arguments(key, inputs, generation)
-            found = _Found._make(heap._run(kind, function, operands, **numbers))
+            result = _ForwardResult._make(heap._run(kind, function, operands, **numbers))
             if isinstance(step.plan, PlanRequest):
-                plan = step.plan.plan(found.storage, generation)
-        routed = routed or found.routed
-        saved = forward.kept(found) if keeps else None
+                plan = step.plan.plan(result.storage, generation)
+        routed = routed or result.routed
+        saved = forward.to_save(result) if saves else None
         load = plan.load
-        plan = plan.settled()  # all work is launched: now the host may wait for the plan
+        plan = plan.settle()  # all work is launched: now the host may wait for the plan
         if saved is not None:
-            kept: tuple[torch.Tensor | None, ...] = ()
+            tensors_to_save: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
-                kept = (
+                tensors_to_save = (
                     route.x,
                     require_tensor("weight", weight),
                     require_tensor("topk_idx", route.topk_idx),
@@ -555,23 +553,33 @@ class ExpertParallelMLP(Function):
                 )
             ctx.is_cut = saved_tensor_hooks(True) is not None
             if plan.fits_budget:
-                received, hidden, row_probs = forward.shrunk(
-                    saved, found.received, plan, cuts=ctx.is_cut
+                received, hidden, row_probs = forward.shrink(
+                    saved, result.received, plan, cuts=ctx.is_cut
                 )
                 # Always x: gradients of gradients raise on the way to it, see symmoe/autograd.py.
-                kept = *kept, x, received, *hidden, row_probs, b1, b2, *tensors
-            ctx.save_for_backward(*kept)
+                tensors_to_save = (
+                    *tensors_to_save,
+                    x,
+                    received,
+                    *hidden,
+                    row_probs,
+                    b1,
+                    b2,
+                    *tensors,
+                )
+            ctx.save_for_backward(*tensors_to_save)
             ctx.step = step._replace(plan=plan)
-            ctx.index = found.received_index
+            ctx.index = result.received_index
             ctx.linears = call.experts.linears
             ctx.rule = route and route.rule
             ctx.routes_rows = route is not None and route.x is x
-        y = found.y
+        y = result.y
         if y is None:
-            y = forward.finish(found, plan, ReplicaTrip(plan, weights, lease=found.replica_slots))
+            replicas = ReplicaTrip(plan, weights, lease=result.replica_slots)
+            y = forward.finish(result, plan, replicas)
         if call.out_shape is not None and call.out_shape != y.shape:
-            # In place, because autograd restricts views, and a view loses FSDP's hooks when it is written to. Here, so
-            # that no function stands between the caller's gradient and its check.
+            # In place, because autograd restricts views, and a write to a view removes FSDP's hooks. Here, so that no
+            # function comes between the caller's gradient and its check.
             y.resize_(call.out_shape)
         if route is None:
             return y, (plan, load)
@@ -585,9 +593,9 @@ class ExpertParallelMLP(Function):
         heap = ctx.step.plan.heap
         if dy is None:  # only the choice of experts is differentiated, not y
             route = RouteGradients(
-                d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[3:5]
+                d_routed, ctx.saved_tensors[:_NUM_ROUTE_SAVED], ctx.rule, ctx.needs_input_grad[3:5]
             )
-            return *[None] * 3, *computed(route), *[None] * len(ctx.needs_input_grad[5:])
+            return *[None] * 3, *run_route(route), *[None] * len(ctx.needs_input_grad[5:])
         with FailPeersOnError(heap, DISPATCH):
             heap._fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             dy = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
@@ -602,44 +610,46 @@ def _backward(
     route = None
     needs_x, needs_probs, *needs_route = ctx.needs_input_grad[1:5]
     if ctx.rule is not None:
-        route_kept = saved[:_NUM_ROUTE_KEPT]
-        saved = saved[_NUM_ROUTE_KEPT:]
+        route_saved = saved[:_NUM_ROUTE_SAVED]
+        saved = saved[_NUM_ROUTE_SAVED:]
         needs_probs = any(needs_route)
-        route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
+        route = (
+            RouteGradients(d_routed, route_saved, ctx.rule, needs_route) if needs_probs else None
+        )
     x, received, *rest = saved
     hidden, (row_probs, b1, b2, *tensors) = (
         SavedActivations(*rest[:NUM_SAVED_ACTIVATIONS]),
         rest[NUM_SAVED_ACTIVATIONS:],
     )
     # Saved twice, as in a repeated call: hooks may return two tensors of one memory, and a program takes one.
-    x = route_kept[0] if ctx.routes_rows else x
+    x = route_saved[0] if ctx.routes_rows else x
     x = x if received is None else None  # backward reads the received rows
     experts = ExpertTensors(ctx.step.form, (b1, b2), tuple(tensors), linears)
     step = _shrunk_to_heap(ctx.step, dy.shape[1] * dy.element_size(), experts)
     plan = cast(Plan, step.plan)
     index = ctx.index
-    kept = _Kept(received, hidden, row_probs)
+    results = _Saved(received, hidden, row_probs)
     if ctx.is_cut or step is not ctx.step:
         # As large as in forward, if possible, so that sizes repeat.
-        kept = kept.with_rows(step.num_received, step.num_rows, plan.row_capacity)
+        results = results.with_rows(step.num_received, step.num_rows, plan.row_capacity)
         index = index.with_rows_of(plan)
     options = step.options
-    both = step.form.split(tensors)[:2]
-    needed = step.form.split(ctx.needs_input_grad[7:])[:2]
-    # Outside the repeated program: where gradients go may change from call to call.
+    layer_weights = step.form.split(tensors)[:2]
+    layer_needs = step.form.split(ctx.needs_input_grad[7:])[:2]
+    # Outside the repeated program: the targets may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
-        for fc, weights, needs in zip(linears, both, needed, strict=True)
+        for fc, weights, needs in zip(linears, layer_weights, layer_needs, strict=True)
     )
     # Also now: a block of symmoe.grouped.cache_quantized_weights may have ended since forward.
-    held = [linear.cached_weight if kept.hidden.h is None else None for linear in linears]
+    cached = [linear.cached_weight if results.hidden.h is None else None for linear in linears]
     weights = expert_weights(
         step.form,
         (b1, b2),
         tensors,
         trains=(needs_x, True),
         wire=options.wire,
-        held=(held[0], held[1]),
+        cached=(cached[0], cached[1]),
     )
     spends_h = not (options.stash.keeps_h and keeps_graph())
     needs = (needs_x, needs_probs)
@@ -648,7 +658,7 @@ def _backward(
         index,
         dy,
         x,
-        kept,
+        results,
         weights,
         (fc1, fc2),
         needs,
@@ -656,29 +666,29 @@ def _backward(
         route,
         tensors,
     )
-    of_plan = plan.storage, *index
-    kept_tensors = kept.received, *kept.hidden, kept.row_probs
-    read = dy, x, *kept_tensors, *of_plan, *weights.operands
+    saved_results = results.received, *results.hidden, results.row_probs
+    inputs = dy, x, *saved_results, plan.storage, *index, *weights.operands
     targets = (fc1.option, fc2.option)
     key: tuple[Any, ...] = needs_x, needs_probs, spends_h, targets
     if route is not None:
         key = (*key, route.key)
-        read = *read, *[None if tensor is x else tensor for tensor in route.inputs]
-    inputs = *read, *fc1.operands, *fc2.operands
+        inputs = *inputs, *[None if tensor is x else tensor for tensor in route.inputs]
+    inputs = *inputs, *fc1.operands, *fc2.operands
     kind, operands, numbers = step.arguments(("backward", key), inputs, plan.generation)
     with plan.heap.one_call:
-        found = plan.heap._run(kind, backward, operands, **numbers)
-    dx, d_probs, d_route, d_biases, dw1, dw2, d_adapters = found
+        dx_TH, d_probs_TK, d_route, d_biases, dw1, dw2, d_adapters = plan.heap._run(
+            kind, backward, operands, **numbers
+        )
     if spends_h and options.stash.keeps_h:
-        wrote_into(kept.hidden.h)  # other users of it get an error
+        wrote_into(results.hidden.h)  # a later reader gets an error
     return (
         None,
-        dx,
-        d_probs,
+        dx_TH,
+        d_probs_TK,
         *d_route,
         *d_biases,
-        *fc1.for_autograd(both[0], dw1),
-        *fc2.for_autograd(both[1], dw2),
+        *fc1.for_autograd(layer_weights[0], dw1),
+        *fc2.for_autograd(layer_weights[1], dw2),
         *d_adapters,
     )
 
@@ -691,7 +701,7 @@ class _Backward:
     index: ReceivedIndex
     dy: torch.Tensor
     x: torch.Tensor | None
-    kept: _Kept
+    saved: _Saved
     weights: ExpertWeights
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
@@ -706,7 +716,7 @@ class _Backward:
         plan = cast(Plan, self.step.plan)
         dy = self.dy
         options = step.options
-        received, hidden, row_probs = self.kept
+        received, hidden, row_probs = self.saved
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
         division = step.overlap.gradient_dispatch
@@ -720,27 +730,30 @@ class _Backward:
         )
         replicas = ReplicaTrip(plan, self.weights, self.targets)
         if received is None:
-            sent = _on_wire(require_tensor("x", self.x), options.wire.rows)
-            received = step.receive(sent, name="received rows").tensor
+            sent_rows = _encode(require_tensor("x", self.x), options.wire.rows)
+            received = step.receive(sent_rows, name="received rows").tensor
         rows = step.rows(plan, received, self.index, row_probs)
-        if self.kept.received is None:  # the plan has the routing
+        if self.saved.received is None:  # the plan has the routing
             with send(
-                sent, buffer=received, is_last=False, extra_payload=replicas.extra_payload
+                sent_rows, buffer=received, is_last=False, extra_payload=replicas.extra_payload
             ) as arrival:
                 if hidden.h is None:
                     hidden = replicas.weights.first_layer(
                         rows, num_rows=step.num_rows, parts=arrival.parts
                     )[0]
-        sent = _on_wire(dy, options.wire.gradients)
-        d_out = step.receive(sent, name="output gradients")
+        sent_rows = _encode(dy, options.wire.gradients)
+        d_out = step.receive(sent_rows, name="output gradients")
         with send(
-            sent, buffer=d_out.tensor, is_last=not gradients, extra_payload=replicas.extra_payload
+            sent_rows,
+            buffer=d_out.tensor,
+            is_last=not gradients,
+            extra_payload=replicas.extra_payload,
         ) as arrival:
             if hidden.h is None:  # not earlier: this trip carries the weights of replicas
                 hidden = replicas.weights.first_layer(
                     rows, num_rows=step.num_rows, parts=arrival.parts
                 )[0]
-                arrival = replace(arrival, parts=None)  # all have been handed out
+                arrival = replace(arrival, parts=None)  # the first layer has read all parts
             experts_backward = replicas.weights.backward(
                 rows,
                 hidden,
@@ -751,9 +764,9 @@ class _Backward:
             )
         weights1, weights2, adapters = step.form.split(self.tensors)
         dw2 = fc2.add(weights2, experts_backward.w2_product, experts_backward.w2_gradient)
-        is_read_later = fc2.delay is not None and dw2[0].read is not None
-        if not is_read_later and not adapters:
-            experts_backward.forget_w2()
+        is_d_out_read_later = fc2.delay is not None and dw2[0].read is not None
+        if not is_d_out_read_later and not adapters:
+            experts_backward.free_w2()
             d_out.release()
         # Without dW1 nothing would overlap; gradients of adapters take too little time.
         division = step.overlap.gradient_combine if fc1.computes else None
@@ -763,16 +776,16 @@ class _Backward:
                 (plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE
             )
         with lease as input_gradients:
-            d_rows = None if input_gradients is None else input_gradients.tensor
+            d_rows_NH = None if input_gradients is None else input_gradients.tensor
             compute = (
                 (lambda part: None)
-                if d_rows is None
-                else partial(experts_backward.input_gradient, d_rows)
+                if d_rows_NH is None
+                else partial(experts_backward.input_gradient, d_rows_NH)
             )
             trip: AbstractContextManager[CombineTrip | None] = nullcontext()
             if gradients:
                 sums = CombineTrip(
-                    d_rows,
+                    d_rows_NH,
                     plan,
                     self.index,
                     order=options.order,
@@ -786,12 +799,14 @@ class _Backward:
                 dw1 = fc1.add(weights1, experts_backward.w1_product, w1_gradient)
                 d_adapters = experts_backward.adapter_gradients()
         replicas.finish(experts_backward.gradients)
-        dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
+        dx_TH = None if collection is None else collection.out
+        d_probs_TK = None if collection is None else collection.values
         d_route: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if (route := self.route) is not None:
-            d_logits, other_d_probs, d_scores = route.given
-            if d_probs is not None and other_d_probs is not None:
-                d_probs = d_probs + other_d_probs
-            d_route = route._replace(given=(d_logits, d_probs, d_scores)).compute()
-            d_probs = None
-        return dx, d_probs, d_route, experts_backward.d_biases, dw1, dw2, d_adapters
+            d_logits_TE, loss_d_probs_TK, d_scores_TE = route.grad_outputs
+            if d_probs_TK is not None and loss_d_probs_TK is not None:
+                d_probs_TK = d_probs_TK + loss_d_probs_TK
+            grad_outputs = d_logits_TE, d_probs_TK, d_scores_TE
+            d_route = route._replace(grad_outputs=grad_outputs).compute()
+            d_probs_TK = None
+        return dx_TH, d_probs_TK, d_route, experts_backward.d_biases, dw1, dw2, d_adapters

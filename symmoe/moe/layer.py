@@ -154,18 +154,18 @@ class MoELayer(ExpertParallelModule):
         self.config = config
         self.heap = heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
-        options = config.router
-        self.router = None if options is None else Router(config, device=device, heap=heap)
-        self.sums_global_load = options is not None and options.sums_global_load
-        self.counts_needed_biases = options is not None and options.bias_update == "quantile"
+        router = config.router
+        self.router = None if router is None else Router(config, device=device, heap=heap)
+        self.sums_global_load = router is not None and router.sums_global_load
+        self.counts_needed_biases = router is not None and router.bias_update == "quantile"
         if experts is None:
             experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if (latent := config.latent) is not None:
-            kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
-            self.fc1_latent_proj = LatentProjection(config.hidden, latent, **kind)
-            self.fc2_latent_proj = LatentProjection(latent, config.hidden, **kind)
+            options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+            self.fc1_latent_proj = LatentProjection(config.hidden, latent, **options)
+            self.fc2_latent_proj = LatentProjection(latent, config.hidden, **options)
         self.shared_expert = shared_expert
         self._called_at: tuple[str, int] | None = None  # by the last call without gradients
 
@@ -183,16 +183,16 @@ class MoELayer(ExpertParallelModule):
                 f"experts ({type(experts).__name__}) must be a GroupedMLP, whose call the kernels replace; experts of "
                 "another kind run by parts, between dispatch_tokens and combine_tokens: see symmoe.MoELayer"
             )
-        for name, found, value in (
+        for name, value, required in (
             ("num_groups", experts.num_groups, config.experts_per_rank(self.heap.num_ranks)),
             ("hidden", experts.hidden, config.expert_hidden),
             ("ffn", experts.ffn, config.ffn),
             ("precision", experts.precision, config.precision),
             ("activation", experts.activation.activation, config.activation),
         ):
-            if found != value:
+            if value != required:
                 return ArgumentError(
-                    f"experts.{name} ({found}) must be {value} with this config and heap"
+                    f"experts.{name} ({value}) must be {required} with this config and heap"
                 )
         return None
 
@@ -226,8 +226,10 @@ class MoELayer(ExpertParallelModule):
                 torch.compile a wrong x, token_mask, topk_idx or probs is the compiler's error, on that rank only.
         """
         is_compiling = torch.compiler.is_compiling()
-        shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
-        before_trips = None if shared is None else shared.start
+        shared_call = (
+            None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
+        )
+        before_trips = None if shared_call is None else shared_call.start
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
             if not is_compiling:
                 self.heap._fail_for(
@@ -236,65 +238,66 @@ class MoELayer(ExpertParallelModule):
             load_before = self._load_before_call() if self.sums_global_load else None
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
-            tokens = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
+            x_TH = x if x.dim() == 2 else x.reshape(-1, self.config.hidden)
             project = self.fc1_latent_proj
-            rows = tokens.to(dtype) if project is None else project(tokens)
-            rows_shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
+            tokens = x_TH.to(dtype) if project is None else project(x_TH)  # [T, H], or [T, L]
+            out_shape = torch.Size((*x.shape[:-1], tokens.shape[-1]))
             router = self.router
             experts = self.experts
-            is_own_choice = token_mask is None and topk_idx is None and probs is None
+            is_routed_by_layer = token_mask is None and topk_idx is None and probs is None
             if (
-                is_own_choice
+                is_routed_by_layer
                 and dtype == x.dtype
                 and self.config.capacity_factor is None
                 and not is_traced(experts)
                 and router is not None
                 and around_call(router) is None
             ):
-                shape = len(tokens), self.config.top_k
-                topk_idx = torch.empty(shape, dtype=torch.int32, device=tokens.device)
-                route = router.route_of(tokens, topk_idx=topk_idx)
-                y, load, choice = self._routed_experts.run(
-                    rows, route, topk_idx, experts, out_shape=rows_shape, before_trips=before_trips
+                shape = len(x_TH), self.config.top_k
+                topk_idx = torch.empty(shape, dtype=torch.int32, device=x.device)
+                route = router.route_of(x_TH, topk_idx=topk_idx)
+                y, load, routed = self._routed_experts.run(
+                    tokens, route, topk_idx, experts, out_shape=out_shape, before_trips=before_trips
                 )
-                assert choice is not None  # with a route
-                routed: Choice = RouterOutput.of(choice)
+                assert routed is not None  # with a route
+                choice: Choice = RouterOutput.of(routed)
             else:
-                # Not of rows: autocast would round the router's input.
-                routed = self._route(x, token_mask, topk_idx, probs)
+                # Not of the tokens: autocast would round the router's input.
+                choice = self._route(x, token_mask, topk_idx, probs)
                 y, load = run_routed(
                     self._routed_experts,
-                    rows,
-                    routed.probs,
-                    routed.topk_idx,
+                    tokens,
+                    choice.probs,
+                    choice.topk_idx,
                     experts,
-                    rows_shape,
+                    out_shape,
                     before_trips=before_trips,
                 )
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
         step_load = (
-            router.step_load if router is not None and isinstance(routed, RouterOutput) else None
+            router.step_load if router is not None and isinstance(choice, RouterOutput) else None
         )
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, load[0], step_load)  # for the optimizer step
             if self.counts_needed_biases:
-                own = inner_router(cast(Router, router))
-                y = balance.count_needed_biases(y, own, cast(RouterOutput, routed), token_mask)
-        if shared is not None:
-            y = y + shared.join()
-        aux_loss = self._aux_loss(x, token_mask, routed, load[0], load_before)
+                y = balance.count_needed_biases(
+                    y, inner_router(cast(Router, router)), cast(RouterOutput, choice), token_mask
+                )
+        if shared_call is not None:
+            y = y + shared_call.join()
+        aux_loss = self._aux_loss(x, token_mask, choice, load[0], load_before)
         if self.training and not is_compiling:
             self._watch_loss(y, aux_loss)
         metrics = MoEMetrics(
-            aux_loss, load[0], load[1], routed.topk_idx, routed.num_over_capacity, *load[2:]
+            aux_loss, load[0], load[1], choice.topk_idx, choice.num_over_capacity, *load[2:]
         )
         if self.listeners.callbacks:
-            self.listeners.tell(
+            self.listeners.report(
                 RoutingReport(
                     **metrics._asdict(),
-                    chosen_idx=routed.chosen_idx,
-                    probs=routed.probs.detach(),
+                    chosen_idx=choice.chosen_idx,
+                    probs=choice.probs.detach(),
                     row_bytes=self.config.expert_hidden * dtype.itemsize,
                     sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
                     is_training=self.training,
@@ -310,15 +313,15 @@ class MoELayer(ExpertParallelModule):
         """Bytes that one replica moves in a step: an expert's tensors twice, and gradients of the trained ones."""
         num_bytes = 0
         for fc in (self.experts.fc1, self.experts.fc2):
-            main_item = 4 if fc.accumulate_into_main_grad else item_bytes
-            kinds = {
+            weight_gradient_bytes = 4 if fc.accumulate_into_main_grad else item_bytes
+            parameters = {
                 name.rstrip("0123456789"): parameter for name, parameter in fc.named_parameters()
             }
-            for kind, parameter in kinds.items():
-                is_of_one = kind == "weight" and not fc.is_packed
+            for name, parameter in parameters.items():
+                is_of_one = name == "weight" and not fc.is_packed
                 numel = parameter.numel() if is_of_one else parameter.numel() // parameter.shape[0]
-                item = main_item if kind == "weight" else item_bytes
-                num_bytes += numel * (2 * item_bytes + item * parameter.requires_grad)
+                gradient_bytes = weight_gradient_bytes if name == "weight" else item_bytes
+                num_bytes += numel * (2 * item_bytes + gradient_bytes * parameter.requires_grad)
         return num_bytes
 
     def _problem(
@@ -382,23 +385,22 @@ class MoELayer(ExpertParallelModule):
         """The routing of the tokens of x; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx = require_tensor("topk_idx", topk_idx)
-            probs = require_tensor("probs", probs).float()
-            probs = probs.masked_fill(topk_idx < 0, 0.0)
-            routed = Choice(*choice_of(self.config, topk_idx, probs, token_mask))
+            probs_TK = require_tensor("probs", probs).float().masked_fill(topk_idx < 0, 0.0)
+            choice = choice_of(self.config, topk_idx, probs_TK, token_mask)
         else:
-            tokens = x.reshape(-1, self.config.hidden)
-            routed = self.router(tokens, token_mask=token_mask, topk_idx=topk_idx)
-        if not isinstance(routed, Choice):
+            x_TH = x.reshape(-1, self.config.hidden)
+            choice = self.router(x_TH, token_mask=token_mask, topk_idx=topk_idx)
+        if not isinstance(choice, Choice):
             raise ArgumentError(
-                f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice"
+                f"router returns {type(choice).__name__}; it must return a RouterOutput, or a Choice"
             )
         if x.device.type != "cpu" or is_traced(self.experts):  # on a GPU the host would wait
-            return routed
-        if isinstance(routed, RouterOutput):
-            check_finite(self.heap, "the router's logits", routed.logits)
+            return choice
+        if isinstance(choice, RouterOutput):
+            check_finite(self.heap, "the router's logits", choice.logits)
         else:
-            check_finite(self.heap, "probs", routed.probs)
-        return routed
+            check_finite(self.heap, "probs", choice.probs)
+        return choice
 
     def _load_before_call(self) -> torch.Tensor | None:
         """The load that the step counted before this call, if a loss needs it and the router counts."""
@@ -409,7 +411,7 @@ class MoELayer(ExpertParallelModule):
         self,
         x: torch.Tensor,
         token_mask: torch.Tensor | None,
-        routed: Choice,
+        choice: Choice,
         expert_load: torch.Tensor,
         load_before: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -417,7 +419,7 @@ class MoELayer(ExpertParallelModule):
         config = self.config
         options = config.router
         has_loss = options is not None and (options.aux_loss_coef or options.z_loss_coef)
-        if options is None or not has_loss or not isinstance(routed, RouterOutput):
+        if options is None or not has_loss or not isinstance(choice, RouterOutput):
             return torch.zeros((), device=expert_load.device)
         sequence_length = None
         if options.aux_loss == "sequence":
@@ -428,12 +430,13 @@ class MoELayer(ExpertParallelModule):
                 dist.all_reduce(expert_load, group=self.heap.expert_group)
         elif options.aux_loss_coef and config.capacity_factor is not None:
             # The load before the drops: afterwards an overloaded expert looks less loaded.
-            expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
+            expert_load = balance.routing_map(choice.chosen_idx, config.num_experts).sum(0)
         loss = balance.RouterLoss(
             options.aux_loss_coef, options.z_loss_coef, options.score, sequence_length
         )
-        of_load = routed.chosen_idx, expert_load, token_mask
-        return balance.router_loss(loss, routed.logits, routed.scores, *of_load)
+        return balance.router_loss(
+            loss, choice.logits, choice.scores, choice.chosen_idx, expert_load, token_mask
+        )
 
     def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
         """Warns if a checkpoint repeats this call in backward and differentiates y but not aux_loss. Autograd reaches y
@@ -441,9 +444,9 @@ class MoELayer(ExpertParallelModule):
         if not torch.is_grad_enabled():
             self._called_at = users_line()
         elif aux_loss.requires_grad and is_in_backward():
-            reached: list[torch.Tensor] = []
-            aux_loss.register_hook(reached.append)
-            y.register_hook(lambda _: None if reached else warn(_LOST_LOSS, self._called_at))
+            loss_gradients: list[torch.Tensor] = []
+            aux_loss.register_hook(loss_gradients.append)
+            y.register_hook(lambda _: None if loss_gradients else warn(_LOST_LOSS, self._called_at))
 
 
 class _SideCall:
@@ -460,9 +463,8 @@ class _SideCall:
         """Enqueues the call after the current stream's work so far."""
         if (stream := self._stream) is not None:
             stream.wait_stream(torch.cuda.current_stream(self._x.device))
-            self._x.record_stream(
-                stream
-            )  # or its memory might be reused while `stream` still reads it
+            # Without this the allocator might reuse the memory while `stream` still reads it.
+            self._x.record_stream(stream)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             self._y = self._module(self._x)
 

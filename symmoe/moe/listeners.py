@@ -56,7 +56,7 @@ class Listeners:
         self.order = order
         self.give = give
         self.is_fixed = False  # whether token ids determine the experts (hash layers)
-        self.is_given = False  # whether a context sets the layer's choice (training/replay.py)
+        self.is_given = False  # whether a context sets the layer's choice (symmoe.routing)
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
         self.totals: tuple[torch.Tensor, ...] = ()
 
@@ -71,7 +71,7 @@ class Listeners:
         self.totals = (*self.totals, *totals)
         return partial(self._remove, callback, totals)
 
-    def tell(self, report: RoutingReport) -> None:
+    def report(self, report: RoutingReport) -> None:
         """Passes the report to every listener, in the order of registration."""
         for callback in self.callbacks:
             callback(report)
@@ -89,17 +89,19 @@ class Listeners:
         num_dropped; tokens: of the width and dtype that travel; chosen_idx: None if it is not known."""
         if self.callbacks:
             row_bytes = tokens.shape[-1] * tokens.element_size()
-            chosen = topk_idx if chosen_idx is None else chosen_idx
-            self.tell(
-                RoutingReport(topk_idx, chosen, load[0], load[1], row_bytes, row_bytes, is_training)
+            chosen_idx = topk_idx if chosen_idx is None else chosen_idx
+            self.report(
+                RoutingReport(
+                    topk_idx, chosen_idx, load[0], load[1], row_bytes, row_bytes, is_training
+                )
             )
 
     def _remove(
         self, callback: Callable[[RoutingReport], object], totals: tuple[torch.Tensor, ...]
     ) -> None:
-        self.callbacks = tuple(other for other in self.callbacks if other is not callback)
+        self.callbacks = tuple(added for added in self.callbacks if added is not callback)
         self.totals = tuple(
-            other for other in self.totals if all(other is not each for each in totals)
+            total for total in self.totals if all(total is not removed for removed in totals)
         )
 
 
@@ -108,8 +110,8 @@ def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
     check_model(model)
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
     for name, module in model.named_modules():
-        for place in (module, getattr(module, "token_dispatcher", None)):
-            if isinstance(listeners := getattr(place, "listeners", None), Listeners):
+        for owner in (module, getattr(module, "token_dispatcher", None)):
+            if isinstance(listeners := getattr(owner, "listeners", None), Listeners):
                 layers[name] = module, listeners
     return layers
 

@@ -65,12 +65,12 @@ def gpu_of(device: torch.device) -> Rates:
     if device.type != "cuda":
         return H200
     name = torch.cuda.get_device_properties(device).name
-    known = [rates for word, rates in GPUS.items() if word in name]
-    if not known:
+    measured = [rates for gpu, rates in GPUS.items() if gpu in name]
+    if not measured:
         logger.warning(
             "%s has not been measured: what overlaps is chosen as on an H200 (docs/tuning.md)", name
         )
-    return known[0] if known else H200
+    return measured[0] if measured else H200
 
 
 def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
@@ -87,21 +87,22 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
 def chance_of_part(
     num_experts: int, num_parts: int, top_k: int, num_groups: int = 1, top_groups: int = 1
 ) -> float:
-    """Chance that a token has an expert in a given one of `num_parts` equal parts of the experts (ranks, nodes). All
-    sets of `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of `num_parts`
-    and `num_groups` divides the other."""
-    part = num_experts // num_parts
-    group = num_experts // num_groups
-    touched = max(1, part // group)
-    shared = min(part, group)
-    chosen = top_groups * group  # groups, and experts of each
-    ways_elsewhere = sum(
-        math.comb(touched, n)
-        * math.comb(num_groups - touched, top_groups - n)
-        * math.comb(chosen - n * shared, top_k)
-        for n in range(min(touched, top_groups) + 1)
+    """Chance that a token has an expert in one of `num_parts` equal parts of the experts (ranks, nodes). All sets of
+    `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of `num_parts` and
+    `num_groups` divides the other."""
+    part_size = num_experts // num_parts
+    group_size = num_experts // num_groups
+    num_touched_groups = max(1, part_size // group_size)
+    num_shared_experts = min(part_size, group_size)  # of the part and one touched group
+    num_candidates = top_groups * group_size
+    num_choices_elsewhere = sum(
+        math.comb(num_touched_groups, n)
+        * math.comb(num_groups - num_touched_groups, top_groups - n)
+        * math.comb(num_candidates - n * num_shared_experts, top_k)
+        for n in range(min(num_touched_groups, top_groups) + 1)
     )
-    return 1 - ways_elsewhere / max(1, math.comb(num_groups, top_groups) * math.comb(chosen, top_k))
+    num_choices = math.comb(num_groups, top_groups) * math.comb(num_candidates, top_k)
+    return 1 - num_choices_elsewhere / max(1, num_choices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,8 +174,8 @@ class Sizes:
         return self._sent_bytes(self.num_nodes)
 
     def _sent_bytes(self, num_parts: int) -> float:
-        goes_there = chance_of_part(self.num_experts, num_parts, self.top_k)
-        return self.row_bytes / self.top_k * (num_parts - 1) * goes_there
+        chance = chance_of_part(self.num_experts, num_parts, self.top_k)
+        return self.row_bytes / self.top_k * (num_parts - 1) * chance
 
     @property
     def peers_bytes(self) -> float:
@@ -228,13 +229,12 @@ class _Gpu:
         return self.gemm_s(sizes.fc1_flops * self.rates.flops / self.rates.wgrad_flops, n)
 
     def best(
-        self, exclusive_s: float, overlapped_s: Callable[[int], float], others: int = 0
+        self, exclusive_s: float, overlapped_s: Callable[[int], float], rail_sms: int = 0
     ) -> Division | None:
-        """The division with the least time that leaves SMs to the others; None if running in sequence is hardly
-        slower."""
-        n = min(range(1, self.num_sms // 2 + 1 - others // 2), key=overlapped_s)
+        """The division with the least time besides the SMs of a rail; None if running in sequence is hardly slower."""
+        n = min(range(1, self.num_sms // 2 + 1 - rail_sms // 2), key=overlapped_s)
         is_slow = overlapped_s(n) > (1 - self.rates.least_gain) * exclusive_s
-        return None if is_slow else Division(n, self.num_sms - n - others)
+        return None if is_slow else Division(n, self.num_sms - n - rail_sms)
 
 
 @functools.lru_cache(maxsize=256)
@@ -256,16 +256,17 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
     home_s = home.exclusive_s(rates)
 
     def in_parts(flops: int, move: Move, part_s: float, end_s: float = 0.0) -> Division | None:
-        alone = flops / sizes.num_ranks  # the part without a move beside it
+        exclusive_flops = flops / sizes.num_ranks  # of the part that runs without a move
 
         def overlapped_s(n: int) -> float:
-            others_s = max(gpu.gemm_s(flops - alone, n), move.overlapped_s(n, rates))
-            return others_s + gpu.gemm_s(alone) + end_s + (sizes.num_ranks - 1) * part_s
+            shared_s = max(gpu.gemm_s(flops - exclusive_flops, n), move.overlapped_s(n, rates))
+            exclusive_s = gpu.gemm_s(exclusive_flops)
+            return shared_s + exclusive_s + end_s + (sizes.num_ranks - 1) * part_s
 
         return gpu.best(move.exclusive_s(rates) + gpu.gemm_s(flops) + end_s, overlapped_s)
 
     flops = sizes.product_flops
-    found = Overlap(
+    overlapped = Overlap(
         dispatch=in_parts(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes), rates.part_s),
         gradient_dispatch=in_parts(flops, sizes.push(sizes.sent_gradient_row_bytes), rates.part_s),
         combine=in_parts(flops, sent, rates.launch_s, home_s),
@@ -276,7 +277,11 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
             ),
         ),
     )
-    return found if sizes.sums_travel else replace(found, combine=None, gradient_combine=None)
+    return (
+        overlapped
+        if sizes.sums_travel
+        else replace(overlapped, combine=None, gradient_combine=None)
+    )
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
@@ -284,7 +289,7 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
     first in FC2 and FC1's dgrad. dW1 then runs while rows are on the rails. A combine's reads inside the node take as
     long either way, and are left out."""
     rates = gpu.rates
-    own = 1 / sizes.num_nodes
+    own_share = 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
     rail_sms = min(gpu.num_sms // 2, math.ceil(rail_rate / rates.program_rail_bytes))
     num_ends = min(2, sizes.num_nodes - 1)
@@ -297,10 +302,14 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         def overlapped_s(n: int) -> float:
             own_s = max(
-                rail_s, own * push.overlapped_s(n, rates), gpu.gemm_s(own * flops, n + rail_sms)
+                rail_s,
+                own_share * push.overlapped_s(n, rates),
+                gpu.gemm_s(own_share * flops, n + rail_sms),
             )
-            others_s = (1 - own) * push.exclusive_s(rates) + gpu.gemm_s((1 - own) * flops)
-            return own_s + others_s + num_parts * rates.part_s
+            foreign_s = (1 - own_share) * push.exclusive_s(rates) + gpu.gemm_s(
+                (1 - own_share) * flops
+            )
+            return own_s + foreign_s + num_parts * rates.part_s
 
         return gpu.best(
             rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms
@@ -308,9 +317,11 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
     def combine(flops: float, wgrad_s: Callable[[int], float]) -> Division | None:
         def overlapped_s(n: int) -> float:
-            meanwhile_s = gpu.gemm_s(own * flops, n + rail_sms) + wgrad_s(n + rail_sms)
+            overlapping_s = gpu.gemm_s(own_share * flops, n + rail_sms) + wgrad_s(n + rail_sms)
             return (
-                gpu.gemm_s((1 - own) * flops) + max(home_s, meanwhile_s) + num_ends * rates.launch_s
+                gpu.gemm_s((1 - own_share) * flops)
+                + max(home_s, overlapping_s)
+                + num_ends * rates.launch_s
             )
 
         return gpu.best(home_s + gpu.gemm_s(flops) + wgrad_s(0), overlapped_s, rail_sms)

@@ -33,16 +33,16 @@ class Recomputed:
     def number(self) -> int | None:
         """The number of the call whose activations the running backward recomputes; None: unknown."""
         node = running_node_number()
-        found = next((i for i, nodes in enumerate(self.nodes) if node in nodes), None)
+        number = next((i for i, nodes in enumerate(self.nodes) if node in nodes), None)
         outer = self._outer
         if outer is None or not outer.is_running():
-            self._outer = _Pass(found)
+            self._outer = _Pass(number)
         elif outer.task == graph_task_id():
-            outer.number = found
-        elif found is None or threading.get_ident() != self._thread or node >= outer.first_node:
-            # Reentrant: a pass inside that one, through nodes that it made; the numbers are its thread's.
+            outer.number = number
+        elif number is None or threading.get_ident() != self._thread or node >= outer.first_node:
+            # Reentrant: a pass inside the outer one, through nodes that the outer one made in its own thread.
             return outer.number
-        return found
+        return number
 
 
 class CountedCalls:
@@ -60,19 +60,19 @@ class CountedCalls:
         nodes = self._recomputed.nodes
         now = next_node_number()
         if torch.is_grad_enabled():
-            new = range(now, sys.maxsize)
+            call_nodes = range(now, sys.maxsize)
         else:
-            # A checkpoint with use_reentrant=True has one node, made before its calls, which make no nodes.
+            # A checkpoint with use_reentrant=True has one node, older than its calls. The calls have no nodes.
             is_alone = not nodes or nodes[-1].stop < sys.maxsize
-            new = range(self._first_node if is_alone else now - 1, now)
+            call_nodes = range(self._first_node if is_alone else now - 1, now)
             self._first_node = now
         if nodes:
-            nodes[-1] = range(nodes[-1].start, min(nodes[-1].stop, new.start))
-        nodes.append(new)
+            nodes[-1] = range(nodes[-1].start, min(nodes[-1].stop, call_nodes.start))
+        nodes.append(call_nodes)
         self._loads.append(load.clone())
         return self._loads[-1]
 
-    def again(self) -> torch.Tensor | None:
+    def recomputed_load(self) -> torch.Tensor | None:
         """The load that :meth:`begin` returned for the call that backward recomputes; None: unknown."""
         number = self._recomputed.number()
         return None if number is None else self._loads[number]
@@ -89,14 +89,14 @@ class _Pass:
         self.task = graph_task_id()
         self.first_node = next_node_number()
         self.number = number
-        ending = self._end
+        end = self._end
         # Autograd drops the reference even if the pass ends in an error.
-        self._ending: Callable[[], object] = weakref.ref(ending)
-        call_after_backward(ending)
+        self._end_callback: Callable[[], object] = weakref.ref(end)
+        call_after_backward(end)
 
     def is_running(self) -> bool:
         """Whether the pass has not ended."""
-        return self._ending() is not None
+        return self._end_callback() is not None
 
     def _end(self) -> None:
-        self._ending = lambda: None
+        self._end_callback = lambda: None

@@ -28,9 +28,8 @@ from symmoe.kernels.twin.replicas import Pair
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease, aligned
 
-_Wanted = (
-    tuple[Sequence[int], torch.dtype] | None
-)  # shape and dtype of a matrix for a replica slot, or none
+# Shape and dtype of a matrix in a replica slot; None for a kind that no expert has.
+_MatrixSpec = tuple[Sequence[int], torch.dtype] | None
 
 
 def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
@@ -55,37 +54,38 @@ def replica_bytes(experts: ExpertTensors, num_replica_slots: int) -> int:
 
 
 class _ReplicaSlots:
-    """A lease with a matrix for each replica slot, of each kind with a wanted shape and dtype; no lease if no kind is
-    wanted. tensors: by kind, [S, *shape], or None. starts: byte offset of each in the lease. lease: an existing lease;
-    None: a new one."""
+    """A lease with a matrix for each replica slot, of each kind with a spec; no lease if no kind has one. tensors: by
+    kind, [S, *shape], or None. starts: by kind, the byte offset in the lease. lease: an existing lease; None: a new
+    one."""
 
     def __init__(
         self,
         heap: SymmetricHeap,
         num_replica_slots: int,
-        wanted: Sequence[_Wanted],
+        specs: Sequence[_MatrixSpec],
         lease: Lease | None = None,
     ) -> None:
         sizes = [
-            0 if each is None else num_replica_slots * math.prod(each[0]) * each[1].itemsize
-            for each in wanted
+            0 if spec is None else num_replica_slots * math.prod(spec[0]) * spec[1].itemsize
+            for spec in specs
         ]
         *self.starts, num_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         self.tensors: list[torch.Tensor | None] = [None] * len(sizes)
         if lease is None and num_bytes:
             lease = heap.lease((num_bytes,), torch.uint8, name="replicas", phase=DISPATCH)
         self.lease = lease
-        for kind, each in enumerate(wanted):
-            if self.lease is not None and each is not None:
-                memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]].view(each[1])
-                self.tensors[kind] = memory.view(num_replica_slots, *each[0])
+        for kind, spec in enumerate(specs):
+            if self.lease is not None and spec is not None:
+                memory = self.lease.tensor[self.starts[kind] :][: sizes[kind]].view(spec[1])
+                self.tensors[kind] = memory.view(num_replica_slots, *spec[0])
 
 
 class ReplicaTrip:
     """Sends weights, as extra payload of a pass's first dispatch, and gradients of replicas. Without replica slots it
-    sends nothing. Collective; does not synchronise the host. targets: in backward, where both layers' weight gradients
-    go. lease: the weights' lease, if they have arrived. Attributes: agreed, values that ranks must agree on, since
-    each lays out its replica slots by its own experts; and weights_offset, where this rank receives the weights."""
+    sends nothing. Collective; does not synchronise the host. targets: in backward, the targets of both layers' weight
+    gradients. lease: the weights' lease, if they have arrived. Attributes: agreed, the values on which ranks must
+    agree, since a rank lays out its replica slots by its own experts; and weights_offset, where this rank receives the
+    weights."""
 
     def __init__(
         self,
@@ -98,13 +98,18 @@ class ReplicaTrip:
         self._own = weights.matrices
         self._plan = plan
         self._is_sent = not plan.num_replica_slots or lease is not None
-        wanted = tuple(None if own is None else (own.shape[1:], own.dtype) for own in self._own)
-        self._replica_slots = _ReplicaSlots(plan.heap, plan.num_replica_slots, wanted, lease)
+        specs = tuple(
+            None if matrices is None else (matrices.shape[1:], matrices.dtype)
+            for matrices in (self._own if plan.num_replica_slots else ())
+        )
+        self._replica_slots = _ReplicaSlots(plan.heap, plan.num_replica_slots, specs, lease)
         self.weights_offset = 0 if self.lease is None else self.lease.offset
-        gradients = () if targets is None else _wanted_gradients(self._own, targets)
-        self._gradients = _ReplicaSlots(plan.heap, plan.num_replica_slots, gradients)
+        gradient_specs = (
+            _gradient_specs(self._own, targets) if targets and plan.num_replica_slots else ()
+        )
+        self._gradients = _ReplicaSlots(plan.heap, plan.num_replica_slots, gradient_specs)
         self.agreed: Mapping[str, object] = (
-            _described("", wanted) | _described("gradient of ", gradients)
+            _descriptions("", specs) | _descriptions("gradient of ", gradient_specs)
             if plan.num_replica_slots
             else {}
         )
@@ -180,27 +185,27 @@ class ReplicaTrip:
 
 
 @functools.lru_cache(maxsize=256)
-def _described(prefix: str, wanted: tuple[_Wanted, ...]) -> dict[str, object]:
-    """A description of the wanted matrices of each kind."""
+def _descriptions(prefix: str, specs: tuple[_MatrixSpec, ...]) -> dict[str, object]:
+    """A description of the matrix of each kind."""
     return {
-        prefix + kind: None if each is None else f"{each[1]} {list(each[0])}"
-        for kind, each in zip(control.REPLICA_MATRICES, wanted, strict=False)
+        prefix + kind: None if spec is None else f"{spec[1]} {list(spec[0])}"
+        for kind, spec in zip(control.REPLICA_MATRICES, specs, strict=False)
     }
 
 
-def _wanted_gradients(
+def _gradient_specs(
     own: Sequence[Matrices | None], targets: tuple[Target, Target]
-) -> tuple[_Wanted, ...]:
-    """By kind, the wanted gradients of replicas: the kinds that backward makes for this rank's experts."""
-    wanted: list[_Wanted] = [
-        (each.shape[1:], each.dtype)
-        if isinstance(each, torch.Tensor) and each.requires_grad
+) -> tuple[_MatrixSpec, ...]:
+    """By kind, the gradients of replicas: of the kinds whose gradients backward computes for this rank's experts."""
+    specs: list[_MatrixSpec] = [
+        (matrices.shape[1:], matrices.dtype)
+        if isinstance(matrices, torch.Tensor) and matrices.requires_grad
         else None
-        for each in own
+        for matrices in own
     ]
     for kind, target in zip((W1, W2), targets, strict=True):
         weight = own[kind]
         assert weight is not None
         like = target.tensors[0] if target.tensors else weight
-        wanted[kind] = (weight.shape[1:], like.dtype) if target.computes else None
-    return tuple(wanted)
+        specs[kind] = (weight.shape[1:], like.dtype) if target.computes else None
+    return tuple(specs)

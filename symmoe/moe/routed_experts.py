@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified, no_second_order
 from symmoe.checks.arguments import kernel_rows
-from symmoe.dispatch.plan import MadePlan, Plan, PlanOptions, begin_plan, plan_call, plan_problem
+from symmoe.dispatch.plan import Plan, PlanOptions, PlanResult, begin_plan, plan_call, plan_problem
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertTensors, materialized, of_tensors
@@ -45,10 +45,8 @@ from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import keeps_graph, num_dispatch_modes, reshaped_result
 
-BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = (
-    weakref.WeakValueDictionary()
-)  # keeps nothing alive
-# Where peers wait next for a call: before its plan is launched, and afterwards.
+BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
+# The phases of a call in which peers wait next: before its plan is launched, and afterwards.
 CALL_PHASES = control.PHASE_PLAN, control.PHASE_DISPATCH_READY
 # An edge does not keep y's memory. Before torch 2.13 backward cannot begin at an edge of a Python function.
 _TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -71,12 +69,12 @@ class RoutedExperts:
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
         """The RoutedExperts for a layer with these experts. Only the layers keep it alive. Local."""
         kind = kind_of(experts)
-        for other in BY_NUMBER.values():
-            if other.heap is heap and other.config == config and other.kind == kind:
-                return other
-        new = cls(config, heap, without_memory(experts), kind)
-        BY_NUMBER[new.number] = new
-        return new
+        for shared in BY_NUMBER.values():
+            if shared.heap is heap and shared.config == config and shared.kind == kind:
+                return shared
+        routed_experts = cls(config, heap, without_memory(experts), kind)
+        BY_NUMBER[routed_experts.number] = routed_experts
+        return routed_experts
 
     def __deepcopy__(self, memo: dict[int, object]) -> RoutedExperts:
         """Returns self: copies of a layer share it, as they share the heap."""
@@ -121,41 +119,43 @@ class RoutedExperts:
             or plan_problem(topk_idx, heap, options, is_output=route is not None),
             control.PHASE_PLAN,
         )
-        begun = begin_plan(topk_idx, heap, options, find_budget, route)
+        pending_plan = begin_plan(topk_idx, heap, options, find_budget, route)
         if before_trips is not None:
-            begun = begun.made()
+            pending_plan = pending_plan.make()
             before_trips()
         trains = torch.is_grad_enabled()
-        call = ExpertCall(heap, experts, self.options, begun, trains, out_shape, route)
-        given_probs = None if isinstance(probs, Route) else probs
+        call = ExpertCall(heap, experts, self.options, pending_plan, trains, out_shape, route)
+        probs_TK = None if isinstance(probs, Route) else probs
         # The router gets its own x: autograd adds the two gradients as it would for two functions.
-        of_router = (None, None) if route is None else (route.x, route.weight)
-        of_experts = (*experts.biases, *experts.tensors)
+        router_tensors = (None, None) if route is None else (route.x, route.weight)
+        expert_tensors = (*experts.biases, *experts.tensors)
         plan: Plan
-        y, (plan, load), *of_route = ExpertParallelMLP.apply(
-            call, x, given_probs, *of_router, *of_experts
+        y, (plan, load), *route_results = ExpertParallelMLP.apply(
+            call, x, probs_TK, *router_tensors, *expert_tensors
         )
-        routed = None if route is None else Routed._make([*of_route, topk_idx])
+        routed = None if route is None else Routed._make([*route_results, topk_idx])
         if not plan.fits_budget:  # on all ranks; no row has moved
-            begun = MadePlan(plan_call(topk_idx, heap, options))
-            call = call._replace(begun=begun, route=None)
-            given_probs = given_probs if routed is None else routed.probs
-            y, (plan, load) = ExpertParallelMLP.apply(call, x, given_probs, None, None, *of_experts)
+            pending_plan = PlanResult(plan_call(topk_idx, heap, options))
+            call = call._replace(pending_plan=pending_plan, route=None)
+            probs_TK = probs_TK if routed is None else routed.probs
+            y, (plan, load) = ExpertParallelMLP.apply(
+                call, x, probs_TK, None, None, *expert_tensors
+            )
         if options.capacity is None and heap.captured_reports is None:
             history: RowHistory = heap.row_histories[self._history_key]
             history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         return y, load, routed
 
     @functools.cached_property
-    def words(self) -> dict[str, str]:
-        """The options of expert_parallel_mlp."""
-        resolved = {"layout": self.config.received_layout}
-        return {name: getattr(self.config, name) for name in OPTION_DEFAULTS} | resolved
+    def choices(self) -> dict[str, str]:
+        """The options of expert_parallel_mlp, by name."""
+        choices = {name: getattr(self.config, name) for name in OPTION_DEFAULTS}
+        return choices | {"layout": self.config.received_layout}
 
     @functools.cached_property
     def options(self) -> Options:
         """The options of ExpertCall."""
-        return step_options(self.words, self.config.precision, self.config.expert_hidden)
+        return step_options(self.choices, self.config.precision, self.config.expert_hidden)
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -185,7 +185,7 @@ class RoutedExperts:
             or heap.captured_reports is not None
         ):
             return budget
-        received = budget.packed_rows if self.words["layout"] == "packed" else budget.rows
+        received = budget.packed_rows if self.choices["layout"] == "packed" else budget.rows
         sizes = (received, budget.rows, budget.packed_rows)
         row_bytes = experts.form.hidden * item_bytes
         needed = max_lease_bytes(sizes, num_tokens, heap, row_bytes, experts, self._history_key[2])
@@ -235,8 +235,8 @@ def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
 # checkpointing) layers call the whole step as one operator, with a rule for shapes, and its backward as another. Both
 # run the same code as eager calls, with the same bits.
 #
-# Operators take tensors and numbers only. The tensors are the tokens [T, H], probs [T, K], the two layers' *own*
-# tensors (biases, if any, and weights), and the adapters. The numbers are a _Call. Forward attaches its state for
+# Operators take tensors and numbers only. The tensors are the tokens [T, H], probs [T, K], the *layer* tensors (biases,
+# if any, and weights of both layers), and the adapters. The numbers are a _Call. Forward attaches its state for
 # backward (plan, leases, h) to the memory of a small tensor that it returns, `state`. That state is freed when
 # autograd, the compiled graph or the checkpoint drops the tensor.
 
@@ -245,9 +245,9 @@ class _Call(NamedTuple):
     """The numbers of an operator."""
 
     step: int  # of a RoutedExperts, see BY_NUMBER
-    num_own: int  # the layers' own tensors
+    num_layer_tensors: int  # biases and weights, without adapters
     trains: int  # whether there will be a backward pass,
-    trains_own: int  # and whether it makes gradients of own tensors
+    trains_layers: int  # and whether it computes gradients of biases and weights
     gradients: int  # of x and probs, one of control.GRADIENTS
 
     @property
@@ -257,9 +257,10 @@ class _Call(NamedTuple):
 
     def are_trained(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
         """For each of the operator's tensors, whether it gets a gradient."""
-        inputs = [bool(self.gradients & 1), bool(self.gradients & 2)]
-        adapters = len(tensors) - 2 - self.num_own
-        return inputs + [bool(self.trains_own)] * self.num_own + [True] * adapters
+        trains_inputs = [bool(self.gradients & 1), bool(self.gradients & 2)]
+        trains_layers = [bool(self.trains_layers)] * self.num_layer_tensors
+        num_adapters = len(tensors) - 2 - self.num_layer_tensors
+        return trains_inputs + trains_layers + [True] * num_adapters
 
     def experts(self, tensors: Sequence[torch.Tensor]) -> ExpertTensors:
         """The experts with these of the operator's tensors."""
@@ -304,17 +305,18 @@ def run_routed(
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, tensors = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
     tensors = [*(bias for bias in biases if bias is not None), *tensors]
-    own = tensors[: sum(fc.has_bias + len(fc.weight_names) for fc in (experts.fc1, experts.fc2))]
+    num_layer_tensors = sum(fc.has_bias + len(fc.weight_names) for fc in (experts.fc1, experts.fc2))
+    layer_tensors = tensors[:num_layer_tensors]
     if any(tensor.device != step.heap.device for tensor in tensors):
         raise ArgumentError(
             f"experts have parameters that are not on {step.heap.device}, where the heap is"
         )
     trains = torch.is_grad_enabled()
-    trains_own = trains and any(tensor.requires_grad for tensor in own)
+    trains_layers = trains and any(tensor.requires_grad for tensor in layer_tensors)
     gradients = control.gradients_index(
         x=trains and tokens.requires_grad, probs=trains and probs.requires_grad
     )
-    call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
+    call = _Call(step.number, num_layer_tensors, int(trains), int(trains_layers), gradients)
     y, load, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
     # Not a view, see ExpertParallelMLP.
     return y if out_shape is None else reshaped_result(y, out_shape), load
@@ -327,21 +329,21 @@ class _Arguments:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def put_away(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, Unmodified]:
-        for number, other in enumerate(self.tensors):
+    def pack(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, Unmodified]:
+        for number, argument in enumerate(self.tensors):
             if (
-                tensor.data_ptr() == other.data_ptr()
-                and tensor.dtype == other.dtype
-                and (tensor.shape, tensor.stride()) == (other.shape, other.stride())
+                tensor.data_ptr() == argument.data_ptr()
+                and tensor.dtype == argument.dtype
+                and (tensor.shape, tensor.stride()) == (argument.shape, argument.stride())
             ):
                 return number
         return tensor, Unmodified(tensor=tensor)
 
-    def take_out(self, kept: int | tuple[torch.Tensor, Unmodified]) -> torch.Tensor:
-        if isinstance(kept, int):
-            return self.tensors[kept]
-        kept[1].check()
-        return kept[0]
+    def unpack(self, packed: int | tuple[torch.Tensor, Unmodified]) -> torch.Tensor:
+        if isinstance(packed, int):
+            return self.tensors[packed]
+        packed[1].check()
+        return packed[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +356,7 @@ class _State:
     expert_load: torch.Tensor
 
 
-def _kept(state: torch.Tensor) -> _State | None:
+def _state_of(state: torch.Tensor) -> _State | None:
     return getattr(state.untyped_storage(), "_symmoe_state", None)
 
 
@@ -383,16 +385,16 @@ def _moe_forward(
     with (
         FailPeersOnError(eager.heap, *CALL_PHASES),
         torch.set_grad_enabled(bool(call.trains)),
-        saved_tensors_hooks(arguments.put_away, arguments.take_out),
+        saved_tensors_hooks(arguments.pack, arguments.unpack),
     ):
         y, load, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
     if call.trains:
-        end = get_gradient_edge(y) if _TAKES_EDGES else y
-        kept = _State(arguments, [*compress(leaves, trained)], end, load[0])
-        state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
+        output = get_gradient_edge(y) if _TAKES_EDGES else y
+        call_state = _State(arguments, [*compress(leaves, trained)], output, load[0])
+        state.untyped_storage()._symmoe_state = call_state  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: backward needs the plan, which writes into the results must not change.
-    return y.detach(), [each.clone() for each in load], state
+    return y.detach(), [tensor.clone() for tensor in load], state
 
 
 @_moe_forward.register_fake
@@ -409,19 +411,23 @@ def _(tensors: Sequence[torch.Tensor], _idx: object, numbers: Sequence[int]) -> 
 def _moe_backward(
     dy: torch.Tensor, state: torch.Tensor, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
 ) -> list[torch.Tensor]:
-    kept = _kept(state)
-    if kept is None:
+    call_state = _state_of(state)
+    if call_state is None:
         raise StalePlan(
             "`state` is a copy of what moe_forward returned; backward needs the tensor itself"
         )
-    kept.arguments.tensors, keeps = tensors, keeps_graph()  # of the caller's backward pass
+    call_state.arguments.tensors = tensors  # of the caller's backward pass
     try:
-        outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation lacks a list of both
+        outputs = cast(
+            list[torch.Tensor], [call_state.output]
+        )  # torch's annotation lacks a list of both
         return list(
-            torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=keeps)
+            torch.autograd.grad(
+                outputs, call_state.inputs, [dy.contiguous()], retain_graph=keeps_graph()
+            )
         )
     finally:
-        kept.arguments.tensors = ()
+        call_state.arguments.tensors = ()
 
 
 @_moe_backward.register_fake
@@ -437,19 +443,19 @@ def _(
 _moe_backward.register_autograd(lambda *_: no_second_order("an expert-parallel step"))
 
 
-def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     tensors, _topk_idx, ctx.numbers = inputs
     ctx.save_for_backward(output[2], *tensors)
 
 
 def _backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     state, *tensors = ctx.saved_tensors
-    found = iter(_moe_backward(dy, state, tensors, ctx.numbers))
+    gradients = iter(_moe_backward(dy, state, tensors, ctx.numbers))
     trained = _Call(*ctx.numbers).are_trained(tensors)
-    return [next(found) if is_trained else None for is_trained in trained], None, None
+    return [next(gradients) if is_trained else None for is_trained in trained], None, None
 
 
-_moe_forward.register_autograd(_backward, setup_context=_keep)
+_moe_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 # For torch.utils.flop_counter: FLOPs of the products in one rank's GEMMs. Raw, because shapes do not show the numbers
@@ -461,7 +467,7 @@ def _(*arguments: Any, out_val: tuple[Any, ...]) -> int:
     tensors, _topk_idx, numbers = arguments
     call = _Call(*numbers)
     # A1 [G, r, H], B1, A2 [G, r, I], B2
-    adapters: int = sum(adapter[0].numel() for adapter in tensors[2 + call.num_own :])
+    adapters: int = sum(adapter[0].numel() for adapter in tensors[2 + call.num_layer_tensors :])
     flops = 2 * (sum(_features(call.eager.meta_experts)) + adapters)  # of a row
     return _num_rows(call.eager, tensors[1], out_val[1][0]) * flops
 
@@ -470,20 +476,20 @@ def _(*arguments: Any, out_val: tuple[Any, ...]) -> int:
 def _(*arguments: Any, out_val: object) -> int:
     _dy, state, tensors, numbers = arguments
     call = _Call(*numbers)
-    kept = _kept(state)
-    (fc1, fc2), adapters = _features(call.eager.meta_experts), tensors[2 + call.num_own :]
+    call_state = _state_of(state)
+    fc1, fc2 = _features(call.eager.meta_experts)
+    adapters = tensors[2 + call.num_layer_tensors :]
     a1, b1, a2, b2 = (adapter[0].numel() for adapter in adapters) if adapters else (0, 0, 0, 0)
     products = fc2 + b2 + a2 + b1  # the gradient of the activation,
     if call.gradients & 1:
         products += fc1 + a1  # of the row itself,
-    if call.trains_own:
+    if call.trains_layers:
         products += fc1 + fc2  # of the weights and of the adapters;
     products += a1 + b1 + a2 + b2
     if not STASHES[call.eager.config.stash].keeps_h:
         products += fc1 + a1 + b1 + a2  # and FC1 again
-    return (
-        _num_rows(call.eager, tensors[1], None if kept is None else kept.expert_load) * 2 * products
-    )
+    expert_load = None if call_state is None else call_state.expert_load
+    return _num_rows(call.eager, tensors[1], expert_load) * 2 * products
 
 
 def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:
@@ -499,5 +505,5 @@ def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | No
 
 
 def _features(experts: GroupedMLP) -> tuple[int, int]:
-    """W * H and I * H: numbers of a weight of each layer."""
+    """W * H and I * H: elements of a weight of each layer."""
     return experts.fc1.out_features * experts.hidden, experts.hidden * experts.ffn

@@ -25,7 +25,7 @@ from symmoe.checks.arguments import (
     memory_problem,
     tensor_problem,
 )
-from symmoe.errors import ArgumentError, SymmoeError, raise_for
+from symmoe.errors import ArgumentError, SymmoeError, first_problem, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.programs import run_program
 from symmoe.kernels.routing_rule import RoutingRule
@@ -108,13 +108,15 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
         self.register_buffer("expert_bias", bias if options.expert_bias else None)
-        counts = options.expert_bias or options.sums_global_load
+        counts_load = options.expert_bias or options.sums_global_load
         self._step_load = (
-            torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
+            torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+            if counts_load
+            else None
         )
-        bins = (config.num_experts, BIAS_BINS)
+        histogram_shape = (config.num_experts, BIAS_BINS)
         self._step_histogram = (
-            torch.zeros(bins, dtype=torch.int64, device=device)
+            torch.zeros(histogram_shape, dtype=torch.int64, device=device)
             if options.bias_update == "quantile"
             else None
         )
@@ -130,7 +132,7 @@ class Router(nn.Module):
     @property
     def step_load(self) -> torch.Tensor | None:
         """See the class."""
-        return self._at_home("_step_load")
+        return self._on_counting_device("_step_load")
 
     @step_load.setter
     def step_load(self, load: torch.Tensor | None) -> None:
@@ -139,16 +141,19 @@ class Router(nn.Module):
     @property
     def step_histogram(self) -> torch.Tensor | None:
         """See the class."""
-        return self._at_home("_step_histogram")
+        return self._on_counting_device("_step_histogram")
 
-    def _at_home(self, name: str) -> torch.Tensor | None:
-        """The counts of a step with this name, on the device on which calls count; nothing is counted on "meta"."""
+    def _on_counting_device(self, name: str) -> torch.Tensor | None:
+        """The counts of a step with this name, after a move to the device on which calls count. Calls count nothing on
+        "meta"."""
         counts: torch.Tensor | None = getattr(self, name)
         if counts is None:
             return None
-        home = next(self.parameters()).device if self.heap is None else self.heap.device
-        if counts.device != home:
-            counts = torch.zeros_like(counts, device=home) if counts.is_meta else counts.to(home)
+        device = next(self.parameters()).device if self.heap is None else self.heap.device
+        if counts.device != device:
+            counts = (
+                torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
+            )
             setattr(self, name, counts)
         return counts
 
@@ -162,13 +167,13 @@ class Router(nn.Module):
             return load
         if not is_in_backward():
             return self._calls.begin(load)
-        found = self._calls.again()
-        if found is None:
+        load_at_begin = self._calls.recomputed_load()
+        if load_at_begin is None:
             raise ArgumentError(
                 "aux_loss ('global') needs to know which call a checkpoint repeats: backward must come before "
                 "balance_step, and through the graph of a call of this step"
             )
-        return found
+        return load_at_begin
 
     def start_step(self) -> None:
         """Starts the counts of a step. Does not synchronise the host."""
@@ -195,26 +200,35 @@ class Router(nn.Module):
                 expert. The router computes the scores, and the probs of these experts.
         """
         config = self.config
-        if x.dim() != 2 or x.shape[1] != config.hidden:
-            raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
-        if not x.is_floating_point():
-            raise ArgumentError(
-                f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})"
-            )
         raise_for(
-            memory_problem("x", x)
+            first_problem(
+                (
+                    x.dim() != 2 or x.shape[1] != config.hidden,
+                    f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]",
+                ),
+                (
+                    not x.is_floating_point(),
+                    f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})",
+                ),
+            )
+            or memory_problem("x", x)
             or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx)
         )
-        if (
-            token_mask is not None
-        ):  # padding may contain NaN, which a gradient of 0 would not remove
-            x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
+        # Padding may contain NaN, which a gradient of 0 would not remove.
+        x_TH = x if token_mask is None else x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
-            given_idx = None if topk_idx is None else _int32(topk_idx).contiguous()
-            routed = route_tokens(self.route_of(x, given_idx))
-            chosen = choice_of(config, routed.topk_idx, routed.probs, token_mask)
-        return RouterOutput(*chosen, routed.scores, routed.logits)
+            given_idx_TK = None if topk_idx is None else _int32(topk_idx).contiguous()
+            routed = route_tokens(self.route_of(x_TH, given_idx_TK))
+            choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
+        return RouterOutput(
+            choice.topk_idx,
+            choice.probs,
+            choice.chosen_idx,
+            choice.num_over_capacity,
+            routed.scores,
+            routed.logits,
+        )
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
@@ -226,12 +240,13 @@ class Router(nn.Module):
         topk_idx: torch.Tensor | None = None,
     ) -> Route:
         """:meth:`forward`'s Route for tokens [T, H] without a mask and a capacity factor; arguments as in Route."""
-        numbers = (self.config.top_k, self._rule)
-        weight = self.weight.contiguous()
-        return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
+        weight_EH = self.weight.contiguous()
+        x_TH = x.contiguous()
+        top_k = self.config.top_k
+        return Route(x_TH, weight_EH, self.expert_bias, given_idx, top_k, self._rule, topk_idx)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""
+        """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would lose its updates."""
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -255,9 +270,9 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
     if router is None:
         return None
     if any(isinstance(module, Router) for module in router.modules()):
-        taken = inspect.signature(router.forward).parameters.values()
-        if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(
-            p.kind is p.VAR_KEYWORD for p in taken
+        parameters = inspect.signature(router.forward).parameters.values()
+        if {"token_mask", "topk_idx"} <= {p.name for p in parameters} or any(
+            p.kind is p.VAR_KEYWORD for p in parameters
         ):
             return None if hasattr(router, "step_load") else call_problem(router=router)
     return ArgumentError(
@@ -268,14 +283,13 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
 
 def choice_of(
     config: MoEConfig, topk_idx: torch.Tensor, probs: torch.Tensor, token_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The fields of a Choice from experts int [T, K] and weights fp32 [T, K], without padding and slots over
-    capacity."""
+) -> Choice:
+    """The choice of experts int [T, K] with weights fp32 [T, K], without padding and slots over capacity."""
     if token_mask is not None:
         padding_T1 = ~token_mask.unsqueeze(1)
         topk_idx = topk_idx.masked_fill(padding_T1, -1)
         probs = probs.masked_fill(padding_T1, 0.0)
-    chosen_idx = topk_idx = _int32(topk_idx)
+    chosen_idx_TK = topk_idx = _int32(topk_idx)
     num_over_capacity = None
     if config.capacity_factor is not None:
         # A multiple of an expert's balanced load (GShard, arXiv:2006.16668).
@@ -287,7 +301,7 @@ def choice_of(
             capacity=capacity,
             policy=config.drop_policy,
         )
-    return topk_idx, probs, chosen_idx, num_over_capacity
+    return Choice(topk_idx, probs, chosen_idx_TK, num_over_capacity)
 
 
 def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
@@ -307,31 +321,29 @@ def arguments_problem(
     probs: torch.Tensor | None = None,
 ) -> SymmoeError | None:
     """The error of the mask, the choice of experts or its weights for the tokens of x [..., H], or None."""
+    choice_shape = math.prod(x.shape[:-1]), config.top_k
     error: SymmoeError | None = None
-    choice = math.prod(x.shape[:-1]), config.top_k
     if token_mask is not None:
         error = tensor_problem(
             "token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device
         )
-    if topk_idx is not None:
-        error = error or tensor_problem(
-            "topk_idx",
-            topk_idx,
-            shape=choice,
-            dtypes=(torch.int32, torch.int64),
-            device=x.device,
+    if error is None and topk_idx is not None:
+        dtypes = (torch.int32, torch.int64)
+        error = tensor_problem(
+            "topk_idx", topk_idx, shape=choice_shape, dtypes=dtypes, device=x.device
         )
     if error is not None or (probs is None and config.router is not None):
         return error
-    if probs is None:
-        return ArgumentError(
-            "probs (None) must be given, and topk_idx with it: the configuration has router=None"
-        )
-    if topk_idx is None:
-        return ArgumentError(
-            "topk_idx (None) must be given with probs: which experts have these weights?"
-        )
-    return tensor_problem("probs", probs, shape=choice, dtypes=control.DTYPES, device=x.device)
+    return first_problem(
+        (
+            probs is None,
+            "probs (None) must be given, and topk_idx with it: the configuration has router=None",
+        ),
+        (
+            topk_idx is None,
+            "topk_idx (None) must be given with probs: which experts have these weights?",
+        ),
+    ) or tensor_problem("probs", probs, shape=choice_shape, dtypes=control.DTYPES, device=x.device)
 
 
 def drop_over_capacity(
@@ -345,19 +357,26 @@ def drop_over_capacity(
     # The plan reports ids out of range, on all ranks; here they count as no expert.
     is_none_TK = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none_TK, num_experts).flatten().long()
-    order_N = torch.arange(expert_N.numel(), device=expert_N.device)
-    if policy == "probs":
-        order_N = probs.detach().flatten().argsort(descending=True, stable=True)
+    order_N = (
+        probs.detach().flatten().argsort(descending=True, stable=True)
+        if policy == "probs"
+        else torch.arange(expert_N.numel(), device=expert_N.device)
+    )
     order_N = order_N[expert_N[order_N].argsort(stable=True)]
-    sorted_N = expert_N[order_N]
-    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
-    place_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - first_E[sorted_N]
-    over_N = (place_N >= capacity) & (sorted_N < num_experts)
-    over_TK = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
+    sorted_expert_N = expert_N[order_N]
+    first_E = torch.searchsorted(
+        sorted_expert_N, torch.arange(num_experts + 1, device=sorted_expert_N.device)
+    )
+    rank_in_expert_N = (
+        torch.arange(sorted_expert_N.numel(), device=sorted_expert_N.device)
+        - first_E[sorted_expert_N]
+    )
+    is_over_N = (rank_in_expert_N >= capacity) & (sorted_expert_N < num_experts)
+    is_over_TK = torch.empty_like(is_over_N).scatter_(0, order_N, is_over_N).view(topk_idx.shape)
     return (
-        topk_idx.masked_fill(over_TK, -1),
-        probs.masked_fill(over_TK, 0.0),
-        over_TK.sum(dtype=torch.int32).view(1),
+        topk_idx.masked_fill(is_over_TK, -1),
+        probs.masked_fill(is_over_TK, 0.0),
+        is_over_TK.sum(dtype=torch.int32).view(1),
     )
 
 
@@ -374,7 +393,7 @@ class Routed(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A choice to make. Tensors are contiguous."""
+    """The arguments of a choice of experts. Tensors are contiguous."""
 
     x: torch.Tensor  # [T, H] in any precision
     weight: torch.Tensor  # fp32 [E, H]
@@ -386,22 +405,29 @@ class Route(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """On what it depends what is launched, besides tensors."""
+        """The values besides tensors that determine the launches."""
         return "route", self.top_k, self.rule
 
     def compute(self, block_counts: torch.Tensor | None = None) -> Routed:
         """The result of route_tokens, without a gradient. block_counts: see choose_experts."""
-        x, weight, bias, given_idx, top_k, rule, topk_idx = self
-        ops = kernels.for_device(x.device)
-        logits, probs, scores, topk_idx = _empty(x, weight, top_k, topk_idx)
-        if _has_kernels(x, weight):
-            ops.router_gemm(x, weight, logits)
+        x_TH, weight_EH, bias_E, given_idx_TK, top_k, rule, topk_idx_TK = self
+        ops = kernels.for_device(x_TH.device)
+        logits_TE, probs_TK, scores_TE, topk_idx_TK = _empty(x_TH, weight_EH, top_k, topk_idx_TK)
+        if _has_kernels(x_TH, weight_EH):
+            ops.router_gemm(x_TH, weight_EH, logits_TE)
         else:
-            torch.mm(x.float(), weight.t(), out=logits)  # autocast does not change out=
+            torch.mm(x_TH.float(), weight_EH.t(), out=logits_TE)  # autocast does not change out=
         ops.choose_experts(
-            logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts
+            logits_TE,
+            bias_E,
+            given_idx_TK,
+            topk_idx_TK,
+            probs_TK,
+            scores_TE,
+            rule=rule,
+            block_counts=block_counts,
         )
-        return Routed(logits, probs, scores, topk_idx)
+        return Routed(logits_TE, probs_TK, scores_TE, topk_idx_TK)
 
     @property
     def inputs(self) -> list[torch.Tensor | None]:
@@ -409,56 +435,61 @@ class Route(NamedTuple):
 
     def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Routes as a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
-        logits, probs, scores, _ = self.compute(counts)
+        routed = self.compute(counts)
         if heap.device.type == "cpu":  # on GPUs the host would wait
-            check_finite(heap, "the router's logits", logits)
-        return logits, probs, scores
+            check_finite(heap, "the router's logits", routed.logits)
+        return routed[:3]
 
 
 class RouteGradients(NamedTuple):
-    """Computes the needed gradients of x and weight. given: gradients of logits, probs and scores; kept: x, weight,
-    topk_idx, scores."""
+    """The arguments of a route's backward, which computes the required gradients of x and weight. grad_outputs: the
+    gradients of logits, probs and scores; saved: x, weight, topk_idx, scores."""
 
-    given: tuple[torch.Tensor | None, ...]
-    kept: tuple[torch.Tensor, ...]
+    grad_outputs: tuple[torch.Tensor | None, ...]
+    saved: tuple[torch.Tensor, ...]
     rule: RoutingRule
     needs: Sequence[bool]
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """On what it depends what is launched, besides tensors."""
+        """The values besides tensors that determine the launches."""
         return "gradients of the route", self.rule, *self.needs
 
     @property
     def inputs(self) -> list[torch.Tensor | None]:
-        return [*self.kept, *self.given]
+        return [*self.saved, *self.grad_outputs]
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients, or None; also None if no given gradient depends on the logits."""
-        (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores), rule, needs = self
-        ops = kernels.for_device(x.device)
-        direct = d_logits
-        with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
-            if d_probs is not None or d_scores is not None:
-                d_probs, d_scores = (
-                    None if each is None else each.contiguous() for each in (d_probs, d_scores)
+        """The gradients, or None; also None if the logits get no gradient."""
+        d_logits_TE, d_probs_TK, d_scores_TE = self.grad_outputs
+        x_TH, weight_EH, topk_idx_TK, scores_TE = self.saved
+        ops = kernels.for_device(x_TH.device)
+        direct_TE = d_logits_TE
+        # Backward may be called inside autocast.
+        with torch.autocast(x_TH.device.type, enabled=False):
+            if d_probs_TK is not None or d_scores_TE is not None:
+                d_probs_TK, d_scores_TE = (
+                    None if gradient is None else gradient.contiguous()
+                    for gradient in (d_probs_TK, d_scores_TE)
                 )
-                d_logits = torch.empty_like(scores)
-                ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule)
-                d_logits = d_logits if direct is None else d_logits + direct
-            if d_logits is None:
+                d_logits_TE = torch.empty_like(scores_TE)
+                ops.choose_experts_grad(
+                    d_probs_TK, d_scores_TE, topk_idx_TK, scores_TE, d_logits_TE, rule=self.rule
+                )
+                d_logits_TE = d_logits_TE if direct_TE is None else d_logits_TE + direct_TE
+            if d_logits_TE is None:
                 return None, None
-            if _has_kernels(x, weight):
-                dx = torch.empty_like(x) if needs[0] else None
-                d_weight = torch.empty_like(weight) if needs[1] else None
-                ops.router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
+            if _has_kernels(x_TH, weight_EH):
+                dx_TH = torch.empty_like(x_TH) if self.needs[0] else None
+                d_weight_EH = torch.empty_like(weight_EH) if self.needs[1] else None
+                ops.router_gemm_grads(d_logits_TE.contiguous(), x_TH, weight_EH, dx_TH, d_weight_EH)
             else:
-                dx = d_logits.mm(weight).to(x.dtype) if needs[0] else None
-                d_weight = d_logits.t().mm(x.float()) if needs[1] else None
-        return dx, d_weight
+                dx_TH = d_logits_TE.mm(weight_EH).to(x_TH.dtype) if self.needs[0] else None
+                d_weight_EH = d_logits_TE.t().mm(x_TH.float()) if self.needs[1] else None
+        return dx_TH, d_weight_EH
 
 
-def computed(call: Route | RouteGradients) -> Sequence[Any]:
+def run_route(call: Route | RouteGradients) -> Sequence[Any]:
     """The result of call.compute(), by a program."""
     return run_program(call.key, call.compute, call.inputs)
 
@@ -474,12 +505,14 @@ def route_tokens(route: Route) -> Routed:
 
 
 @noted()
-def check_finite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
+def check_finite(heap: SymmetricHeap, name: str, values: torch.Tensor) -> None:
     """Fails the call before its plan if a token has non-finite numbers. Synchronises the host, so only for CPUs."""
-    bad = (~numbers.isfinite()).any(1).nonzero()
-    if len(bad):
+    bad_tokens = (~values.isfinite()).any(1).nonzero()
+    if len(bad_tokens):
         heap._fail(
-            ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"),
+            ArgumentError(
+                f"{name} of token {int(bad_tokens[0])} are not finite ({len(bad_tokens)} such tokens)"
+            ),
             control.PHASE_PLAN,
         )
 
@@ -492,10 +525,13 @@ def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _empty(
     x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None
 ) -> Routed:
+    """Memory for the result of a route."""
     widths = len(weight), top_k, len(weight)
-    logits, probs, scores = (x.new_empty((len(x), width), dtype=torch.float32) for width in widths)
-    topk_idx = x.new_empty((len(x), top_k), dtype=torch.int32) if topk_idx is None else topk_idx
-    return Routed(logits, probs, scores, topk_idx)
+    logits_TE, probs_TK, scores_TE = (
+        x.new_empty((len(x), width), dtype=torch.float32) for width in widths
+    )
+    topk_idx_TK = x.new_empty((len(x), top_k), dtype=torch.int32) if topk_idx is None else topk_idx
+    return Routed(logits_TE, probs_TK, scores_TE, topk_idx_TK)
 
 
 def _save(
@@ -514,15 +550,15 @@ class _RouteFunction(Function):
 
     @staticmethod
     def forward(ctx: Context, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        routed = tuple(computed(route))
+        routed = tuple(run_route(route))
         _save(ctx, route.x, route.weight, routed)
         ctx.rule = route.rule
         return routed
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[1:])
-        return None, *computed(found)
+        needs = ctx.needs_input_grad[1:]
+        return None, *run_route(RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, needs))
 
 
 # Operators for torch.compile, which take numbers in place of a rule. A compiled graph runs them and the step's
@@ -563,7 +599,7 @@ def _route(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     top_k, rule = _unpacked(numbers)
-    return tuple(computed(Route(x, weight, bias, given_idx, top_k, rule)))
+    return tuple(run_route(Route(x, weight, bias, given_idx, top_k, rule)))
 
 
 @_route.register_fake
@@ -577,12 +613,12 @@ def _route_gradients(
     d_logits: torch.Tensor | None,
     d_probs: torch.Tensor | None,
     d_scores: torch.Tensor | None,
-    kept: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, rule = _unpacked(numbers)
     return tuple(
-        computed(RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True)))
+        run_route(RouteGradients((d_logits, d_probs, d_scores), tuple(saved), rule, (True, True)))
     )
 
 
@@ -595,7 +631,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 _route_gradients.register_autograd(lambda *_: no_second_order("the router"))
 
 
-def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, _, _, ctx.numbers = inputs
     _save(ctx, x, weight, output)
 
@@ -604,7 +640,7 @@ def _backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tens
     return *_route_gradients(*gradients[:3], list(ctx.saved_tensors), ctx.numbers), None, None, None
 
 
-_route.register_autograd(_backward, setup_context=_keep)
+_route.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.symmoe.route)

@@ -29,7 +29,7 @@ _LONGER_S = {
     COUNTED: 0.5,
 }  # more wait after such a header: its sender will name the missing rank
 ANSWER_S = 0.4  # the longest time in which a live host reports its device's count
-_LAST_WORDS_S = (
+_ABORT_MESSAGE_S = (
     2.0  # for a disconnected rail peer to send the reason, if it lives; it takes no time
 )
 
@@ -68,9 +68,9 @@ class ControlChannel:
 
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links = links
-        self._said_once = set[int]()
-        self._sends = threading.Lock()
-        self._takes = threading.RLock()  # a signal handler may abort
+        self._kinds_sent_once = set[int]()
+        self._sends_lock = threading.Lock()
+        self._receives_lock = threading.RLock()  # a signal handler may abort
         self._incomplete = dict.fromkeys(links, b"")  # the received part of the next header
         self.number = 0
         self.counted = dict.fromkeys(links, -1)
@@ -80,27 +80,26 @@ class ControlChannel:
     def announce(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`receive` comes next. Does not wait."""
         self.number += 1
-        self._said = header._replace(number=self.number)
-        self._problem = self._send(self._said, ())
+        self._last_header = header._replace(number=self.number)
+        self._problem = self._send(self._last_header, ())
 
     def receive(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included. Collective over the rail. RailBroken: a node did not answer in
         time, or its connection has closed, or a node has aborted."""
         deadline = time.monotonic() + timeout_s
-        headers = [self._said] * (len(self._links) + 1)
+        headers = [self._last_header] * (len(self._links) + 1)
         try:
             if self._problem is not None:
                 raise self._problem
             for node in self._links:
-                while (said := self._receive(node, deadline)).kind in _LONGER_S:
-                    deadline += _LONGER_S[said.kind]
-                headers[node] = said
-                if said.kind == GAVE_UP:  # the others may be waiting for it
-                    raise RailBroken(node, is_late=False, problem="it gave up", said=said)
+                while (header := self._receive(node, deadline)).kind in _LONGER_S:
+                    deadline += _LONGER_S[header.kind]
+                headers[node] = header
+                if header.kind == GAVE_UP:  # other nodes may wait for it
+                    raise RailBroken(node, is_late=False, problem="it gave up", abort_header=header)
         except RailBroken as broken:
-            broken.said = (
-                broken.said or self.look()[1]
-            )  # from before this rank waited, or while another is late
+            # Another node may have aborted before this rank waited, or while one is late.
+            broken.abort_header = broken.abort_header or self.look()[1]
             raise
         return headers
 
@@ -108,33 +107,34 @@ class ControlChannel:
         """Sends a message that no node waits for, the first of its kind, to all nodes but these. WAITS: this rank waits
         for a rank of its own node, which may wait for its rail. COUNTED: see Header; requests the others' numbers. Does
         not wait. From any thread."""
-        if header.kind not in self._said_once:
-            self._said_once.add(header.kind)
+        if header.kind not in self._kinds_sent_once:
+            self._kinds_sent_once.add(header.kind)
             self._send(header, but)
 
     def look(self) -> tuple[set[int], Header | None]:
         """The nodes whose connections have closed, and the message of one that has aborted; records :attr:`counted`.
         Leaves all headers for :meth:`receive`. Local; from any thread."""
-        asked = select.poll()
+        poll = select.poll()
         lost = set[int]()
-        gave_up = None
+        abort_header = None
         nodes = {link.receives.fileno(): node for node, link in self._links.items()}
         with contextlib.suppress(ValueError):  # this rank has closed
             for file in nodes:
-                asked.register(file, select.POLLIN | select.POLLRDHUP)
-        for file, events in asked.poll(0):
+                poll.register(file, select.POLLIN | select.POLLRDHUP)
+        for file, events in poll.poll(0):
             node = nodes[file]
-            come = b""
+            received = b""
             if events != select.POLLIN:
                 lost.add(node)
-            with contextlib.suppress(OSError), self._takes:
-                come = self._incomplete[node] + self._links[node].receives.recv(
+            with contextlib.suppress(OSError), self._receives_lock:
+                received = self._incomplete[node] + self._links[node].receives.recv(
                     _PEEKED_BYTES, socket.MSG_PEEK
                 )
-            for first in range(0, len(come) - _HEADER_BYTES + 1, _HEADER_BYTES):
-                said = self._unpack(node, come[first : first + _HEADER_BYTES])
-                gave_up = said if gave_up is None and said.kind == GAVE_UP else gave_up
-        return lost, gave_up
+            for first in range(0, len(received) - _HEADER_BYTES + 1, _HEADER_BYTES):
+                header = self._unpack(node, received[first : first + _HEADER_BYTES])
+                if abort_header is None and header.kind == GAVE_UP:
+                    abort_header = header
+        return lost, abort_header
 
     def give_up(self, origin: int, message: bytes) -> None:
         """Sends the abort message, once, to all nodes with an open connection; the others need none. Local; does not
@@ -145,24 +145,24 @@ class ControlChannel:
 
     def last_message(self, node: int) -> Header | None:
         """The abort message of a node whose connection has closed, after all its earlier messages, or None."""
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _ABORT_MESSAGE_S
         with contextlib.suppress(RailBroken):
-            while (said := self._receive(node, deadline)).kind != GAVE_UP:
+            while (header := self._receive(node, deadline)).kind != GAVE_UP:
                 pass
-            return said
+            return header
         return None
 
     def close(self) -> None:
         """Ends the rail. Local."""
         for link in self._links.values():
-            for each in link:
-                each.close()
+            for connection in link:
+                connection.close()
 
     def _send(self, header: Header, but: Collection[int]) -> RailBroken | None:
         problem = None
         packed = header.pack()
-        with self._sends:  # headers of two threads must not mix
-            for node in [each for each in self._links if each not in but]:
+        with self._sends_lock:  # headers of two threads must not mix
+            for node in [node for node in self._links if node not in but]:
                 try:
                     self._links[node].sends.sendall(packed)
                 except OSError as error:  # the others may stand
@@ -174,13 +174,13 @@ class ControlChannel:
     def _receive(self, node: int, deadline: float) -> Header:
         """The next header of a node."""
         receives = self._links[node].receives
-        asked = select.poll()
+        poll = select.poll()
         try:
-            asked.register(receives, select.POLLIN)
+            poll.register(receives, select.POLLIN)
             while (missing := _HEADER_BYTES - len(self._incomplete[node])) > 0:
-                if not asked.poll(min(max(1e-3, deadline - time.monotonic()), _MAX_S) * 1e3):
+                if not poll.poll(min(max(1e-3, deadline - time.monotonic()), _MAX_S) * 1e3):
                     raise TimeoutError("timed out")
-                with self._takes:
+                with self._receives_lock:
                     piece = receives.recv(missing)
                     self._incomplete[node] += piece
                 if not piece:
@@ -194,7 +194,7 @@ class ControlChannel:
 
     def _unpack(self, node: int, packed: bytes) -> Header:
         """The header of a node; records :attr:`counted`."""
-        said = Header.unpack(packed)
-        if said.kind == COUNTED:
-            self.counted[node] = said.number
-        return said
+        header = Header.unpack(packed)
+        if header.kind == COUNTED:
+            self.counted[node] = header.number
+        return header

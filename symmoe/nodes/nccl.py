@@ -76,9 +76,9 @@ class Nccl:
 
     def unique_id(self) -> bytes:
         """A new id by which the ranks of a communicator find each other."""
-        made = _UniqueId()
-        self.call("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
+        unique_id = _UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
         """A communicator on the current GPU. Collective; waits for the others without a bound."""
@@ -230,9 +230,10 @@ class NcclRail(Payload):
         self._library.call("ncclGroupStart")
         try:
             for name, pairs in (("ncclRecv", receives), ("ncclSend", sends)):
-                for node, each in pairs:
-                    if node != self._node and each.numel():
-                        self._library.call(name, each.data_ptr(), each.nbytes, _UINT8, node, *where)
+                for node, tensor in pairs:
+                    if node != self._node and tensor.numel():
+                        address = tensor.data_ptr()
+                        self._library.call(name, address, tensor.nbytes, _UINT8, node, *where)
         finally:
             self._library.call("ncclGroupEnd")
 
@@ -245,7 +246,7 @@ def connect_together(
     node: int,
     timeout_s: float,
 ) -> None:
-    """Returns when connect(id, is_given_up) has returned, in a separate thread. Collective over the rail. NCCL itself
+    """Calls connect(id, is_given_up) in a separate thread, and waits for its end. Collective over the rail. NCCL itself
     has no bound, and does not inform the others when one rank fails. An abandoned thread ends when NCCL returns, and
     must undo its work. make_id: on one of the ranks, makes the id by which they find each other; None on the others.
     store: of torch, for this rail and this attempt. BackendUnavailable: one of both functions has failed, here or on

@@ -20,14 +20,16 @@ _CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection by another
 
 
 class RailBroken(Exception):
-    """A node did not answer in time (`is_late`), or its connection has closed, or some node has aborted (`said`, a
-    Header). The heap reports this to the user in terms of ranks."""
+    """A node did not answer in time (`is_late`), or its connection has closed, or some node has aborted
+    (`abort_header`). The heap reports this to the user in terms of ranks."""
 
-    def __init__(self, node: int, *, is_late: bool, problem: object, said: Any = None) -> None:
+    def __init__(
+        self, node: int, *, is_late: bool, problem: object, abort_header: Any = None
+    ) -> None:
         super().__init__(str(problem).split("\n", 1)[0])
         self.node = node
         self.is_late = is_late
-        self.said = said
+        self.abort_header = abort_header
 
 
 Started = list[tuple[int, Any]]  # the node, and torch's work
@@ -73,8 +75,10 @@ class Payload:
     def bound_s(self) -> float:
         """The bound of the moving exchange; the longest bound if replays may be moving."""
         ended = self.moved[ENDED] - self._num_others
-        its = [bound_s for first, bound_s in self._bounds if first <= ended or self.is_captured]
-        return max(its) if self.is_captured else its[-1]
+        bounds_s = [
+            bound_s for first, bound_s in self._bounds if first <= ended or self.is_captured
+        ]
+        return max(bounds_s) if self.is_captured else bounds_s[-1]
 
     @property
     def is_moving(self) -> bool:
@@ -144,9 +148,8 @@ class GlooRail(Payload):
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
             try:
-                work.wait(
-                    timedelta(milliseconds=math.ceil(left_s * 1e3))
-                )  # as gloo counts; not before the deadline
+                # Gloo counts milliseconds; it must not return before the deadline.
+                work.wait(timedelta(milliseconds=math.ceil(left_s * 1e3)))
             except RuntimeError as error:
                 raise RailBroken(
                     node, is_late=time.monotonic() >= deadline, problem=error

@@ -1,4 +1,4 @@
-"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL do ("Start" in
+"""Connections between hosts of ranks on several nodes: each to every other, before gloo or NCCL do ("Start" in
 docs/design/nodes.md). Each rank listens where gloo will, and its rail peers connect to it. A rank sends on the
 connections that it has made, and receives on those that it has accepted. So the sending side never has unread data, and
 messages arrive even if the rank closes right after them."""
@@ -80,20 +80,20 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
         takes longer."""
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
-        found: dict[int, socket.socket] = {}
+        accepted: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as unused:
-            while len(found) < len(ranks):
+            while len(accepted) < len(ranks):
                 self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-                each, _ = self._socket.accept()
-                each.settimeout(max(1e-3, deadline - time.monotonic()))
-                said = each.recv(len(token) + _RANK_BYTES, socket.MSG_WAITALL)
-                rank = int.from_bytes(said[len(token) :], "little")
-                if said == hello(token, rank) and rank in ranks and rank not in found:
-                    found[rank] = unused.enter_context(each)
+                connection, _ = self._socket.accept()
+                connection.settimeout(max(1e-3, deadline - time.monotonic()))
+                message = connection.recv(len(token) + _RANK_BYTES, socket.MSG_WAITALL)
+                rank = int.from_bytes(message[len(token) :], "little")
+                if message == hello(token, rank) and rank in ranks and rank not in accepted:
+                    accepted[rank] = unused.enter_context(connection)
                 else:
-                    each.close()
+                    connection.close()
             unused.pop_all()
-        return found
+        return accepted
 
 
 class Link(NamedTuple):
@@ -118,33 +118,36 @@ def connect(
         if not endpoint.port:
             return "it listens nowhere"
         try:
-            made = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.settimeout(_SEND_S)
-            made.sendall(first)
+            connection = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_SEND_S)
+            connection.sendall(first)
         except OSError as error:  # Python's own timeout error has no text of the system
             return error.strerror or f"no answer within {timeout_s:g} s"
-        return made
+        return connection
 
     with ThreadPoolExecutor(max(1, len(others))) as threads:
-        found = dict(zip(others, threads.map(attempt, others.values()), strict=True))
-    made = {rank: each for rank, each in found.items() if isinstance(each, socket.socket)}
-    return made, {rank: each for rank, each in found.items() if isinstance(each, str)}
+        results = dict(zip(others, threads.map(attempt, others.values()), strict=True))
+    connected = {
+        rank: result for rank, result in results.items() if isinstance(result, socket.socket)
+    }
+    return connected, {rank: reason for rank, reason in results.items() if isinstance(reason, str)}
 
 
 def _address_of(device: str) -> str:
     """The IPv4 address of a device, or its first IPv6 address; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            found = fcntl.ioctl(any_socket, _GET_ADDRESS, _IFREQ.pack(device.encode()[:15]))
+            ifreq = fcntl.ioctl(any_socket, _GET_ADDRESS, _IFREQ.pack(device.encode()[:15]))
         except OSError as error:
             if error.errno != errno.ENODEV:
                 return _ipv6_address_of(device)
-            known = ", ".join(name for _, name in socket.if_nameindex())
+            devices = ", ".join(name for _, name in socket.if_nameindex())
             raise BackendUnavailable(
-                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: {known}"
+                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: "
+                f"{devices}"
             ) from error
-    return socket.inet_ntoa(found[20:24])
+    return socket.inet_ntoa(ifreq[20:24])
 
 
 def _ipv6_address_of(device: str) -> str:
@@ -152,18 +155,18 @@ def _ipv6_address_of(device: str) -> str:
         for address, *_, name in map(
             str.split, _IPV6_ADDRESSES.read_text(encoding="utf-8").splitlines()
         ):
-            found = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
             if name == device:
-                return f"{found}%{device}" if ip_address(found).is_link_local else found
+                return f"{text}%{device}" if ip_address(text).is_link_local else text
     return ""
 
 
 def _addresses_of_host() -> list[str]:
     """The addresses of this host's name, in gloo's order; the last one always works on this host."""
-    found: list[Any] = []
+    infos: list[Any] = []
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    return [*(str(address[0]) for *_, address in found), _LOOPBACK]
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    return [*(str(address[0]) for *_, address in infos), _LOOPBACK]
 
 
 def _device_with(address: str) -> str:

@@ -1,4 +1,4 @@
-"""The domain of a rank's memory, and the ranks of each node: all ranks compute the same from the domains of all."""
+"""The domain of a rank's memory, and the ranks of each node, which all ranks compute alike from all domains."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def find_machine() -> str:
 
 
 def find_domain(gpu: str | None) -> str:
-    """What this rank shares with all ranks whose memory it can reach: an NVLink domain, which may have GPUs on several
-    machines, or else the machine. gpu: the UUID of its GPU, or None."""
+    """The domain that this rank shares with all ranks whose memory it can reach: an NVLink domain, which may have GPUs
+    on several machines, or else the machine. gpu: the UUID of the rank's GPU, or None."""
     return (_find_fabric(gpu) if gpu else "") or find_machine()
 
 
@@ -100,19 +100,19 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
     ArgumentError: domains cannot be split into nodes of ranks_per_node ranks. BackendUnavailable: nodes would differ in
     size."""
     members: dict[Hashable, list[int]] = {}
-    for each, domain in enumerate(domains):
-        members.setdefault(domain, []).append(each)
+    for domain_rank, domain in enumerate(domains):
+        members.setdefault(domain, []).append(domain_rank)
     sizes = Counter(map(len, members.values()))
     if ranks_per_node is None:
-        usual = max(sizes, key=lambda size: (sizes[size], size))
-        like = next(ranks[0] for ranks in members.values() if len(ranks) == usual)
+        usual_size = max(sizes, key=lambda size: (sizes[size], size))
+        like = next(ranks[0] for ranks in members.values() if len(ranks) == usual_size)
         for ranks in members.values():
-            if len(ranks) != usual:
+            if len(ranks) != usual_size:
                 raise BackendUnavailable(
                     f"rank {ranks[0]} is on a node with {len(ranks)} ranks of the group, but rank {like} on one with "
-                    f"{usual}: every node must have the same number, or ranks_per_node must cut them"
+                    f"{usual_size}: every node must have the same number, or ranks_per_node must cut them"
                 )
-        ranks_per_node = usual
+        ranks_per_node = usual_size
     for ranks in members.values():
         if len(ranks) % ranks_per_node:
             raise ArgumentError(

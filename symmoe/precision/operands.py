@@ -79,17 +79,17 @@ def weight_operands(
     return forward.operand(), transposed_weight.operand()
 
 
-class _Made(NamedTuple):
+class _CachedOperands(NamedTuple):
     directions: Directions
-    stream: torch.cuda.Stream | None
-    is_there: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None  # on which the operands were computed
+    ready: torch.cuda.Event | None
 
 
 class CachedWeight:
-    """Operands of one layer's weight while it does not change: made on first use, cached until `close`.
+    """Operands of one layer's weight while it does not change: computed on first use, cached until `close`.
 
-    If a reader's stream is not the stream that made them, the reader's stream waits. A copied or pickled layer has an
-    empty cache, because no caller would close it.
+    If a reader's stream is not the stream that computed them, the reader's stream waits. A copied or pickled layer has
+    an empty cache, because no caller would close it.
 
     Args:
         parameters: the weight, packed or discrete. DTensors stay DTensors: their local parts have no version of their
@@ -102,7 +102,7 @@ class CachedWeight:
         self._capture = capture_id(self._device)
         self._is_open = True
         self._versions: list[int] | None = None
-        self._dtype_to_made: dict[torch.dtype, _Made] = {}
+        self._dtype_to_operands: dict[torch.dtype, _CachedOperands] = {}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -110,11 +110,11 @@ class CachedWeight:
     def close(self) -> None:
         """Releases the operands; later calls, e.g. of a backward pass, make their own."""
         self._is_open = False
-        self._dtype_to_made.clear()
+        self._dtype_to_operands.clear()
 
     def problem(self, current: Iterable[torch.Tensor | None] = ()) -> ArgumentError | None:
         """Why a forward pass cannot use the cached operands, or None: the parameters were written to later, or replaced
-        (by those in `current`, if given); or only the call is captured, or only the block. Does not synchronise the
+        (by those in `current`); or only the call is captured, or only the block. Does not synchronise the
         host."""
         if not self._is_open:
             return None
@@ -125,18 +125,18 @@ class CachedWeight:
             )
         if self._versions is None:
             return None
-        for parameter, now in zip(self._parameters, current, strict=False):
-            if now is not parameter:
+        for parameter, current_parameter in zip(self._parameters, current, strict=False):
+            if current_parameter is not parameter:
                 return ArgumentError(
                     f"a weight {list(parameter.shape)} has been replaced by another inside cache_quantized_weights"
                 )
         # Versions do not show which discrete weight changed: weights in one storage share a counter.
-        for parameter, found, first in zip(
+        for parameter, version, first in zip(
             self._parameters, self._versions_now(), self._versions, strict=True
         ):
-            if found != first:
+            if version != first:
                 return ArgumentError(
-                    f"a weight {list(parameter.shape)} is at version {found}, and was at version {first} when it was "
+                    f"a weight {list(parameter.shape)} is at version {version}, and was at version {first} when it was "
                     "quantised: it has been written to inside cache_quantized_weights"
                 )
         return None
@@ -149,18 +149,20 @@ class CachedWeight:
             return None
         if self._versions is None:
             self._versions = self._versions_now()
-        made = self._dtype_to_made.get(weight.dtype)
+        cached = self._dtype_to_operands.get(weight.dtype)
         stream = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
-        if made is None or (transposed and made.directions[1] is None):
+        if cached is None or (transposed and cached.directions[1] is None):
             directions = weight_operands(recipe, weight, transposed=transposed)
-            made = _Made(directions, stream, None if stream is None else stream.record_event())
-            self._dtype_to_made[weight.dtype] = made
-        if made.is_there is not None and stream is not None and stream != made.stream:
-            stream.wait_event(made.is_there)
-            for tensor in (*made.directions[0], *(made.directions[1] or ())):
+            cached = _CachedOperands(
+                directions, stream, None if stream is None else stream.record_event()
+            )
+            self._dtype_to_operands[weight.dtype] = cached
+        if cached.ready is not None and stream is not None and stream != cached.stream:
+            stream.wait_event(cached.ready)
+            for tensor in (*cached.directions[0], *(cached.directions[1] or ())):
                 if tensor is not None:
                     tensor.record_stream(stream)
-        return made.directions[0], made.directions[1] if transposed else None
+        return cached.directions[0], cached.directions[1] if transposed else None
 
     def _versions_now(self) -> list[int]:
         return [

@@ -24,15 +24,15 @@ from symmoe.program.program import (
     Entry,
     Event,
     Launch,
-    Look,
     Mark,
     ObjectSlot,
     Operation,
     Program,
+    TensorMeta,
     TensorRef,
     extent_bytes,
-    look_of,
     mapped,
+    meta_of,
 )
 from symmoe.torch_internals import TorchDispatchMode
 
@@ -97,20 +97,20 @@ def noted(
     return decorate
 
 
-def mark(what: str) -> None:
-    """Records a point that matters if a program is interrupted; see Programs."""
+def mark(meaning: str) -> None:
+    """Records the meaning of an interruption from here on; see Programs."""
     if _thread.builder is not None:
-        _thread.builder.entries.append(Mark(what))
+        _thread.builder.entries.append(Mark(meaning))
 
 
 def must_complete() -> AbstractContextManager[None]:
     """Launches in this context happen even if a program is interrupted between the marks of a trip."""
-    return _noted_as("must_complete")
+    return _entries_with("must_complete")
 
 
 def on_branch() -> AbstractContextManager[None]:
     """Launches in this context go to a branch stream, where there are streams."""
-    return _noted_as("is_on_branch")
+    return _entries_with("is_on_branch")
 
 
 def after_other_stream() -> None:
@@ -120,17 +120,17 @@ def after_other_stream() -> None:
 
 
 @contextmanager
-def _noted_as(attribute: str) -> Iterator[None]:
+def _entries_with(attribute: str) -> Iterator[None]:
     current = _thread.builder
     if current is None:
         yield
         return
-    before = getattr(current, attribute)
+    previous = getattr(current, attribute)
     setattr(current, attribute, True)
     try:
         yield
     finally:
-        setattr(current, attribute, before)
+        setattr(current, attribute, previous)
 
 
 def fill(memory: torch.Tensor) -> torch.Tensor:
@@ -174,20 +174,20 @@ class Builder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.must_complete = self.is_on_branch = False
         self.waiting = set[bool]()
-        self._looks: list[Look | None] = []  # by slot, of each call's tensor there
+        self._metas: list[TensorMeta | None] = []  # by slot, of each call's tensor there
         self._objects: dict[int, tuple[int, object]] = {}  # by id, an object's slot and the object
         self._spans = [
-            (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*look_of(tensor)))
+            (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*meta_of(tensor)))
             for tensor in inputs
         ]
         for tensor in inputs:
-            self._new_slot(look_of(tensor))
+            self._new_slot(meta_of(tensor))
         self.numbers = {name: parts.Number(self._new_slot()) for name in names}
         self._constants = {tensor.data_ptr() for tensor in constants}
         self.device = inputs[0].device
         self.on_gpu = self.device.type == "cuda"
         make = torch_internals.empty_strided[self.device.type]
-        self._make = (lambda *look: fill(make(*look))) if fills else make
+        self._make = (lambda *meta: fill(make(*meta))) if fills else make
         self._stream = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
         self._outer: list[Builder | None] = []
         self._next_numbers: dict[str, Any] = {}  # of the next launch, by parameter name
@@ -211,7 +211,7 @@ class Builder(TorchDispatchMode):
         """The program of a function with these outputs."""
         templates = tuple(self._template(output) for output in outputs)
         operations = tuple(self.operations)
-        return Program(len(self._looks), tuple(self.entries), templates, operations=operations)
+        return Program(len(self._metas), tuple(self.entries), templates, operations=operations)
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Builder(TorchDispatchMode):
             return kernel(*args, **kwargs)
         self.note(name, args, kwargs)
         operations = self.operations
-        self.operations = []  # its own calls are a part of it
+        self.operations = []  # the kernel's own calls are parts of it
         result = kernel(*args, **kwargs) if self.on_gpu else self.call(name, args, kwargs)
         self.operations = operations
         return result
@@ -261,10 +261,10 @@ class Builder(TorchDispatchMode):
         result: torch.Tensor | None = None,
     ) -> None:
         """Records an operation of the function; see Operation."""
-        shown = mapped((args, dict(kwargs), result), self._shown)
+        operands = mapped((args, dict(kwargs), result), self._in_operation)
         streams = self.is_on_branch, self.is_on_branch in self.waiting
         self.waiting.discard(self.is_on_branch)
-        self.operations.append(Operation._make((function, *shown, *streams)))
+        self.operations.append(Operation._make((function, *operands, *streams)))
 
     def launches_with(
         self,
@@ -307,8 +307,12 @@ class Builder(TorchDispatchMode):
         self, launch: Callable[..., Any], names: Sequence[str], stream: int, *args: Any
     ) -> None:
         """Records a launch that only Python can make, by a function whose last argument has the kernel's arguments."""
-        *others, given = args
-        template = (self._named_stream(stream), *others, self._arguments(names, given))
+        *launch_args, kernel_args = args
+        template = (
+            self._named_stream(stream),
+            *launch_args,
+            self._arguments(names, kernel_args),
+        )
         self.entries.append(Call(launch, (template, {}), None, parts.IN_ORDER, self.must_complete))
 
     def _arguments(self, names: Sequence[str], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -358,13 +362,13 @@ class Builder(TorchDispatchMode):
             self._note_operator(function, args, kwargs, None, written)
             return written
         options = {**kwargs, "device": _META} if "device" in kwargs else kwargs
-        found = function(*mapped(args, _on_meta), **mapped(options, _on_meta))
-        if not isinstance(found, torch.Tensor):
-            raise BuildError(f"{function} returns {type(found).__name__}")
-        result = self.tensor(*look_of(found))
+        meta_result = function(*mapped(args, _on_meta), **mapped(options, _on_meta))
+        if not isinstance(meta_result, torch.Tensor):
+            raise BuildError(f"{function} returns {type(meta_result).__name__}")
+        result = self.tensor(*meta_of(meta_result))
         slot = self._slot_of(result)
         if function in _EMPTY:
-            self.entries.append(Call(self._make, (look_of(found), {}), slot, parts.NEW))
+            self.entries.append(Call(self._make, (meta_of(meta_result), {}), slot, parts.NEW))
         else:
             self._note_operator(function, args, kwargs, slot, result)
         return result
@@ -406,45 +410,45 @@ class Builder(TorchDispatchMode):
         slot, inside = divmod(offset, SLOT_BYTES)
         return parts.LeaseOffset(slot, inside) if slot > 0 else offset
 
-    def _new_slot(self, look: Look | None = None) -> int:
-        if len(self._looks) == _MAX_SLOTS:
+    def _new_slot(self, meta: TensorMeta | None = None) -> int:
+        if len(self._metas) == _MAX_SLOTS:
             raise BuildError(f"more than {_MAX_SLOTS} operands")
-        self._looks.append(look)
-        return len(self._looks) - 1
+        self._metas.append(meta)
+        return len(self._metas) - 1
 
     def _slot_of(self, tensor: torch.Tensor) -> int:
         """The slot of a stand-in tensor. An empty one has no address, but is always the last."""
         address = tensor.data_ptr()
-        return (address - FIRST_ADDRESS) // SLOT_BYTES if address else len(self._looks) - 1
+        return (address - FIRST_ADDRESS) // SLOT_BYTES if address else len(self._metas) - 1
 
     def _memory(self, tensor: torch.Tensor) -> TensorRef | ObjectSlot:
-        memory = self._place(tensor)
+        memory = self._ref_of(tensor)
         if (
             memory.slot is None
             or memory.offset_bytes
-            or self._looks[memory.slot] != look_of(tensor)
+            or self._metas[memory.slot] != meta_of(tensor)
         ):
             return memory
         return ObjectSlot(memory.slot)
 
-    def _place(self, tensor: torch.Tensor) -> TensorRef:
+    def _ref_of(self, tensor: torch.Tensor) -> TensorRef:
         start = tensor.data_ptr()
-        look = look_of(tensor)
+        meta = meta_of(tensor)
         if tensor.numel() == 0:
             with torch.inference_mode(False):  # later calls may be outside of it
-                empty = torch_internals.empty_strided[self.device.type](*look)
-            return TensorRef(None, 0, *look, empty)
+                empty = torch_internals.empty_strided[self.device.type](*meta)
+            return TensorRef(None, 0, *meta, empty)
         slot, offset = divmod(start - FIRST_ADDRESS, SLOT_BYTES)
         if slot < 0:  # an input, or a constant
-            end = start + extent_bytes(*look)
+            end = start + extent_bytes(*meta)
             slots = [n for n, span in enumerate(self._spans) if span[0] <= start and end <= span[1]]
             if not slots:
                 if start not in self._constants:
                     raise BuildError(f"memory of a {[*tensor.shape]} {tensor.dtype} is not known")
-                return TensorRef(None, start, *look, tensor)
+                return TensorRef(None, start, *meta, tensor)
             slot = slots[0]
             offset = start - self._spans[slots[0]][0]
-        return TensorRef(slot, offset, *look)
+        return TensorRef(slot, offset, *meta)
 
     def _template(self, value: Any) -> Any:
         """The value, with everything that differs between calls replaced by its operand."""
@@ -455,10 +459,10 @@ class Builder(TorchDispatchMode):
             return self._memory(value)
         return ObjectSlot(self._objects[id(value)][0]) if id(value) in self._objects else value
 
-    def _shown(self, value: Any) -> Any:
+    def _in_operation(self, value: Any) -> Any:
         """The form of a value in an operation."""
         tensor = value if isinstance(value, torch.Tensor) else getattr(value, "storage", None)
-        return self._place(tensor) if isinstance(tensor, torch.Tensor) else value
+        return self._ref_of(tensor) if isinstance(tensor, torch.Tensor) else value
 
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
@@ -473,7 +477,7 @@ class Builder(TorchDispatchMode):
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument that an operator writes and returns; None: it returns a new tensor."""
+    """The argument that an operator writes and returns; None: the operator returns a new tensor."""
     schema = torch_internals.schema_of(function)
     if not schema.is_mutable:
         return None
@@ -484,7 +488,7 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _on_meta(value: Any) -> Any:
-    """A tensor of the same look without memory; other values unchanged."""
+    """A tensor of the same meta without memory; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     return value

@@ -24,10 +24,10 @@ STREAM = 0  # index of the current stream among a call's values
 MARK, VALUES = -1, -2
 
 
-Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+TensorMeta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
-def look_of(tensor: torch.Tensor) -> Look:
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -36,9 +36,8 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
     """Bytes from a tensor's first byte to the end of its last element."""
     if 0 in shape:
         return 0
-    num_elements: int = (
-        1 + sum(map(operator.mul, shape, stride)) - sum(stride)
-    )  # (size - 1) * step of each
+    # 1 + the sum of (size - 1) * step over the dimensions.
+    num_elements: int = 1 + sum(map(operator.mul, shape, stride)) - sum(stride)
     return num_elements * dtype.itemsize
 
 
@@ -193,11 +192,11 @@ class Call(Entry):
 class Mark(Entry):
     """The meaning of an interruption from here on."""
 
-    what: str
+    meaning: str
 
 
 class Operation(NamedTuple):
-    """A call of a program's function, for people (kernels/launches.py); entries follow from it. Tensors are TensorRef,
+    """A call of a program's function, for readers (kernels/launches.py); entries follow from it. Tensors are TensorRef,
     also whole ones, and integers of a plan are shown as their storage."""
 
     function: Any  # the name of a kernel, an operator of torch, or a function that is noted
@@ -209,11 +208,11 @@ class Operation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """things[slot] = function(*arguments), where `things` has what lies in every slot."""
+    """slot_values[slot] = function(*arguments), where `slot_values` has the value of every slot."""
 
     # Or the name of a kernel, which is looked up in every call; None: the picked arguments are the result.
     function: Callable[..., Any] | str | None
-    arguments: Callable[[list[Any]], Any]  # picks them from the things
+    arguments: Callable[[list[Any]], Any]  # picks them from the slot_values
     slot: int | None  # None: the result is dropped
     names: tuple[str, ...] = ()  # of keyword arguments, and a function that picks these
     named: Callable[[list[Any]], Any] = list
@@ -233,5 +232,5 @@ class Program:
     leases: Any = None
     operations: tuple[Operation, ...] = ()
     steps: tuple[Step, ...] = ()
-    things: tuple[Any, ...] = ()  # by slot, when a call begins
-    result: Callable[[list[Any]], Sequence[Any]] = list  # picks the outputs from the things
+    slot_values: tuple[Any, ...] = ()  # by slot, when a call begins
+    result: Callable[[list[Any]], Sequence[Any]] = list  # picks the outputs from the slot_values

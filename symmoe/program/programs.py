@@ -1,4 +1,4 @@
-"""Which program a call runs: the program of its kind, which the second call of the kind builds."""
+"""The programs of a heap: a call runs the program of its kind, which the second call of the kind builds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from symmoe.program.program import (
     Program,
     Step,
     extent_bytes,
-    look_of,
+    meta_of,
 )
 from symmoe.program.steps import run_steps, with_steps
 from symmoe.torch_internals import current_stream, num_dispatch_modes
@@ -91,12 +91,12 @@ class Programs:
         """Does the work of function() and returns its result.
 
         Args:
-            key: everything that determines the launches, except tensors and `numbers`.
+            key: the values besides tensors and `numbers` that determine the launches.
             function: launches kernels. It reads, writes and returns only memory of `inputs`, memory that it makes,
                 leases that it takes, and results of noted functions. It changes nothing else, and does not wait for the
                 device.
-            inputs: tensors; their looks, devices, alignment and requires_grad are a part of the key, and so is which
-                of them are None.
+            inputs: tensors; their shapes, strides, dtypes, devices, alignment and requires_grad are a part of the key,
+                and so is which of them are None.
             numbers: integers that differ between calls, by their keyword in noted functions.
         """
         if num_dispatch_modes():  # a builder, or another mode that must see every operator
@@ -105,43 +105,43 @@ class Programs:
             torch.get_autocast_dtype(self._type) if torch.is_autocast_enabled(self._type) else None
         )
         tensors = []
-        looks: list[Hashable] = []
+        metas: list[Hashable] = []
         for t in inputs:
             if t is None:
-                looks.append(None)
+                metas.append(None)
             else:
                 tensors.append(t)
-                look = (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
-                looks.append(look)
-        whole_key = (key, autocast, *looks)
+                meta = (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+                metas.append(meta)
+        whole_key = (key, autocast, *metas)
         program = self._programs.pop(whole_key, None)
         program = program or self._new_program(whole_key, function, tensors, numbers)
         if program is None:
             return function()
         self._programs[whole_key] = program  # as the last used
-        given = [*tensors, *numbers.values()]
-        things = [*given, *program.things[len(given) :]]
-        if program.leases is not None and not program.leases.take(things):
-            return function()  # it may need less memory, or raises
+        arguments = [*tensors, *numbers.values()]
+        slot_values = [*arguments, *program.slot_values[len(arguments) :]]
+        if program.leases is not None and not program.leases.take(slot_values):
+            return function()  # needs less memory, or raises
         self.num_runs += 1
         if Programs.recorded is not None:
             Programs.recorded.append((key, program, len(tensors)))
-        things[VALUES] = values = program.values[:]
+        slot_values[VALUES] = values = program.values[:]
         if self._type == "cuda":
             values[STREAM] = current_stream(self._device.index)
         steps = iter(program.steps)
         try:
             if autocast is not None:  # its changes to operators have been made in the build
                 torch.set_autocast_enabled(self._type, False)
-            run_steps(steps, things, self._kernels)
+            run_steps(steps, slot_values, self._kernels)
         except BaseException as error:
             num_begun = len(program.steps) - length_hint(steps)
-            self._finish_obligations(program.steps[max(0, num_begun - 1) :], things, error)
+            self._finish_obligations(program.steps[max(0, num_begun - 1) :], slot_values, error)
             raise
         finally:
             if autocast is not None:
                 torch.set_autocast_enabled(self._type, True)
-        return program.result(things)
+        return program.result(slot_values)
 
     def number(self, kind: Hashable) -> int:
         """A number for a kind of call, equal for equal kinds: a quick key."""
@@ -176,26 +176,26 @@ class Programs:
         return with_steps(self._compiled(builder.finish(outputs)))
 
     def _finish_obligations(
-        self, steps: Iterable[Step], things: list[Any], error: BaseException
+        self, steps: Iterable[Step], slot_values: list[Any], error: BaseException
     ) -> None:
         """Launches the work owed to the peers: they wait for it, and memory that they write to must not be leased again
         before it. steps: those that have not ended."""
-        if things[MARK] == MUST_ABORT:
+        if slot_values[MARK] == MUST_ABORT:
             self._give_up(error)
-        owes = things[MARK] == MUST_SIGNAL
+        owes = slot_values[MARK] == MUST_SIGNAL
         try:
             for step in steps:
                 owes &= step.slot != MARK
                 if owes and step.must_complete:
                     # A wait on a CPU may raise an error that the next call raises again.
                     with suppress(SymmoeError):
-                        run_steps([step], things, self._kernels)
+                        run_steps([step], slot_values, self._kernels)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised
             self._give_up(problem)
 
 
 def _share_memory(inputs: Sequence[torch.Tensor]) -> bool:
     spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*look_of(tensor))) for tensor in inputs
+        (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(*meta_of(tensor))) for tensor in inputs
     )
     return any(end > start for (_, end), (start, _) in pairwise(spans))

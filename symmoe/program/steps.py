@@ -35,7 +35,7 @@ def with_steps(program: Program) -> Program:
     for entry in program.entries:
         steps.must_complete = entry.must_complete
         if isinstance(entry, Mark):
-            steps.add(None, operator.itemgetter(steps.slot_of(entry.what)), MARK)
+            steps.add(None, operator.itemgetter(steps.slot_of(entry.meaning)), MARK)
         else:
             assert isinstance(entry, Call)
             args, kwargs = entry.template
@@ -43,32 +43,32 @@ def with_steps(program: Program) -> Program:
             steps.add(entry.function, steps.picker_of(args), entry.slot, **names)
     steps.must_complete = False
     result = steps.picker_of(program.outputs)
-    things = (*steps.things, None, CLEAN)  # the last two in VALUES and MARK
-    return replace(program, steps=tuple(steps.steps), things=things, result=result)
+    slot_values = (*steps.slot_values, None, CLEAN)  # the last two in VALUES and MARK
+    return replace(program, steps=tuple(steps.steps), slot_values=slot_values, result=result)
 
 
-def run_steps(steps: Iterable[Step], things: list[Any], kernels: Callable[[], object]) -> None:
+def run_steps(steps: Iterable[Step], slot_values: list[Any], kernels: Callable[[], object]) -> None:
     """Runs steps in order. kernels: returns the kernels, by name."""
     for function, arguments, slot, names, named, _ in steps:
-        result = arguments(things)
+        result = arguments(slot_values)
         if isinstance(function, str):
             function = getattr(kernels(), function)
         if function is not None:
-            kwargs = dict(zip(names, named(things), strict=True)) if names else {}
+            kwargs = dict(zip(names, named(slot_values), strict=True)) if names else {}
             result = function(*result, **kwargs)
         if slot is not None:
-            things[slot] = result
+            slot_values[slot] = result
 
 
 class _Steps:
-    """Steps in order, and the things that lie in slots before the first one. must_complete: of new steps. No two uses
-    of an operand share a step: what is owed to the peers depends on nothing else, and no two outputs are one tensor."""
+    """Steps in order, and the values of the slots before the first one. must_complete: of new steps. No two uses of an
+    operand share a step: what is owed to the peers depends on nothing else, and no two outputs are one tensor."""
 
     def __init__(self, program: Program) -> None:
         self.steps: list[Step] = []
-        self.things: list[Any] = [None] * program.num_slots
+        self.slot_values: list[Any] = [None] * program.num_slots
         self.must_complete = False
-        self._leased = {each.slot for each in program.leases.leased} if program.leases else set()
+        self._leased = {lease.slot for lease in program.leases.leased} if program.leases else set()
 
     def add(self, function: Any, arguments: Any, slot: int | None, **names: Any) -> None:
         """Adds a step."""
@@ -77,7 +77,7 @@ class _Steps:
         )
 
     def picker_of(self, values: Iterable[Any]) -> Callable[[list[Any]], Any]:
-        """Function from the things to the sequence of these values, with their operands filled in."""
+        """Function from the slot_values to the sequence of these values, with their operands filled in."""
         slots = [self.slot_of(value) for value in values]
         if len(slots) > 1:
             return operator.itemgetter(*slots)
@@ -92,8 +92,8 @@ class _Steps:
         if isinstance(value, TensorRef) and value.constant is not None and value.constant.numel():
             value = value.constant
         if next(operands_of(value), None) is None:
-            self.things.append(value)
-            return len(self.things) - 1
+            self.slot_values.append(value)
+            return len(self.slot_values) - 1
         if isinstance(value, dict):
             values = self._derive(None, *value.values())
             return self._derive(partial(_with_keys, tuple(value)), ObjectSlot(values))
@@ -105,8 +105,8 @@ class _Steps:
     def _derive(self, function: Callable[..., Any] | None, *args: Any) -> int:
         """The slot of a new step's result."""
         picker = self.picker_of(args)
-        self.things.append(None)
-        self.add(function, picker, slot := len(self.things) - 1)
+        self.slot_values.append(None)
+        self.add(function, picker, slot := len(self.slot_values) - 1)
         return slot
 
     def _operand(self, value: Any) -> int:
@@ -134,9 +134,9 @@ def _with_keys(keys: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
 
 
 def _view(ref: TensorRef, base: torch.Tensor) -> torch.Tensor:
-    """The tensor over memory that begins with the base's first element; the base itself if it has the same look."""
-    look = ref.shape, ref.stride, ref.dtype
-    if ref.offset_bytes == 0 and (base.shape, base.stride(), base.dtype) == look:
+    """The tensor over memory that begins with the base's first element; the base itself if it has the same meta."""
+    meta = ref.shape, ref.stride, ref.dtype
+    if ref.offset_bytes == 0 and (base.shape, base.stride(), base.dtype) == meta:
         return base
     item_bytes = ref.dtype.itemsize
     if base.dtype == ref.dtype:

@@ -95,25 +95,25 @@ class Bootstrap:
         if len(payload) > num_bytes:
             raise AssertionError(f"a payload of {len(payload)} bytes does not fit {num_bytes}")
         self._num_exchanges += 1
-        mine = torch.frombuffer(bytearray(payload.ljust(num_bytes, b"\0")), dtype=torch.uint8)
-        theirs = (
-            self._exchange(mine)
+        data = torch.frombuffer(bytearray(payload.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+        gathered = (
+            self._exchange(data)
             if self._device.type == "cpu"
-            else self._gather(mine.to(self._device))
+            else self._gather(data.to(self._device))
         )
-        return [bytes(t.cpu().numpy().tobytes()) for t in theirs]
+        return [bytes(t.cpu().numpy().tobytes()) for t in gathered]
 
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if no rank has one."""
-        mine = b"" if problem is None else encode(problem)
-        for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
+        message = b"" if problem is None else encode(problem)
+        for rank, payload in enumerate(self.all_gather_bytes(message, num_bytes=FAULT_BYTES)):
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. A value's JSON has at most 512 bytes."""
         gathered = self.all_gather_bytes(json.dumps(value).encode(), num_bytes=512)
-        return [json.loads(each.rstrip(b"\0")) for each in gathered]
+        return [json.loads(payload.rstrip(b"\0")) for payload in gathered]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, of any length, in rank order."""
@@ -144,19 +144,19 @@ class Bootstrap:
         """Returns when every rank has arrived."""
         self.all_gather_bytes(b"", num_bytes=8)
 
-    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        theirs = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+    def _gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(data) for _ in range(self.num_ranks)]
         start = time.monotonic()
         try:
-            self._wait(dist.all_gather(theirs, mine, group=self._group, async_op=True), start)
+            self._wait(dist.all_gather(gathered, data, group=self._group, async_op=True), start)
         except RuntimeError as error:
             raise self._failure(-1, start, error) from error
-        return theirs
+        return gathered
 
-    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _exchange(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Does the work of _gather message by message, so that a missing message has a known sender."""
-        theirs = [
-            mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)
+        gathered = [
+            data if rank == self.rank else torch.empty_like(data) for rank in range(self.num_ranks)
         ]
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         start = time.monotonic()
@@ -170,10 +170,11 @@ class Bootstrap:
                 failures[-1].__cause__ = error
                 return None
 
-        its = {"group": self._group, "tag": _TAG}
-        sent = {peer: attempt(peer, dist.isend, mine, group_dst=peer, **its) for peer in peers}
+        options = {"group": self._group, "tag": _TAG}
+        sent = {peer: attempt(peer, dist.isend, data, group_dst=peer, **options) for peer in peers}
         received = {
-            peer: attempt(peer, dist.irecv, theirs[peer], group_src=peer, **its) for peer in peers
+            peer: attempt(peer, dist.irecv, gathered[peer], group_src=peer, **options)
+            for peer in peers
         }
         for peer in peers:
             if not failures:
@@ -188,7 +189,7 @@ class Bootstrap:
                 raise failures[0]
         finally:
             failures.clear()  # their tracebacks and this frame keep each other alive
-        return theirs
+        return gathered
 
     def _wait(self, work: dist.Work, start: float) -> None:
         if self._timeout_s is None:

@@ -48,7 +48,7 @@ class DryHeap(SymmetricHeap):
         self.faults = cast(
             Any,
             SimpleNamespace(
-                poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing
+                poison=None, unraised=None, fail=lambda error, phase: error, fail_peers=_nothing
             ),
         )
         self.configurations = cast(Any, SimpleNamespace(number=lambda fields: 0))

@@ -61,11 +61,12 @@ class NoRemoteNodes:
     def node_of(self, rank: int) -> int | None:
         """The node of a rank of the group, for error texts; None: there is one node, or no such rank."""
 
-    def say(self, fault: Fault) -> None:
-        """Announces an error for the next meeting with other nodes; :meth:`tell` comes next. Does not wait."""
+    def announce(self, fault: Fault) -> None:
+        """Announces an error for the next meeting with other nodes, by :meth:`exchange`. Does not wait."""
 
-    def tell(self, fault: Fault) -> Fault | Report:
-        """Exchanges an error with other nodes, maybe announced before; the error that all ranks raise. Collective."""
+    def exchange(self, fault: Fault) -> Fault | Report:
+        """Exchanges an error with other nodes, also if :meth:`announce` has sent it. Returns the error that all ranks
+        raise. Collective."""
         return fault
 
     def enter(
@@ -74,11 +75,11 @@ class NoRemoteNodes:
         """Waits for the other nodes, which must be in the same call (control.pack_call) and agree on `sizes`. None: all
         continue; else the result is the same on all ranks of a rail. Collective."""
 
-    def has_said_why(self, peer: int) -> bool:
+    def has_reported_cause(self, peer: int) -> bool:
         """Whether a missing rank of this node has aborted because of another node, and reported it."""
         return False
 
-    def giving_up(self, sender: int, report: Report) -> AbstractContextManager[None]:
+    def reporting_abort(self, sender: int, report: Report) -> AbstractContextManager[None]:
         """Reports to other nodes that `sender` (rank in the EP group) has aborted, and ends the exchanges on the device
         for good at the end of the context, or a moment after its begin. Local; does not wait."""
         return nullcontext()
@@ -100,14 +101,14 @@ class Faults:
         streams: Streams,
         one_call: AbstractContextManager[None],
         forget: Callable[[], None],
-        others: NoRemoteNodes,
+        remote_nodes: NoRemoteNodes,
     ) -> None:
         self.poison: str | None = None
         self.unraised: SymmoeError | None = None
         self._waits = waits
         self._streams = streams
         self._one_call = one_call
-        self._others = others
+        self._remote_nodes = remote_nodes
         self._forget = forget
         self._folder = flight_record.find_folder()
         self._words = waits.status.numpy()
@@ -115,7 +116,7 @@ class Faults:
         self._counters = waits.peers.counters(waits.peers.rank)
         self._turns = itertools.cycle((1, 0))  # the slots of the peers' inboxes for messages
 
-    # -- found ----------------------------------------------------------------------------------------------------
+    # -- errors on record -----------------------------------------------------------------------------------------
 
     @outside_transforms()
     def find(self, phase: int | None) -> SymmoeError | None:
@@ -128,7 +129,9 @@ class Faults:
             return error
         failed_phase = words[control.STATUS_PHASE]
         since = self._waits.flight.phases_since(self._waits.flight.epoch)
-        is_leaving = not was_left(failed_phase, since) and was_left(failed_phase, [*since, phase])
+        is_leaving = not has_left_call(failed_phase, since) and has_left_call(
+            failed_phase, [*since, phase]
+        )
         error, is_unraised = self._agree(words, is_unraised=is_leaving)
         if not is_leaving or self.poison is not None:
             return error
@@ -147,10 +150,9 @@ class Faults:
         if any(published[0] != UNRAISED[0] for published in received):
             self._is_over(error)
             return None
-        answer = self._others.tell(
-            Fault(-1, encode(error))
-        )  # where this plan may have failed for another reason
-        return self.gone(answer) if isinstance(answer, Report) else error
+        # On other nodes this plan may have failed for another reason.
+        answer = self._remote_nodes.exchange(Fault(-1, encode(error)))
+        return self.poison_with(answer) if isinstance(answer, Report) else error
 
     def _is_over(self, error: SymmoeError) -> None:
         logger.warning(
@@ -160,16 +162,19 @@ class Faults:
             error,
         )
 
-    def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
+    def take(
+        self, own: SymmoeError | None = None, *, rail_answer: Fault | None = None
+    ) -> SymmoeError:
         """Returns the error on record and ends it: the next barrier counts again, unless a peer is gone. Synchronises.
-        own, told: see _agree."""
+        own, rail_answer: see _agree."""
         words, error = self._end_call()
         if error is None:
-            error, _ = self._agree(words, own, told=told)
+            error, _ = self._agree(words, own, rail_answer=rail_answer)
         return error
 
     def _end_call(self) -> tuple[list[int], SymmoeError | None]:
-        """Lets the next barrier count again. The record, and the error if ranks need not agree on it."""
+        """Ends the failed call: the next barrier counts again. Returns the record, and the error if ranks need not
+        agree on it."""
         words = [int(word) for word in self._words]
         self.unraised = None  # every rank raises the error on record instead
         if words[control.STATUS_KIND] in (
@@ -184,9 +189,8 @@ class Faults:
             )
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
-        self._waits.flight.epoch = int(
-            self._counters[control.BARRIER_EPOCH]
-        )  # some launched barriers have not counted
+        # Some launched barriers have not counted.
+        self._waits.flight.epoch = int(self._counters[control.BARRIER_EPOCH])
         self._streams.synchronize()  # the next call may be on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
         return words, None
@@ -196,14 +200,15 @@ class Faults:
         words: list[int],
         own: SymmoeError | None = None,
         *,
-        told: Fault | None = None,
+        rail_answer: Fault | None = None,
         is_unraised: bool = False,
     ) -> tuple[SymmoeError, bool]:
         """The error of the record `words`, on which the rail agrees, and whether no rank of the rail raises it now.
 
         Args:
             own: the error by which this rank has failed the call.
-            told: what the rail has exchanged already, or None. After an UNKNOWN error it exchanges again.
+            rail_answer: the error that the rail has exchanged already, or None. After an UNKNOWN error it exchanges
+                again.
             is_unraised: whether this rank has left the call and is about to make a plan.
         """
         kind = words[control.STATUS_KIND]
@@ -214,25 +219,25 @@ class Faults:
                 self._waits.peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH]
             )
         else:
-            difference = reports.mismatch_error(
+            mismatch = reports.mismatch_error(
                 self._waits.configurations,
                 first=self._waits.peers.in_group(0),
                 call=words[control.STATUS_EXPECTED],
                 peer=self._waits.peers.in_group(words[control.STATUS_PEER]),
                 other_call=words[control.STATUS_SEEN],
             )
-            fault = Fault(-1, encode(difference))
+            fault = Fault(-1, encode(mismatch))
         fault = fault._replace(is_unraised=is_unraised)
-        answer: Fault | Report = self._others.tell(fault) if told is None else told
+        answer: Fault | Report = (
+            self._remote_nodes.exchange(fault) if rail_answer is None else rail_answer
+        )
         if isinstance(answer, Fault) and answer.origin == UNKNOWN:
-            answer = self._others.tell(fault)
+            answer = self._remote_nodes.exchange(fault)
         if isinstance(answer, Report):
-            return self.gone(answer), False
+            return self.poison_with(answer), False
         is_unraised = answer.is_unraised
-        if told is None or UNKNOWN in (
-            told.origin,
-            fault.origin,
-        ):  # else the record names the error
+        # Otherwise the record names the error.
+        if rail_answer is None or UNKNOWN in (rail_answer.origin, fault.origin):
             fault = answer
         if own is not None and fault.origin == self._rank:
             error = own
@@ -240,38 +245,35 @@ class Faults:
             error = plan_error(words) if kind == control.STATUS_PLAN else fault.error
         self._forget()
         self._describe(error, words)
-        self._write_down(error)
-        if was_left(
+        self._write_record(error)
+        if has_left_call(
             words[control.STATUS_PHASE], self._waits.flight.phases_since(self._waits.flight.epoch)
         ):
-            error = self.fail(
-                error, control.PHASE_PLAN
-            )  # on the device it was no barrier: the peers are still in it
+            # On the device it was no barrier: the peers are still in it.
+            error = self.fail(error, control.PHASE_PLAN)
         return error, is_unraised
 
-    def after_meeting(self, answer: Fault | Report | None, call: int) -> SymmoeError | None:
-        """The error that this rank raises after its rail has met to enter `call`; None: all continue."""
+    def resolve_answer(self, answer: Fault | Report | None, call: int) -> SymmoeError | None:
+        """The error that this rank raises after the meeting of its rail that enters `call`; None: all continue."""
         if answer is None or isinstance(answer, Report):
-            return None if answer is None else self.gone(answer)
+            return None if answer is None else self.poison_with(answer)
         if self._is_captured:
             return answer.error
         with self._one_call:
             self._streams.synchronize()
-            if (
-                self._words[control.STATUS_KIND] == control.STATUS_OK
-            ):  # else this node's barriers have failed already
+            # Otherwise this node's barriers have failed already.
+            if self._words[control.STATUS_KIND] == control.STATUS_OK:
                 self._enter_with(answer, control.pack_call(phase=call & 0xFF))
-            return self.take(told=answer)
+            return self.take(rail_answer=answer)
 
     def note_overdue(self, report: Report) -> None:
-        """Aborts because of `others.overdue`, for which this rank's host may be waiting. In any thread."""
+        """Aborts because of `remote_nodes.overdue`, for which this rank's host may be waiting. In any thread."""
         if self.poison is not None:
             return
-        if (
-            self._words[control.STATUS_KIND] == control.STATUS_OK
-        ):  # later errors follow from this one
+        # Later errors follow from this one.
+        if self._words[control.STATUS_KIND] == control.STATUS_OK:
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
-        self._give_up(report._replace(reason=report.reason or str(self._gone(report))))
+        self._report_abort(report._replace(reason=report.reason or str(self._peer_error(report))))
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits until the barrier ends."""
@@ -284,34 +286,33 @@ class Faults:
         self._waits.wait(call, fault=True)
         self._streams.synchronize()
 
-    def gone(
+    def poison_with(
         self,
         report: Report,
         status: Sequence[int] = _NO_STATUS,
-        tell: Callable[[Report], None] | None = None,
+        send: Callable[[Report], None] | None = None,
         error: SymmoeError | None = None,
     ) -> SymmoeError:
-        """The error of a missing or aborted rank, or this one; from now on everything but `close` is blocked.
+        """Poisons the heap with the error of a missing or aborted rank, or this error, and returns it. From now on
+        everything but `close` is blocked.
 
         Args:
-            report: the reason, or what is missing; sent with the text of the error if it has no reason.
+            report: the reason, or the missing rank; sent with the text of the error if it has no reason.
             status: the record of it, if there is one.
-            tell: sends the report to others; None: to all peers.
+            send: sends the report; None: to all peers.
         """
-        error = error or self._gone(report)
+        error = error or self._peer_error(report)
         self.poison = str(error)
         self._describe(error, status)  # before this rank overwrites the words of its peers
-        (tell or self._give_up)(report._replace(reason=report.reason or self.poison))
-        self._write_down(error)
+        (send or self._report_abort)(report._replace(reason=report.reason or self.poison))
+        self._write_record(error)
         return error
 
-    def _gone(self, report: Report) -> PeerError:
+    def _peer_error(self, report: Report) -> PeerError:
         """The error of a report from its sender or from this rank; it names the missing rank if the report does."""
         sender = report.sender if report.sender >= 0 else None
-        if sender is not None and report.missing in (
-            -1,
-            self._rank,
-        ):  # the missing rank learns which rank reported it
+        # The missing rank learns which rank reported it.
+        if sender is not None and report.missing in (-1, self._rank):
             return PeerAborted(rank=sender, reason=report.reason)
         return PeerTimeout(
             rank=report.missing,
@@ -320,42 +321,42 @@ class Faults:
             seen=report.seen,
             bound=self._waits.bound(bool(report.first)),
             reported_by=sender,
-            node=self._others.node_of(report.missing),
+            node=self._remote_nodes.node_of(report.missing),
             is_lost=bool(report.lost),
         )
 
     def of_plan(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: ranks
         with a static capacity have the error on record, and report it to their rail."""
-        with self._others.turn:
+        with self._remote_nodes.turn:
             error, _ = self._agree(reports.plan_record(report))
         return error
 
     def _peer_failure(self, words: list[int]) -> SymmoeError:
         """The error of a peer that is missing or has aborted. All ranks name the same missing peer."""
         kind = words[control.STATUS_KIND]
-        overdue = self._others.overdue
+        overdue = self._remote_nodes.overdue
         if kind == control.STATUS_RAIL and overdue is not None:
-            return self.gone(overdue, words, lambda _: None)  # the peers have the report
+            return self.poison_with(overdue, words, lambda _: None)  # the peers have the report
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
-        if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
+        if kind == control.STATUS_TIMEOUT and not self._remote_nodes.has_reported_cause(peer):
             first = self._waits.startup_grace.was_first(epoch, phase, peer)
             report = Report("", self._waits.peers.in_group(peer), phase, expected, seen, int(first))
-            return self.gone(report, words)
+            return self.poison_with(report, words)
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
                 report = reports.read_report(self._waits.peers, peer)
         if report.sender < 0:
             report = report._replace(sender=self._waits.peers.in_group(peer))
-        return self.gone(report, words, self._pass_on)
+        return self.poison_with(report, words, self._forward_report)
 
-    def _pass_on(self, report: Report) -> None:
+    def _forward_report(self, report: Report) -> None:
         """Forwards a report by a rank of this node to the other nodes."""
-        with self._others.giving_up(report.sender, report):
+        with self._remote_nodes.reporting_abort(report.sender, report):
             pass  # this node has the report
 
-    # -- sent -----------------------------------------------------------------------------------------------------
+    # -- errors of this rank --------------------------------------------------------------------------------------
 
     @outside_transforms()
     def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:
@@ -364,22 +365,20 @@ class Faults:
             return error
         with self._one_call:
             fault = Fault(self._rank, encode(error))
-            self._others.say(
-                fault
-            )  # now: peers may wait for ranks whose rail peers wait for this one
+            # Now: peers may wait for ranks whose rail peers wait for this one.
+            self._remote_nodes.announce(fault)
             self._enter_with(fault, control.pack_call(phase=phase))
             return self.take(error)
 
-    def tell(self, error: Exception, phase: int) -> None:
+    def fail_peers(self, error: Exception, phase: int) -> None:
         """Fails the call on all other ranks; this rank raises `error` itself."""
         if self.poison is not None:
             return
         text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
         kind = next((kind for kind in TRAVELLING if kind is type(error)), SymmoeError)
         try:
-            self.fail(
-                kind(text), phase
-            )  # the peers raise the returned error, which may be of an earlier call
+            # The peers raise the returned error, which may be of an earlier call.
+            self.fail(kind(text), phase)
         except SymmoeError:
             pass  # another thread is in a call
         except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
@@ -391,15 +390,15 @@ class Faults:
         """See SymmetricHeap.abort."""
         if self.poison is not None:
             return
-        self.gone(Report(reason), error=SymmoeError(f"this rank gave up: {reason}"))
+        self.poison_with(Report(reason), error=SymmoeError(f"this rank gave up: {reason}"))
 
-    def _give_up(self, report: Report) -> None:
+    def _report_abort(self, report: Report) -> None:
         """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""
         if self._is_captured:
             return
         sender = report.sender if report.sender >= 0 else self._rank
         kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
-        with self._others.giving_up(sender, report):
+        with self._remote_nodes.reporting_abort(sender, report):
             try:
                 with self._streams.at_once():
                     end_waits(
@@ -410,7 +409,7 @@ class Faults:
                     "rank %d cannot tell its peers that it gives up: %s", self._rank, problem
                 )
 
-    def meet_to_close(self) -> tuple[SymmoeError | None, bool]:
+    def wait_to_close(self) -> tuple[SymmoeError | None, bool]:
         """The error that :meth:`SymmetricHeap.close` raises, and whether all ranks have entered close."""
         error = None
         together = False
@@ -418,30 +417,30 @@ class Faults:
         try:
             self._streams.synchronize()
             if self.poison is None and self._words[control.STATUS_KIND] != control.STATUS_OK:
-                error = (
-                    self.take()
-                )  # no rank has raised it yet; unless it is a timeout, the peers are there
+                # No rank has raised it yet. Unless it is a timeout, the peers are there.
+                error = self.take()
             if self.poison is None:
                 self._waits.wait(call)
                 self._streams.synchronize()
                 together = self._words[control.STATUS_KIND] == control.STATUS_OK
-                found = (
-                    self.after_meeting(self._others.enter(call), call) if together else self.take()
+                close_error = (
+                    self.resolve_answer(self._remote_nodes.enter(call), call)
+                    if together
+                    else self.take()
                 )
-                together = found is None
-                error = error or found
+                together = close_error is None
+                error = error or close_error
         except (
             BaseException
-        ) as problem:  # from a signal handler or the GPU: the peers wait for a report
+        ) as problem:  # of a signal handler or the GPU: the peers wait for a report
             self.abort(f"{type(problem).__name__}: {problem}")
             raise
         if not together and self.poison is None:
-            self._give_up(
-                Report("it has closed its heap")
-            )  # the peers were in another call, and go on
+            # The peers were in another call, and continue.
+            self._report_abort(Report("it has closed its heap"))
         return error, together
 
-    # -- written down ---------------------------------------------------------------------------------------------
+    # -- flight records -------------------------------------------------------------------------------------------
 
     def _describe(self, error: SymmoeError, status: Sequence[int]) -> None:
         """Adds the flight record to the error."""
@@ -453,7 +452,7 @@ class Faults:
         except RuntimeError as problem:
             logger.warning("rank %d cannot make a flight record: %s", self._rank, problem)
 
-    def _write_down(self, error: SymmoeError) -> None:
+    def _write_record(self, error: SymmoeError) -> None:
         """Writes the error's flight record to its folder, and adds the path to the error's text."""
         if error.flight is not None and (where := flight_record.write(error.flight, self._folder)):
             error.args = (f"{error}{where}",)
@@ -467,7 +466,7 @@ class Faults:
             return False
 
 
-def was_left(phase: int, since: Sequence[int | None]) -> bool:
+def has_left_call(phase: int, since: Sequence[int | None]) -> bool:
     """Whether this rank has entered another plan without the next barrier of a call that failed in the barrier of
     `phase`. since: the phases of the barriers after it."""
     if phase not in _NEXT or control.PHASE_PLAN not in since:

@@ -121,9 +121,8 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             group, expert_group, num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node
         )
         self._begin()
-        for _ in range(
-            2
-        ):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
+        # Compiles the barrier, and shows that ranks reach each other in both halves of the mailbox.
+        for _ in range(2):
             self.waits.wait(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
         if self.nodes is not None:
@@ -254,7 +253,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             key is None
             or self._closed
             or not self._plays
-            or not self._access.is_given
+            or not self._access.is_usable
             or self.trip_timer is not None
             or self.faults.poison is not None
             or self.faults.unraised is not None
@@ -324,7 +323,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             agreed: other arguments of control.pack_call that must be equal.
 
         Returns:
-            int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
+            int64[R, NUM_PUBLISHED]: the published words of every rank; all -1 if the call has failed.
         """
         with self._access:
             if self.faults.unraised is not None:
@@ -357,15 +356,15 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
         """The report of the plan of this generation, int[SUMMARY_WORDS]; waits until the device has posted it."""
         row = self._report_rows[plan % control.REPORT_SLOTS]
         tag = plan % 2**control.GENERATION_BITS
-        is_over = False
+        is_device_idle = False
         for turn in itertools.count(1):
             words: list[int] = row.tolist()
             if min(words) >> 32 == max(words) >> 32 == tag:
                 break
-            if is_over:
+            if is_device_idle:
                 raise SymmoeError(f"the device has not posted the report of plan {plan}")
             time.sleep(0)  # for other threads
-            is_over = turn % _SPINS == 0 and self.streams.is_idle()
+            is_device_idle = turn % _SPINS == 0 and self.streams.is_idle()
         return [((word & 0xFFFFFFFF) ^ 1 << 31) - (1 << 31) for word in words]
 
     @property
@@ -418,7 +417,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
         text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
         if self._access.is_suspended:  # without an arena for a report, the peers raise it in resume
             self.faults.poison = self.faults.poison or f"this rank gave up: {text}"
-        elif not self._closed and self._access.is_given:
+        elif not self._closed and self._access.is_usable:
             self.faults.abort(text)
 
     # -- lifetime -------------------------------------------------------------------------------------------------
@@ -449,7 +448,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             self.synchronize()
             self.barrier(control.PHASE_SUSPEND)
             self.synchronize()
-            self._give_back_memory()
+            self._free_memory()
 
     def resume(self) -> None:
         """Restores the memory at the same addresses, filled with zeros: graphs, programs and row histories stay valid.
@@ -464,7 +463,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
         """
         if self._access.is_suspended:
             with self._access.even_suspended():
-                self._bring_back_memory()
+                self._restore_memory()
         self.check()
 
     def close(self) -> None:
@@ -480,7 +479,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             SymmoeError: an error of an earlier call that no call has raised yet; the heap is closed nevertheless.
             ConcurrentUse: another thread is in a call; the heap stays open.
         """
-        if self._closed or not self._access.is_given:
+        if self._closed or not self._access.is_usable:
             return
         if self._access.is_suspended:  # there is no arena for a barrier
             with self._access.even_suspended():
@@ -491,7 +490,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             error = None
             together = False
             try:
-                error, together = self.faults.meet_to_close()
+                error, together = self.faults.wait_to_close()
                 errors.raise_for(error)
             finally:
                 del error  # as in `fail`
@@ -502,9 +501,8 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
     ) -> None:
         if exc_type is None:
             self.close()
-        elif (
-            not self._closed and self._access.is_given
-        ):  # the peers may be anywhere: no collective on the way out
+        elif not self._closed and self._access.is_usable:
+            # The peers may be in any call: no collective here.
             self.abort(f"{exc_type.__name__}: {exc}")
             _end(self, together=False)
 
@@ -514,9 +512,8 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
         state = "suspended" if self._access.is_suspended else "open"
         state = state if self.faults.poison is None else f"poisoned: {self.faults.poison}"
         nodes = "" if self.nodes is None else f" on {self.topology.num_nodes} nodes"
-        if (
-            self.nodes is not None and self.nodes.payload.bytes_per_s != math.inf
-        ):  # measured on GPUs
+        # Measured on GPUs.
+        if self.nodes is not None and self.nodes.payload.bytes_per_s != math.inf:
             nodes += f" ({self.nodes.payload.bytes_per_s / 1e9:.3g} GB/s between them)"
         return (
             f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{nodes}, {self.backend} backend on "
@@ -573,12 +570,12 @@ class FailPeersOnError(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        if isinstance(error, Exception) and not _is_known(error):
-            error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
+        if isinstance(error, Exception) and not _is_reported(error):
+            error._symmoe_reported = True  # type: ignore[attr-defined]  # contexts may be nested
             phase = self._phase
             if self._later_phase is not None and self._heap.epoch > self._epoch:
                 phase = self._later_phase
-            self._heap.faults.tell(error, phase)
+            self._heap.faults.fail_peers(error, phase)
         try:
             if isinstance(error, SymmoeError):
                 raise error.with_traceback(None)
@@ -586,14 +583,14 @@ class FailPeersOnError(AbstractContextManager[None]):
             del error, trace  # see SymmetricHeap.fail
 
 
-def _is_known(error: Exception) -> bool:
-    """Whether all ranks raise the error already: a barrier has found it, or it ends recomputation early."""
-    is_found = (
+def _is_reported(error: Exception) -> bool:
+    """Whether all ranks raise the error already, after a barrier, or the error ends recomputation early."""
+    is_agreed = (
         error.flight is not None
         if isinstance(error, SymmoeError)
         else isinstance(error, STOPS_RECOMPUTATION)
     )
-    return is_found or getattr(error, "_symmoe_told", False)
+    return is_agreed or getattr(error, "_symmoe_reported", False)
 
 
 def _wait_in_build(

@@ -147,14 +147,16 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory that is still available to this process's control group; None if unknown. root: of the file system."""
     lines = [line.partition(":") for line in text_of(root / "proc/meminfo").splitlines()]
-    found = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
-    return min([*found, *left_by_groups("memory", root)], default=None)
+    system_bytes = [
+        int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"
+    ]
+    return min([*system_bytes, *left_by_groups("memory", root)], default=None)
 
 
 def left_by_groups(resource: str, root: Path = Path("/")) -> list[int]:
     """How much of "memory" (bytes) or "pids" this process's control group and its ancestors (version 2) leave, if they
     limit it. A container sees its group as the root. root: of the file system."""
-    found = []
+    amounts = []
     top = root / "sys/fs/cgroup"
     for line in text_of(root / "proc/self/cgroup").splitlines():
         group = top / line.removeprefix("0::").strip().lstrip("/")
@@ -163,10 +165,10 @@ def left_by_groups(resource: str, root: Path = Path("/")) -> list[int]:
                 text_of(folder / f"{resource}.{name}").strip() for name in ("max", "current")
             )
             if limit.isdigit() and used.isdigit():  # "max" is no limit
-                found.append(max(0, int(limit) - int(used)))
+                amounts.append(max(0, int(limit) - int(used)))
             if folder == top:
                 break
-    return found
+    return amounts
 
 
 def text_of(path: Path) -> str:

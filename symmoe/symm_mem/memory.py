@@ -38,9 +38,8 @@ ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 _SEARCH_WORTH = 10  # vain searches for garbage take at most a tenth of the time
 
 _lock = threading.Lock()
-_bounds: npt.NDArray[np.int64] = np.empty(
-    0, np.int64
-)  # begin, end, begin, end, ... of ranges that do not touch
+# Begin, end, begin, end, ... of ranges that do not touch.
+_bounds: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class Arena:
@@ -69,25 +68,25 @@ class Arena:
     def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:
         """Like :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
         span = self.take(num_bytes)
-        if span is None and (more := source.take(num_bytes)) is not None:
-            self.capacity_bytes = self.capacity_bytes + more[1]
-            self.used_bytes = self.used_bytes + more[1]
-            self.give_back(*more)
+        if span is None and (range_of_source := source.take(num_bytes)) is not None:
+            self.capacity_bytes += range_of_source[1]
+            self.used_bytes += range_of_source[1]
+            self.give_back(*range_of_source)
             span = self.take(num_bytes)
         return span
 
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
         free = self._free
-        place = bisect(self._free, (offset, 0))
+        index = bisect(self._free, (offset, 0))
         self.used_bytes -= size
-        if place and sum(free[place - 1]) == offset:
-            place -= 1
-            offset, before = free.pop(place)
-            size += before
-        if place < len(free) and free[place][0] == offset + size:
-            size += free.pop(place)[1]
-        free.insert(place, (offset, size))
+        if index and sum(free[index - 1]) == offset:
+            index -= 1
+            offset, size_before = free.pop(index)
+            size += size_before
+        if index < len(free) and free[index][0] == offset + size:
+            size += free.pop(index)[1]
+        free.insert(index, (offset, size))
 
     def clear(self) -> list[tuple[int, int]]:
         """Removes all free ranges from the arena; returns them as (offset, size)."""
@@ -119,15 +118,14 @@ def add_range(start: int, num_bytes: int) -> None:
         first = _bounds.searchsorted(start, "left")
         last = _bounds.searchsorted(end, "right")
         # An odd position lies in a range, which then begins or ends this one.
-        new = [bound for bound, position in ((start, first), (end, last)) if position % 2 == 0]
-        _bounds = np.concatenate([_bounds[:first], np.array(new, np.int64), _bounds[last:]])
+        bounds = [bound for bound, position in ((start, first), (end, last)) if position % 2 == 0]
+        _bounds = np.concatenate([_bounds[:first], np.array(bounds, np.int64), _bounds[last:]])
 
 
 def positions_inside(addresses: bytes) -> list[int]:
     """The indices of those addresses, native int64, that lie in a range."""
-    places = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
-    inside: list[int] = np.flatnonzero(places & 1).tolist()
-    return inside
+    positions = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
+    return [*np.flatnonzero(positions & 1).tolist()]
 
 
 _Place = tuple[Arena, tuple[int, int]]  # the arena of a span, and its (offset, size) there
@@ -219,7 +217,7 @@ class Memory:
         # Offset to size and name (None: in a graph) of every lease; the dict does not keep the leases alive.
         self._live: dict[int, tuple[int, str | None]] = {}
         # After a vain search for garbage: offsets of the live leases, and when to search again.
-        self._fruitless: tuple[int, ...] = ()
+        self._leases_at_search: tuple[int, ...] = ()
         self._next_search_s = 0.0
 
     def take(self, num_bytes: int, name: str, *, searches: bool = True) -> Span | None:
@@ -230,18 +228,20 @@ class Memory:
             arena = self.arena
             if capture := self._streams.capture:  # calls of a captured graph share spans
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
-                found = arena.take_or_grow(num_bytes, self.arena)
+                span = arena.take_or_grow(num_bytes, self.arena)
             else:
-                found = arena.take(num_bytes)
-            if found is not None:
-                self._streams.taken(found)
+                span = arena.take(num_bytes)
+            if span is not None:
+                self._streams.acquire(span)
                 if self.fills:
-                    fill(self.peers.views[self.peers.rank][found[0] : sum(found)])
-                self._live[found[0]] = num_bytes, name if arena is self.arena else None
+                    fill(self.peers.views[self.peers.rank][span[0] : sum(span)])
+                self._live[span[0]] = num_bytes, name if arena is self.arena else None
                 self.statistics.num_leases += 1
-                return Span(self, name, self.statistics.num_leases, (arena, found))
-        may_help = searches and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
-        return self.take(num_bytes, name, searches=False) if may_help else None
+                return Span(self, name, self.statistics.num_leases, (arena, span))
+        may_have_freed = (
+            searches and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
+        )
+        return self.take(num_bytes, name, searches=False) if may_have_freed else None
 
     def lacks(self, num_bytes: int) -> bool:
         """Whether every free range is smaller than so many bytes."""
@@ -251,13 +251,13 @@ class Memory:
 
     def give_back(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
         """Frees (offset, size) after the current stream's use; was_dropped: after the use of any stream."""
-        if not self._access.is_given:
+        if not self._access.is_usable:
             return
         with self.lock:
             self._live.pop(span[0], None)
             is_of_graph = arena is not self.arena
             if is_of_graph or not self._streams.capture:  # a capture begins after earlier work
-                self._streams.released((*span, was_dropped))
+                self._streams.release((*span, was_dropped))
             if is_of_graph and arena not in self._graph_arenas.values():
                 arena = self.arena  # the graph has been released meanwhile
             arena.give_back(*span)
@@ -265,12 +265,12 @@ class Memory:
     def shrink(self, span: Span, num_bytes: int) -> None:
         """Frees the part of a span after its first bytes."""
         arena, (offset, size) = span.place
-        kept = aligned(num_bytes)
-        if arena is self.arena and self._access.is_given and 0 < kept < size:
+        kept_bytes = aligned(num_bytes)
+        if arena is self.arena and self._access.is_usable and 0 < kept_bytes < size:
             with self.lock:
-                self.give_back(arena, (offset + kept, size - kept))
+                self.give_back(arena, (offset + kept_bytes, size - kept_bytes))
                 self._live[offset] = num_bytes, span.name
-                span.place = arena, (offset, kept)
+                span.place = arena, (offset, kept_bytes)
 
     def release_graphs(self, *captures: int) -> None:
         """Frees the memory of these captured graphs; some may have none. By default of all graphs."""
@@ -311,12 +311,14 @@ class Memory:
         so it is skipped if no lease is live, and for a while after a vain search if the leases stay."""
         with self.lock:
             leases = tuple(self._live)
-        if not leases or (leases == self._fruitless and time.monotonic() < self._next_search_s):
+        if not leases or (
+            leases == self._leases_at_search and time.monotonic() < self._next_search_s
+        ):
             return False
         start_s = time.monotonic()
         gc.collect()
         end_s = time.monotonic()
-        self._fruitless = leases
+        self._leases_at_search = leases
         self._next_search_s = end_s + _SEARCH_WORTH * (end_s - start_s)
         return True
 
@@ -333,8 +335,8 @@ class Memory:
             gc.collect()
         with self.lock:
             self._take_back_dropped()
-            found = [(name, size) for size, name in self._live.values() if name is not None]
-        return sorted(found, key=lambda lease: -lease[1])
+            leases = [(name, size) for size, name in self._live.values() if name is not None]
+        return sorted(leases, key=lambda lease: -lease[1])
 
     @property
     def graph_bytes(self) -> int:
@@ -448,7 +450,7 @@ class Lease(AbstractContextManager["Lease"]):
 _RELEASE = Lease.release.__wrapped__  # type: ignore[attr-defined]  # the function in programs
 
 
-class _Leased(NamedTuple):
+class _LeaseSpec(NamedTuple):
     """The arguments of a lease, and its slot."""
 
     slot: int
@@ -458,7 +460,7 @@ class _Leased(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, call: Call) -> _Leased:
+    def of(cls, call: Call) -> _LeaseSpec:
         """The lease that this entry takes."""
         _, shape, dtype, name, _ = call.template[0]
         return cls(cast(int, call.slot), name, shape, dtype, dtype.itemsize * math.prod(shape))
@@ -469,21 +471,21 @@ class Leases:
     """The leases of a program. names: of all leases, also of parts of others, by slot."""
 
     memory: Memory
-    leased: Sequence[_Leased]
+    leased: Sequence[_LeaseSpec]
     names: Mapping[int, str]
 
-    def take(self, things: list[Any]) -> bool:
+    def take(self, slot_values: list[Any]) -> bool:
         """Takes all leases, each for its slot. False: the heap lacks the memory, and no lease was taken."""
         memory = self.memory
-        taken = list[Span]()
+        spans = list[Span]()
         for slot, name, shape, dtype, num_bytes in self.leased:
             span = memory.take(num_bytes, name)
             if span is None:
-                for each in taken:
-                    each.release()
+                for taken_span in spans:
+                    taken_span.release()
                 return False
-            taken.append(span)
-            things[slot] = Lease(memory, span, shape, dtype, num_bytes)
+            spans.append(span)
+            slot_values[slot] = Lease(memory, span, shape, dtype, num_bytes)
         return True
 
 
@@ -491,31 +493,33 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
     """The program with its leases separated. take: the function that an entry calls for a lease."""
     calls = [entry for entry in program.entries if isinstance(entry, Call)]
     ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
-    taken = [_Leased.of(call) for call in calls if call.function is take]
-    kept = [lease for lease in taken if lease.slot not in ended]
-    names = {lease.slot: lease.name for lease in taken}
+    leases = [_LeaseSpec.of(call) for call in calls if call.function is take]
+    kept = [lease for lease in leases if lease.slot not in ended]
+    names = {lease.slot: lease.name for lease in leases}
     entries = [entry for entry in program.entries if getattr(entry, "function", None) is not take]
     if ended:
         # Begins and ends of leases that end in the call.
         events = [call for call in calls if call.function is _RELEASE or call.slot in ended]
-        starts, num_bytes = _laid_out(events, overlap=not memory.fills)
+        starts, num_bytes = _layout_of(events, overlap=not memory.fills)
         name = ", ".join(names[slot] for slot in starts)
-        whole = _Leased(program.num_slots, name, (num_bytes,), torch.uint8, num_bytes)
-        kept.append(whole)
+        shared_lease = _LeaseSpec(program.num_slots, name, (num_bytes,), torch.uint8, num_bytes)
+        kept.append(shared_lease)
 
-        def in_whole(operand: Any) -> Any:
+        def in_shared_lease(operand: Any) -> Any:
             if isinstance(operand, Address):
-                return Address(in_whole(operand.of))
+                return Address(in_shared_lease(operand.of))
             start = starts.get(getattr(operand, "slot", None) or -1)
             if start is None:
                 return operand
             if isinstance(operand, ObjectSlot):  # of a release
-                return ObjectSlot(whole.slot)
-            return replace(operand, slot=whole.slot, offset_bytes=operand.offset_bytes + start)
+                return ObjectSlot(shared_lease.slot)
+            return replace(
+                operand, slot=shared_lease.slot, offset_bytes=operand.offset_bytes + start
+            )
 
         last = events[-1]
         entries = [
-            entry.with_operands(in_whole)
+            entry.with_operands(in_shared_lease)
             for entry in entries
             if entry is last or getattr(entry, "function", None) is not _RELEASE
         ]
@@ -527,14 +531,14 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
     )
 
 
-def _laid_out(events: Sequence[Call], *, overlap: bool) -> tuple[dict[int, int], int]:
+def _layout_of(events: Sequence[Call], *, overlap: bool) -> tuple[dict[int, int], int]:
     """The first bytes of leases in one, by slot, and the bytes of that one. Leases that are not live together may share
     memory, if they may overlap."""
     arena = Arena(0, sys.maxsize)
     spans = dict[int, tuple[int, int]]()
     for call in events:
         if call.function is not _RELEASE:
-            lease = _Leased.of(call)
+            lease = _LeaseSpec.of(call)
             spans[lease.slot] = cast(tuple[int, int], arena.take(lease.num_bytes))
         elif overlap:
             # Without overlap, each lease starts with the NaN of the whole one.

@@ -165,7 +165,7 @@ class NvshmemBackend:
         address each other. Collective."""
         index = self.device.index
         machine = bootstrap.attempt(find_machine)
-        said = bootstrap.gather(
+        gathered = bootstrap.gather(
             [
                 str(torch.cuda.get_device_properties(self.device).uuid),
                 index,
@@ -174,7 +174,7 @@ class NvshmemBackend:
             ]
         )
         uuids, indices, machines, views = zip(
-            *(said[rank] for rank in self._topology.ranks), strict=True
+            *(gathered[rank] for rank in self._topology.ranks), strict=True
         )
         problem = ""
         if len(set(uuids)) < len(uuids):

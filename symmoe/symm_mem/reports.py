@@ -53,7 +53,7 @@ _HEADER_NAMES: dict[int, Sequence[str]] = {
 
 
 class Report(NamedTuple):
-    """The reason why a rank aborts, as text and integers for its peers."""
+    """The reason why a rank aborts, as text and integers for the rank's peers."""
 
     reason: str
     missing: int = -1  # the missing peer (rank in the EP group); -1: none, the rank itself failed
@@ -77,7 +77,7 @@ class Report(NamedTuple):
         return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
 
 
-UNKNOWN = 1 << 31  # the origin of an error on another node about which a rank knows nothing else
+UNKNOWN = 1 << 31  # the origin of an error on another node of which a rank has no other record
 
 
 class Fault(NamedTuple):
@@ -100,9 +100,9 @@ class Fault(NamedTuple):
         return decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
 
 
-def write_word(place: torch.Tensor, value: int) -> None:
+def write_word(word: torch.Tensor, value: int) -> None:
     """Writes a number, without a kernel."""
-    place.copy_(torch.tensor(value, dtype=place.dtype, device="cpu"))
+    word.copy_(torch.tensor(value, dtype=word.dtype, device="cpu"))
 
 
 def send_fault(peers: control.Peers, fault: Fault, *, epoch: int, turn: int) -> None:
@@ -204,7 +204,7 @@ class Configurations:
     ) -> ConfigMismatch:
         """The error of ranks `first` and `peer`, which have these numbers; number 0 stands for make_plan."""
         if not (number and other):
-            one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
+            one, two = ("that of a layer" if n else "make_plan" for n in (number, other))
             return ConfigMismatch(
                 f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}"
             )
@@ -277,21 +277,23 @@ def mismatch_error(
     configurations: Configurations, first: int, call: int, peer: int, other_call: int
 ) -> ConfigMismatch:
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
-    zero = control.unpack_call(call)
-    other = control.unpack_call(other_call)
-    here, there = (control.PHASES[each["phase"]] for each in (zero, other))
+    first_fields = control.unpack_call(call)
+    peer_fields = control.unpack_call(other_call)
+    here, there = (control.PHASES[fields["phase"]] for fields in (first_fields, peer_fields))
     if here != there:
         return ConfigMismatch(
             f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
         )
-    field = next((name for name in control.CALL_FIELDS if zero[name] != other[name]), "config")
-    is_of_plan = zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN)
+    field = next(
+        (name for name in control.CALL_FIELDS if first_fields[name] != peer_fields[name]), "config"
+    )
+    is_of_plan = first_fields["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN)
     where = "" if is_of_plan else f" at '{here}'"
-    if is_of_plan or (zero["replicas"] and field not in ("replicas", "plan")):
+    if is_of_plan or (first_fields["replicas"] and field not in ("replicas", "plan")):
         return configurations.mismatch(
             first, call >> control.CONFIG_SHIFT, peer, other_call >> control.CONFIG_SHIFT, where
         )
-    return _difference(field, where, first, str(zero[field]), peer, str(other[field]))
+    return _difference(field, where, first, str(first_fields[field]), peer, str(peer_fields[field]))
 
 
 def _difference(

@@ -76,17 +76,17 @@ class RowHistory:
                 num_tokens,
                 why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
             )
-        _, *needed = map(max, zip(*windows, strict=True))
+        _, *needs = map(max, zip(*windows, strict=True))
         limit = sys.maxsize if most_rows is None else most_rows
-        if factor is not None and with_margin(needed[0], factor) > limit:
+        if factor is not None and with_margin(needs[0], factor) > limit:
             factor = None
-        rows, packed_rows, rail_rows = map(with_margin, needed, [factor] * 3)
+        rows, packed_rows, rail_rows = map(with_margin, needs, [factor] * 3)
         rail_rows = min(num_tokens, rail_rows)
-        if needed[0] > limit:
+        if needs[0] > limit:
             return RowBudget(
                 expected_rows,
                 rail_rows,
-                why_it_waits=f"needs {needed[0]} rows, as earlier ones did, more than max_row_budget ({most_rows})",
+                why_it_waits=f"needs {needs[0]} rows, as earlier ones did, more than max_row_budget ({most_rows})",
             )
         rows = min(rows, limit)
         return RowBudget(expected_rows, rail_rows, rows, min(rows, packed_rows))

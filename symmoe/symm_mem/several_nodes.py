@@ -91,39 +91,39 @@ class RemoteNodes(NoRemoteNodes):
         self._counters = waits.peers.counters(waits.peers.rank)
         self._phase = control.PHASE_START
         self.rail_rows: list[int] = []
-        self._known_calls: set[int] = set()  # others may take start_timeout_s
+        self._past_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first = True
-        self._has_said = False
+        self._has_announced = False
         self._ends = threading.Event()
         self._waits_since = math.inf  # when the host began to wait for other nodes
         self._exchange = 0
         self._begun_s = 0.0
-        self._is_marked = False  # as _look has seen it
+        self._is_marked = False  # as _check_exchange has seen it
         self._branch = Branch(streams.rail_stream)
         self._is_moving = False
         self._started: Started = []  # tensors in transfer, also after the wait for them has ended
         with torch.inference_mode(False):
             word = self._counters[_WORD]
             self._fault = self._counters[control.RAIL_FAULT :][:1]
-            self._heard = torch.zeros(
+            self._peer_words = torch.zeros(
                 (topology.num_nodes, len(word)), dtype=torch.int64, device=waits.device
             )
-            self._word_to_others = [(node, word) for node in range(topology.num_nodes)]
-            self._words_of_others = [*enumerate(self._heard)]
+            self._word_to_nodes = [(node, word) for node in range(topology.num_nodes)]
+            self._words_from_nodes = [*enumerate(self._peer_words)]
         # Its first launch must not come while ranks exchange, see reports.py.
-        kernels.for_device(waits.device).receive_fault_flags(self._heard, self._fault)
+        kernels.for_device(waits.device).receive_fault_flags(self._peer_words, self._fault)
 
     @property
     def constants(self) -> list[torch.Tensor]:
         """Tensors of this object that programs use."""
-        its = (
+        values = (
             *vars(self.maps).values(),
-            self._heard,
+            self._peer_words,
             self._fault,
             self.payload.progress,
             self.payload.counts,
         )
-        return [each for each in its if isinstance(each, torch.Tensor)]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
@@ -149,10 +149,10 @@ class RemoteNodes(NoRemoteNodes):
         """
         call = control.pack_call(**{**agreed, "phase": phase, "plan": rail_plan})
         with self.turn:
-            raise_for(self.faults.after_meeting(self.enter(call, sizes, rail_rows), call))
+            raise_for(self.faults.resolve_answer(self.enter(call, sizes, rail_rows), call))
 
     @contextmanager
-    def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
+    def transfer(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
         """A context after :meth:`meet` in which tensors go to and come from every other node (see Payload.begin), while
         the host, and on GPUs the current stream, do other work. Collective over the group; one at a time. At its end
         all tensors have arrived, also after an exception, unless a peer is lost. Yields a function that waits for them,
@@ -161,11 +161,11 @@ class RemoteNodes(NoRemoteNodes):
         with self.turn:
             self.begin(sends, receives)
         try:
-            yield self._come
+            yield self._complete_transfer
         except BaseException:
             self.abandon()
             raise
-        self._come()
+        self._complete_transfer()
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -177,12 +177,14 @@ class RemoteNodes(NoRemoteNodes):
             self.abandon()
             raise
 
-    def _come(self) -> None:
+    def _complete_transfer(self) -> None:
         """Waits for the transfer, unless it was waited for. The next barrier gets the peers' fault flags."""
         if self._is_moving:
             self.end()
             if self.faults.poison is None:
-                kernels.for_device(self._heard.device).receive_fault_flags(self._heard, self._fault)
+                kernels.for_device(self._peer_words.device).receive_fault_flags(
+                    self._peer_words, self._fault
+                )
 
     def abandon(self) -> None:
         """Waits for the transfer after an exception. The exception is raised, not the error of a lost peer. The peers'
@@ -204,9 +206,12 @@ class RemoteNodes(NoRemoteNodes):
 
     @noted(is_in_order=True)
     def _move(self, sends: Pairs, receives: Pairs) -> None:
-        others = [*sends, *self._word_to_others], [*receives, *self._words_of_others]
-        with self._reporting():  # the stream is not current, in a program
-            self._started = self.payload.begin(*others, self._streams.rail_stream)
+        with self._reporting():
+            self._started = self.payload.begin(
+                [*sends, *self._word_to_nodes],
+                [*receives, *self._words_from_nodes],
+                self._streams.rail_stream,  # not the current stream, in a program
+            )
 
     def end(self) -> None:
         """Waits for the transfer. After a failure only the device waits: data that may still arrive keeps its memory
@@ -229,13 +234,13 @@ class RemoteNodes(NoRemoteNodes):
             yield
             return
         except RailBroken as broken:
-            report = self._missing(broken)
+            report = self._report_missing(broken)
         except NcclError:
             report = self._find_missing(is_lost=True)
         with self.turn:
-            raise_for(self.faults.gone(report))
+            raise_for(self.faults.poison_with(report))
 
-    # -- for errors, see NoRemoteNodes: a Report as the result means that a peer is gone -------------------------------
+    # -- for errors, see NoRemoteNodes: a Report as the result means that a peer is gone --------------------------
 
     def node_of(self, rank: int) -> int | None:
         return None if rank < 0 else self.topology.node_of(rank)
@@ -245,20 +250,20 @@ class RemoteNodes(NoRemoteNodes):
     ) -> Fault | Report | None:
         kind = call & ALL_BUT_PLAN
         self._phase = call & 0xFF
-        self._is_first = self._waits.compiles and kind not in self._known_calls
+        self._is_first = self._waits.compiles and kind not in self._past_calls
         self.channel.announce(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows or 0))
-        headers = self._hear()
+        headers = self._receive_headers()
         if isinstance(headers, Report):
             return headers
-        fault = _first_fault(headers) or self._difference(headers)
+        fault = _first_fault(headers) or self._mismatch(headers)
         if fault is None:
-            self._known_calls.add(kind)
+            self._past_calls.add(kind)
             self.payload.bound(self._bound_s * _OF_PAYLOAD)  # of later transfers
             if rail_rows is not None:
                 self.rail_rows = [header.rail_rows for header in headers]
         return fault
 
-    def say(self, fault: Fault) -> None:
+    def announce(self, fault: Fault) -> None:
         self.channel.announce(
             Header(
                 UNRAISED if fault.is_unraised else FAILED,
@@ -266,32 +271,34 @@ class RemoteNodes(NoRemoteNodes):
                 message=fault.message,
             )
         )
-        self._has_said = True
+        self._has_announced = True
 
-    def tell(self, fault: Fault) -> Fault | Report:
-        if not self._has_said:
-            self.say(fault)
-        self._has_said = False
-        self._is_first = self._waits.compiles and not self._known_calls
-        headers = self._hear()
+    def exchange(self, fault: Fault) -> Fault | Report:
+        if not self._has_announced:
+            self.announce(fault)
+        self._has_announced = False
+        self._is_first = self._waits.compiles and not self._past_calls
+        headers = self._receive_headers()
         return headers if isinstance(headers, Report) else _first_fault(headers) or fault
 
-    def has_said_why(self, peer: int) -> bool:
+    def has_reported_cause(self, peer: int) -> bool:
         """See NoRemoteNodes. Waits while the peer waits for its rail, a little longer than the peer can."""
-        its_counters = self._waits.peers.counters(peer)
+        peer_counters = self._waits.peers.counters(peer)
         own_mailbox = self._waits.peers.mailbox(self._waits.peers.rank)
         deadline = time.monotonic() + self._bound_s
         self.channel.announce_once(Header(WAITS))
         while True:
             with self._streams.at_once():
-                is_on_rail = bool(its_counters[control.ON_RAIL])
-                has_said = any(slots[peer][0] >= control.ABORT for slots in own_mailbox.tolist())
-            if has_said or not is_on_rail or time.monotonic() > deadline:
-                return has_said
+                is_on_rail = bool(peer_counters[control.ON_RAIL])
+                has_reported = any(
+                    slots[peer][0] >= control.ABORT for slots in own_mailbox.tolist()
+                )
+            if has_reported or not is_on_rail or time.monotonic() > deadline:
+                return has_reported
             time.sleep(_POLL_S)
 
     @contextmanager
-    def giving_up(self, sender: int, report: Report) -> Iterator[None]:
+    def reporting_abort(self, sender: int, report: Report) -> Iterator[None]:
         """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only the
         payload's end ends."""
         self.channel.give_up(sender, report.pack())
@@ -309,9 +316,8 @@ class RemoteNodes(NoRemoteNodes):
     def start(self, faults: Faults) -> None:
         """Takes the heap's faults, and starts a thread that looks for exchanges that do not end, if nothing else bounds
         them. The thread ends with this object."""
-        self.faults: Faults = weakref.proxy(
-            faults
-        )  # they refer to this object: a cycle would keep a dropped heap's memory
+        # The faults refer to this object: a cycle would keep a dropped heap's memory.
+        self.faults: Faults = weakref.proxy(faults)
         ended = self._ends
         reference = weakref.ref(self)
 
@@ -319,7 +325,7 @@ class RemoteNodes(NoRemoteNodes):
             try:
                 while not ended.wait(_WATCH_S):
                     nodes = reference()
-                    if nodes is None or not nodes._look():
+                    if nodes is None or not nodes._check_exchange():
                         return
                     del nodes
             except Exception as problem:  # noqa: BLE001 - e.g. a broken GPU
@@ -339,7 +345,7 @@ class RemoteNodes(NoRemoteNodes):
         self.channel.close()
         self._started.clear()  # it would keep connections open
 
-    def _look(self) -> bool:
+    def _check_exchange(self) -> bool:
         """Records an overdue exchange, and shows this node's peers whether this rank waits for its rail. Whether to go
         on. Without a problem it calls no CUDA function: a call from a thread that is not capturing would end a
         capture."""
@@ -356,13 +362,13 @@ class RemoteNodes(NoRemoteNodes):
             with self._streams.at_once():
                 write_word(self._counters[control.ON_RAIL], int(is_long))
             self._is_marked = is_long
-        lost, gave_up = self.channel.look()
+        lost, abort_header = self.channel.look()
         if max(self.channel.counted.values()) >= 0:  # a host asks
             self.channel.announce_once(Header(COUNTED, begun + ended))
         if not (is_moving and is_long):
             return True
         is_lost = bool(lost or self.payload.problem())
-        if not (is_lost or gave_up or now - self._begun_s > bound_s):
+        if not (is_lost or abort_header or now - self._begun_s > bound_s):
             return True
         with suppress(ReferenceError):  # the heap was freed
             self.overdue = self._find_missing(is_lost)
@@ -378,11 +384,11 @@ class RemoteNodes(NoRemoteNodes):
         counted = self.channel.counted
         deadline = time.monotonic() + ANSWER_S
         while True:
-            lost, gave_up = self.channel.look()
-            is_known = gave_up or lost or len(counted) == 1 or min(counted.values()) >= 0
-            if is_known or time.monotonic() > deadline or self._ends.wait(_WATCH_S):
+            lost, abort_header = self.channel.look()
+            is_settled = abort_header or lost or len(counted) == 1 or min(counted.values()) >= 0
+            if is_settled or time.monotonic() > deadline or self._ends.wait(_WATCH_S):
                 node = min(lost or counted, key=lambda node: (counted[node], node))
-                return self._absent(node, gave_up, lost=bool(is_lost or lost))
+                return self._missing_report(node, abort_header, lost=bool(is_lost or lost))
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
@@ -402,21 +408,23 @@ class RemoteNodes(NoRemoteNodes):
     def _bound_s(self) -> float:
         return self._waits.bound(self._is_first)[1] * _PATIENCE
 
-    def _hear(self) -> list[Header] | Report:
+    def _receive_headers(self) -> list[Header] | Report:
         try:
             with self._on_rail():
                 return self.channel.receive(self._bound_s)
         except RailBroken as broken:
-            return self.overdue or self._missing(broken)
+            return self.overdue or self._report_missing(broken)
 
-    def _missing(self, broken: RailBroken) -> Report:
-        said = broken.said or (None if broken.is_late else self.channel.last_message(broken.node))
-        return self._absent(broken.node, said, lost=not broken.is_late)
+    def _report_missing(self, broken: RailBroken) -> Report:
+        abort_header = broken.abort_header or (
+            None if broken.is_late else self.channel.last_message(broken.node)
+        )
+        return self._missing_report(broken.node, abort_header, lost=not broken.is_late)
 
-    def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
+    def _missing_report(self, node: int, abort_header: Header | None, *, lost: bool) -> Report:
         """The report of a missing node, or of a node that has aborted."""
-        if gave_up is not None:
-            return Report.unpack(gave_up.message)._replace(sender=gave_up.origin)
+        if abort_header is not None:
+            return Report.unpack(abort_header.message)._replace(sender=abort_header.origin)
         return Report(
             "",
             missing=self.topology.rail[node],
@@ -427,7 +435,7 @@ class RemoteNodes(NoRemoteNodes):
             lost=int(lost),
         )
 
-    def _difference(self, headers: list[Header]) -> Fault | None:
+    def _mismatch(self, headers: list[Header]) -> Fault | None:
         """The fault if the peers are in different calls."""
         first = self.topology.rail[0]
         for rank, header in zip(self.topology.rail, headers, strict=True):
@@ -457,7 +465,7 @@ def _first_fault(headers: list[Header]) -> Fault | None:
     )
 
 
-# -- how they begin ---------------------------------------------------------------------------------------------------
+# -- construction -------------------------------------------------------------------------------------------------
 
 
 def make_count_peers(peers: control.Peers, topology: Topology) -> control.Peers:
@@ -507,22 +515,22 @@ def _connect_hosts(
     """The links by node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     others = [rank for rank in topology.rail if rank != topology.rank]
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
-        said = bootstrap.gather(listener.endpoint)
-        endpoints = {rank: Endpoint(*said[rank]) for rank in others}
-        made, refused = connect(endpoints, timeout_s, hello(token, topology.rank))
+        gathered = bootstrap.gather(listener.endpoint)
+        endpoints = {rank: Endpoint(*gathered[rank]) for rank in others}
+        connected, failed = connect(endpoints, timeout_s, hello(token, topology.rank))
         problem = None
-        for each in made.values():
-            unused.callback(each.close)
-        if refused:
-            (rank, why), *_ = refused.items()
+        for connection in connected.values():
+            unused.callback(connection.close)
+        if failed:
+            (rank, reason), *_ = failed.items()
             problem = BackendUnavailable(
                 f"rank {topology.rank} on node {topology.node} cannot connect to rank {rank} on node "
-                f"{topology.node_of(rank)} at {endpoints[rank]}: {why}; {_HINT}"
+                f"{topology.node_of(rank)} at {endpoints[rank]}: {reason}; {_HINT}"
             )
         bootstrap.agree(problem)
-        come = bootstrap.attempt(lambda: listener.accept(others, token, timeout_s))
+        accepted = bootstrap.attempt(lambda: listener.accept(others, token, timeout_s))
         unused.pop_all()
-    return {topology.node_of(rank): Link(made[rank], come[rank]) for rank in others}
+    return {topology.node_of(rank): Link(connected[rank], accepted[rank]) for rank in others}
 
 
 def _make_payload(
@@ -539,7 +547,7 @@ def _make_payload(
 
     def make() -> Payload:
         try:
-            made = (
+            payload = (
                 GlooRail(store, **options)
                 if library is None
                 else NcclRail(library, store, **options)
@@ -552,7 +560,7 @@ def _make_payload(
                 f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}: "
                 f"{reason}; {_HINT}"
             ) from error
-        unused.callback(made.close)
-        return made
+        unused.callback(payload.close)
+        return payload
 
     return bootstrap.attempt(make)

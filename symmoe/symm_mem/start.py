@@ -156,7 +156,7 @@ class HeapParts:
         self.streams.synchronize()
         whole.barrier()  # no rank may signal into a control block that is not zeroed yet
 
-    def _give_back_memory(self) -> None:
+    def _free_memory(self) -> None:
         """Frees the arenas after the last call of all ranks; if one rank cannot, all keep theirs. Collective."""
         group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
         is_agreed = False
@@ -183,7 +183,7 @@ class HeapParts:
         missing = self._arenas.suspend_problem
         return BackendUnavailable(f"suspend: {missing}") if missing else None
 
-    def _bring_back_memory(self) -> None:
+    def _restore_memory(self) -> None:
         """Restores the arenas without the rows. Collective."""
         group = self.bootstrap.within(self.waits.timeout_s, PHASE_SUSPEND)
         poison = self.faults.poison
@@ -245,21 +245,23 @@ def _check(
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)
     raise_for(group_problem(expert_group, "expert_group"))
     ep_ranks = bootstrap.global_ranks
-    mine = ep_ranks[bootstrap.rank]
-    expert_ranks = [mine] if expert_group is None else dist.get_process_group_ranks(expert_group)
-    if {*expert_ranks} & {*ep_ranks} != {mine}:
+    own_rank = ep_ranks[bootstrap.rank]
+    expert_ranks = (
+        [own_rank] if expert_group is None else dist.get_process_group_ranks(expert_group)
+    )
+    if {*expert_ranks} & {*ep_ranks} != {own_rank}:
         raise ArgumentError(
-            f"expert_group has the ranks {expert_ranks}, group has {ep_ranks}: this rank ({mine}), and no other, must "
-            "be in both"
+            f"expert_group has the ranks {expert_ranks}, group has {ep_ranks}: this rank ({own_rank}), and no other, "
+            "must be in both"
         )
     return program_mode, fills, expert_ranks
 
 
-def _from_environment(name: str, words: tuple[str, ...]) -> str:
-    """The word in an environment variable; the first word if the variable is not set."""
-    word = os.environ.get(name) or words[0]
-    raise_for(choice_problem(name, word, words))
-    return word
+def _from_environment(name: str, choices: tuple[str, ...]) -> str:
+    """The value of an environment variable; the first choice if the variable is not set."""
+    value = os.environ.get(name) or choices[0]
+    raise_for(choice_problem(name, value, choices))
+    return value
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:
@@ -276,9 +278,9 @@ def _timeout_problem(name: str, value: object) -> ArgumentError | None:
 
 def _agree_on(bootstrap: Bootstrap, **options: object) -> None:
     """Raises on every rank if ranks disagree. Collective."""
-    mine = {"protocol version": _PROTOCOL_VERSION, **options}
-    gathered = bootstrap.gather(mine)
-    for field in mine:
-        values = [each[field] for each in gathered]
+    own_options = {"protocol version": _PROTOCOL_VERSION, **options}
+    gathered = bootstrap.gather(own_options)
+    for field in own_options:
+        values = [rank_options[field] for rank_options in gathered]
         if len(set(values)) > 1:
             raise ConfigMismatch(f"{field} differs between ranks: {values}")

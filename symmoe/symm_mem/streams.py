@@ -159,37 +159,39 @@ class StreamOrder:
         """Waits for all work of the device."""
         torch.cuda.synchronize(self._device)
 
-    def released(self, span: tuple[int, int, bool]) -> None:
+    def release(self, span: tuple[int, int, bool]) -> None:
         """Records that the current stream is done with (offset, size, was_dropped). was_dropped: any stream of earlier
         calls may have used it last."""
         offset, size, was_dropped = span
         order = self._order() if was_dropped else self._notice_stream()
         if order.last_mark is not None:
-            streams = [torch.cuda.current_stream(self._device)]
-            if was_dropped:
-                streams = [torch.cuda.ExternalStream(each, self._device) for each in order.streams]
+            streams = (
+                [torch.cuda.ExternalStream(handle, self._device) for handle in order.streams]
+                if was_dropped
+                else [torch.cuda.current_stream(self._device)]
+            )
             order.released += [(offset, offset + size, _mark(stream)) for stream in streams]
 
-    def taken(self, span: tuple[int, int]) -> None:
+    def acquire(self, span: tuple[int, int]) -> None:
         """Waits for other streams that used (offset, size), before the current stream uses it."""
         order = self._notice_stream()
         start = span[0]
         end = sum(span)
         if order.last_mark is None:
             return
-        left = []
+        still_released = []
         for other_start, other_end, mark in order.released:
             if start < other_end and other_start < end:
                 self._wait_for(mark)
                 # Only the part outside still needs a wait: whole spans would pile up where sizes vary.
-                left += [
+                still_released += [
                     part
                     for part in ((other_start, start, mark), (end, other_end, mark))
                     if part[0] < part[1]
                 ]
             else:
-                left.append((other_start, other_end, mark))
-        order.released = left
+                still_released.append((other_start, other_end, mark))
+        order.released = still_released
 
     def _order(self) -> _Order:
         if not (capture := self.capture):
@@ -206,7 +208,7 @@ class StreamOrder:
             and order.last is not None
             and current_stream(self._device.index) != order.last
         ):
-            # No marks have been kept yet: everything so far counts as the last call.
+            # There are no marks yet: all work so far counts as the last call.
             order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
             order.released = [(0, 1 << 62, order.last_mark)]
         return order
@@ -227,7 +229,7 @@ class NoStreams:
     is_idle = functools.partial(bool, 1)
     branch = functools.partial(Branch, None)
 
-    synchronize = taken = released = bool  # nothing to wait for: does nothing, without a frame
+    synchronize = acquire = release = bool  # nothing to wait for: does nothing, without a frame
 
 
 Streams = StreamOrder | NoStreams
@@ -247,9 +249,9 @@ def capture_id(device: torch.device) -> int:
         return 0
     status = ctypes.c_int()
     number = ctypes.c_ulonglong()
-    asked = current_stream(device.index), ctypes.byref(status), ctypes.byref(number)
+    arguments = current_stream(device.index), ctypes.byref(status), ctypes.byref(number)
     driver = _driver()
-    driver.check(driver.library().cuStreamGetCaptureInfo(*asked), "cuStreamGetCaptureInfo")
+    driver.check(driver.library().cuStreamGetCaptureInfo(*arguments), "cuStreamGetCaptureInfo")
     return number.value
 
 
@@ -258,21 +260,21 @@ class Access:
     raises and does not wait: the order of two threads could differ between ranks.
 
     Attributes:
-        is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
+        is_usable: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
         is_open: whether the heap also has memory, and is not suspended.
     """
 
     def __init__(self) -> None:
-        self.is_given = self.is_open = True
+        self.is_usable = self.is_open = True
         self._pid = os.getpid()
         self._turn = threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
         # Reading the process id in every call would cost a system call.
-        os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
+        os.register_at_fork(after_in_child=functools.partial(_disable_in_fork, weakref.ref(self)))
 
     def check(self) -> None:
         """Raises HeapClosed if another process has made the heap, HeapSuspended if the heap has no memory."""
-        if not self.is_given:
+        if not self.is_usable:
             raise HeapClosed(
                 f"the symmetric heap is that of process {self._pid}, of which this process ({os.getpid()}) is a fork: "
                 "it has no rank of its own"
@@ -285,7 +287,7 @@ class Access:
     @property
     def is_suspended(self) -> bool:
         """Whether this process has made the heap and the heap has no memory."""
-        return self.is_given and not self.is_open
+        return self.is_usable and not self.is_open
 
     def __enter__(self, even_suspended: bool = False) -> None:
         if not self.is_open and not even_suspended:
@@ -327,7 +329,7 @@ class OneCall:
         self._access.__enter__()
         try:
             if self._depth == 0:
-                # Another thread asks itself whether its stream captures a graph.
+                # Another thread reads for itself whether its stream captures a graph.
                 self._streams.eager_thread = 0 if self._streams.capture else threading.get_ident()
                 with self._memory:
                     self._streams.begin_call()
@@ -351,7 +353,7 @@ class OneCall:
         self._access.__exit__()
 
 
-def _take_away(reference: weakref.ref[Access]) -> None:
+def _disable_in_fork(reference: weakref.ref[Access]) -> None:
     access = reference()
     if access is not None:
-        access.is_given = access.is_open = False
+        access.is_usable = access.is_open = False

@@ -24,9 +24,8 @@ _ENDLESS_S = 4e9  # stands for math.inf: clocks count nanoseconds in 64 bits
 BARRIER = -1  # stands for all peers
 _NO_WORDS = (0,) * control.NUM_PUBLISHED
 NUM_CALLS = 64
-Kind = tuple[
-    int, int
-]  # the call of the last barrier, and the peer whose signal is waited for after it
+# The call of the last barrier, and the peer whose signal is waited for after it.
+Kind = tuple[int, int]
 
 
 class StartupGrace:
@@ -53,9 +52,9 @@ class StartupGrace:
         (control.pack_call) has only the phase."""
         last = self._last
         phase = call & 0xFF
-        before = self._num_ready
+        num_ready_before = self._num_ready
         self._num_ready = len(sys.modules) + self._num_compiled()
-        first = before != self._num_ready
+        first = num_ready_before != self._num_ready
         if fault:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
@@ -174,14 +173,14 @@ class Waits:
         timeout_ns = 0
         current = builder() if num_dispatch_modes() else None  # a builder is a mode
         if current is None:
-            timeout_ns, call = self._note(call, plan or 0, fault, peer)
+            timeout_ns, call = self._record(call, plan or 0, fault, peer)
         else:
             ops = kernels.for_device(self.device)
             # Only the last bits of a plan are in the call: they may be 0.
             changes = plan is not None and "plan" in current.numbers
             generation = current.numbers["plan"] if changes else plan or 0
             current.launches_with(
-                self._note,
+                self._record,
                 (call, generation, fault, peer),
                 {f"word_{n}": current.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
@@ -196,7 +195,7 @@ class Waits:
         self.is_inside = False
         return result
 
-    def _note(self, call: int, generation: int, fault: bool, peer: int) -> tuple[int, int]:
+    def _record(self, call: int, generation: int, fault: bool, peer: int) -> tuple[int, int]:
         """Records a wait before its launch, for the signal of `peer` or in a barrier. Returns its bound in nanoseconds,
         and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
@@ -204,8 +203,8 @@ class Waits:
         bound_s = self.timeout_s
         flight.epoch += peer == BARRIER
         flight.num_launched += 1
-        noted = [flight.num_launched, flight.epoch, call, peer, time.monotonic_ns(), None]
-        flight.calls.append(noted)
+        wait_record = [flight.num_launched, flight.epoch, call, peer, time.monotonic_ns(), None]
+        flight.calls.append(wait_record)
         if self.compiles and self.startup_grace.may_compile(
             call, peer, epoch=flight.epoch, fault=fault
         ):

@@ -188,7 +188,7 @@ def _dry_call(
                 routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: budget
             )
             y = expert_parallel_mlp(
-                x, routed.probs, experts, plan, out_shape=None, **routed_experts.words
+                x, routed.probs, experts, plan, out_shape=None, **routed_experts.choices
             )
             node = cast(Any, y.grad_fn)
             plan = node.step.plan

@@ -225,7 +225,9 @@ TOPK_IDX = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
 def call_of(layer: symmoe.MoELayer) -> list[int]:
     """The numbers of an operator's call in which everything is trained."""
     return list(
-        routed_experts._Call(layer._routed_experts.number, 2, trains=1, trains_own=1, gradients=3)
+        routed_experts._Call(
+            layer._routed_experts.number, 2, trains=1, trains_layers=1, gradients=3
+        )
     )
 
 
@@ -268,9 +270,9 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     arguments = ([x, probs, *weights], TOPK_IDX, call_of(layer))
     check(torch.ops.symmoe.moe_forward.default, arguments)
     state = torch.ops.symmoe.moe_forward(*arguments)[-1]
-    kept = routed_experts._kept(state)
+    kept = routed_experts._state_of(state)
     monkeypatch.setattr(
-        routed_experts, "_kept", lambda state: kept
+        routed_experts, "_state_of", lambda state: kept
     )  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
     check(

@@ -145,7 +145,7 @@ def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewh
     found = in_order(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
     program = with_steps(Program(1, (found[2],), ()))
-    things = ["memory", *program.things[1:]]
+    things = ["memory", *program.slot_values[1:]]
     run_steps(program.steps, things, lambda: twin)
     assert things[0] is None
     assert in_order(*entries)[:2] == (large[0], large[1])
@@ -258,7 +258,7 @@ def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
             for each in entries
         ]
         program = with_steps(player.in_sections(Program(3, tuple(entries_of), ())))
-        things = [args[0], *program.things[1:]]
+        things = [args[0], *program.slot_values[1:]]
         things[VALUES] = array("q", [STREAM, *program.values[1:]])
         fake_cuda.happened.clear()
         run_steps(program.steps, things, lambda: twin)

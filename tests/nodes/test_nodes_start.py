@@ -246,7 +246,7 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     with pytest.raises(RailBroken) as gone:
         channel.receive(PROMPT_S)
     assert (
-        (said := gone.value.said).origin,
+        (said := gone.value.abort_header).origin,
         said.message.rstrip(b"\0"),
         channel.last_message(1),
     ) == (

@@ -53,7 +53,7 @@ def view(offset_bytes: int, *shape: int, dtype: torch.dtype = torch.float32) -> 
 def run(*entries: Entry, given: tuple[Any, ...] = (BASE, 7), **fields: Any) -> Program:
     """Runs entries whose first slots have what is given; returns the program, and all things."""
     program = with_steps(Program(len(given) + 2, entries, (), **fields))
-    things = [*given, *program.things[len(given) :]]
+    things = [*given, *program.slot_values[len(given) :]]
     run_steps(program.steps, things, lambda: twin)
     return things
 
@@ -106,7 +106,7 @@ def test_two_outputs_are_two_tensors_and_an_empty_one_is_new_in_each_call():
     program = with_steps(Program(1, (), (view(0, 3), view(0, 3), EMPTY, EMPTY)))
     results = []
     for _ in range(2):
-        things = [BASE, *program.things[1:]]
+        things = [BASE, *program.slot_values[1:]]
         run_steps(program.steps, things, lambda: twin)
         results += program.result(things)
     assert len({id(tensor) for tensor in results}) == 8
@@ -122,7 +122,7 @@ def test_what_is_owed_to_peers_needs_no_step_that_is_not():
         Mark(CLEAN),
     ]
     program = with_steps(Program(1, tuple(entries), ()))
-    things = [BASE, *program.things[1:]]
+    things = [BASE, *program.slot_values[1:]]
     run_steps([step for step in program.steps if step.must_complete], things, lambda: twin)
     ((owed, one),) = seen
     assert one == 1

@@ -34,7 +34,7 @@ ALLOWED = {
     **dict.fromkeys(["_asdict", "_replace"], "of named tuples"),
     "_data": "of NVSHMEM's bindings, with which it comes",
     **dict.fromkeys(["_apply_gate", "_from_config", "_get_dtype_plan"], "of transformers"),
-    **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told"], "symmoe's own"),
+    **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_reported"], "symmoe's own"),
     "_gradients": "symmoe's own",
 }
 # What a private name may be an attribute of, besides torch's modules.

@@ -215,7 +215,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     ]
     functions = (ctypes.c_void_p * 3)(*[ctypes.cast(each, ctypes.c_void_p) for each in kept])
     functions.kept = kept
-    monkeypatch.setattr(graph, "_functions_of_driver", lambda: functions)
+    monkeypatch.setattr(graph, "_driver_functions", lambda: functions)
     return result
 
 

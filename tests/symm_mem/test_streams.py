@@ -78,15 +78,15 @@ def test_what_is_left_of_a_span_is_still_waited_for(
         call(fake, order, stream)
     fake.current = 1
     work = fake.launch()
-    order.released((512, 1536, False))
+    order.release((512, 1536, False))
     fake.current = 2
-    order.taken((1024, 512))  # its middle
+    order.acquire((1024, 512))  # its middle
     assert fake.has_waited_for(1, work)
     fake.current = 3
-    order.taken((2048, 512))  # next to it
-    order.taken((0, 512))
+    order.acquire((2048, 512))  # next to it
+    order.acquire((0, 512))
     assert not fake.has_waited_for(1, work)
-    order.taken(part)
+    order.acquire(part)
     assert fake.has_waited_for(1, work)
 
 
@@ -109,7 +109,7 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
                 ended.append((fake.current, fake.launch()))
                 raise ValueError("in the middle")
         span = arena.take(512 * draw.randint(1, 100))
-        order.taken(span)
+        order.acquire(span)
         taken.append(span)
         for unit in units(span):
             assert all(fake.has_waited_for(*use) for use in needed.pop(unit, {}).items())
@@ -118,10 +118,10 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
             fake.launch()  # a kernel that is no call of the heap
             if draw.random() < 0.2:
                 uses = dict(fake.work)
-                order.released((*span, True))
+                order.release((*span, True))
             else:
                 uses = {fake.current: fake.work[fake.current]}
-                order.released((*span, False))
+                order.release((*span, False))
             needed |= dict.fromkeys(units(span), uses)
             arena.give_back(*span)
         num_marks.append(len(order._eager.released))

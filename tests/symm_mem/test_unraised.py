@@ -12,7 +12,7 @@ from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.kernels import control
-from symmoe.symm_mem.faults import was_left
+from symmoe.symm_mem.faults import has_left_call
 
 T, K, H = 6, 2, 16
 
@@ -161,4 +161,4 @@ COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
     ],
 )
 def test_what_a_left_call_looks_like(phase: int, since: list[int | None], want: bool):
-    assert was_left(phase, since) is want
+    assert has_left_call(phase, since) is want

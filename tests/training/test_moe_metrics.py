@@ -196,7 +196,7 @@ def test_gate_mass_ignores_ids_that_no_expert_has(heap: SymmetricHeap):
     load = torch.zeros(EXPERTS, dtype=torch.int32)
     ids = torch.tensor([[0, EXPERTS, -1], [2**20, 3, 0]], dtype=torch.int32)
     report = RoutingReport(ids, ids, load, load[:1], 4, 4, is_training=True, probs=torch.ones(2, 3))
-    model.layers[0].listeners.tell(report)
+    model.layers[0].listeners.report(report)
     assert logger.step(0)[0].gate_mass == (2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -185,8 +185,8 @@ class LaunchGraph:
         self._graph = self._make(nodes)
         self._exec = self._instantiate()
         self._launch: Callable[..., int] = functools.partial(
-            _in_c().launch,
-            ctypes.addressof(_functions_of_driver()),
+            _c_module().launch,
+            ctypes.addressof(_driver_functions()),
             self._exec.value,
             ctypes.addressof(self._kernels),
             len(self._kernels),
@@ -219,25 +219,27 @@ class LaunchGraph:
         graph = ctypes.c_void_p()
         driver.check(library.cuGraphCreate(ctypes.byref(graph), 0), "cuGraphCreate")
         weakref.finalize(self, library.cuGraphDestroy, graph).atexit = False
-        made: list[int | None] = []
+        handles: list[int | None] = []
         kernels = iter(self._kernels)
-        for node, before in nodes:
+        for node, dependencies in nodes:
             handle = ctypes.c_void_p()
-            after = (ctypes.c_void_p * len(before))(*[made[number] for number in before])
-            place = ctypes.byref(handle), graph, after, len(before)
+            handles_before = (ctypes.c_void_p * len(dependencies))(
+                *[handles[number] for number in dependencies]
+            )
+            arguments = ctypes.byref(handle), graph, handles_before, len(dependencies)
             if isinstance(node, KernelNode):
                 kernel = next(kernels)
-                error = library.cuGraphAddKernelNode_v2(*place, kernel.params)
+                error = library.cuGraphAddKernelNode_v2(*arguments, kernel.params)
                 driver.check(error, "cuGraphAddKernelNode")
                 kernel.node = handle.value
                 _set_priority(handle, node.priority)
             elif node.is_wait:
-                error = library.cuGraphAddEventWaitNode(*place, node.event.cuda_event)
+                error = library.cuGraphAddEventWaitNode(*arguments, node.event.cuda_event)
                 driver.check(error, "cuGraphAddEventWaitNode")
             else:
-                error = library.cuGraphAddEventRecordNode(*place, node.event.cuda_event)
+                error = library.cuGraphAddEventRecordNode(*arguments, node.event.cuda_event)
                 driver.check(error, "cuGraphAddEventRecordNode")
-            made.append(handle.value)
+            handles.append(handle.value)
         return graph
 
     def _instantiate(self) -> ctypes.c_void_p:
@@ -261,7 +263,7 @@ def _set_priority(node: ctypes.c_void_p, priority: int) -> None:
 
 
 @functools.cache
-def _functions_of_driver() -> Any:
+def _driver_functions() -> Any:
     """The driver functions that the compiled function calls."""
     names = "cuGraphExecKernelNodeSetParams_v2", "cuTensorMapReplaceAddress", "cuGraphLaunch"
     addresses = [
@@ -271,6 +273,6 @@ def _functions_of_driver() -> Any:
 
 
 @functools.cache
-def _in_c() -> ModuleType:
+def _c_module() -> ModuleType:
     """The compiled module, built in the same way as Triton's launchers, which every GPU kernel needs."""
     return build_module(_SOURCE, "symmoe_graph")

@@ -109,7 +109,9 @@ def fast_jit(
     def decorate(function: Any) -> Any:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         kinds = {
-            each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr
+            parameter.name: parameter.annotation
+            for parameter in parameters
+            if parameter.annotation is not tl.constexpr
         }
         numbers = [
             name
@@ -173,7 +175,7 @@ class FastLaunch:
 
     def __init__(self, kernel: JITFunction) -> None:
         modes = (
-            [triton_internals.mode(each) for each in kernel.params]
+            [triton_internals.mode(parameter) for parameter in kernel.params]
             if triton_internals.IS_KNOWN
             else []
         )
@@ -314,7 +316,7 @@ class _Call:
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
     """Whether each address is a multiple of 16; True if all are."""
     return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple(
-        [each % 16 == 0 for each in addresses]
+        [address % 16 == 0 for address in addresses]
     )
 
 

@@ -138,11 +138,11 @@ class Kernel:
         words = [stream, 0, *addresses, *self._pick(args)]
         for n, kind in self._floats:
             words[n] = _bits(words[n], kind)
-        kept = []
+        map_objects = []
         for n, maps in self._mapped:
             parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
             words += parts
-            kept.append(map_object)  # another thread may drop it
+            map_objects.append(map_object)  # another thread may drop it
         values = _values(words)  # per call: threads may launch the same kernel at once
         base, _ = values.buffer_info()
         pointers = array("Q", [base + offset for offset in self._offsets])
@@ -158,7 +158,7 @@ class Kernel:
             pointers.buffer_info()[0],
             None,
         )
-        del memory, kept  # the driver has read them
+        del memory, map_objects  # the driver has read them
         driver.check(error, f"the launch of {self.name}")
 
     def _copy_maps(self, words: Sequence[int], pointers: array[int]) -> Any:
@@ -258,28 +258,28 @@ class _TensorMaps(dict[torch.Size, Parts]):
 
     def of(self, tensor: torch.Tensor) -> Parts:
         """The values for a tensor."""
-        found = self.get(tensor.shape)
-        if found is None:
+        parts = self.get(tensor.shape)
+        if parts is None:
             driver.ensure_context()
             if len(self) >= MAX_TENSOR_MAPS:
                 self.clear()
             descriptor = self._describe(tensor)
-            descriptor.base = _SOMEWHERE  # every launch writes its own address there
-            found = described_parts(self._compiled, self._number, descriptor)
-            if found is None:
+            descriptor.base = _PLACEHOLDER  # every launch writes its own address there
+            parts = described_parts(self._compiled, self._number, descriptor)
+            if parts is None:
                 raise _Unknown
-            self[tensor.shape] = found
-        return found
+            self[tensor.shape] = parts
+        return parts
 
 
-class _Somewhere:
+class _PlaceholderTensor:
     """A stand-in for the tensor of a descriptor: an address that a driver accepts."""
 
     def data_ptr(self) -> int:
         return 1 << 40
 
 
-_SOMEWHERE = _Somewhere()
+_PLACEHOLDER = _PlaceholderTensor()
 
 
 def _bits(value: float, kind: str) -> int:
@@ -342,22 +342,23 @@ def in_sections(program: Program) -> Program:
     the current stream. Memory that only launches use, and small memory, is one allocation. Large memory that only the
     current stream uses is freed before the program allocates large memory that comes after its last use.
     """
-    made, steps = list[Call](), list[Entry]()
+    allocations, steps = list[Call](), list[Entry]()
     has_outside = any(getattr(entry, "kind", None) == IN_ORDER for entry in program.entries)
     group, layout = _Group(), _Layout(has_outside=has_outside)
-    for entry in _with_memory_planned(program, made, layout.parts):
+    for entry in _with_memory_planned(program, allocations, layout.parts):
         if not group.takes(entry):
             steps += group.end(layout)
             group = _Group()
             group.takes(entry)
     steps += group.end(layout)
-    return replace(program, entries=(*made, *steps), values=layout.values)
+    return replace(program, entries=(*allocations, *steps), values=layout.values)
 
 
 def _with_memory_planned(
-    program: Program, made: list[Call], parts: dict[int, tuple[int, int]]
+    program: Program, allocations: list[Call], parts: dict[int, tuple[int, int]]
 ) -> list[Entry]:
-    """The entries without the allocations before the first launch (`made`), and the `parts` of memory (see _Layout)."""
+    """The entries without the allocations before the first launch. Adds these to `allocations`, and the parts of memory
+    to `parts` (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
     for n, entry in enumerate(program.entries):
         for slot in _slots(
@@ -383,14 +384,14 @@ def _with_memory_planned(
         is_alone = all(getattr(user, "stream", None) is None for user in used)
         ended = [slot for slot in large if users[slot][-1][0] < n] if is_alone else []
         if sum(large[slot] for slot in ended) < _WORTH_BYTES:
-            made.append(entry)
+            allocations.append(entry)
         else:
             entries += [*map(_free, ended), entry]
             large = {slot: size for slot, size in large.items() if slot not in ended}
         if launches_use and is_alone and used:
             large[entry.slot] = num_bytes
     if small:
-        made.append(_workspace(small, parts))
+        allocations.append(_workspace(small, parts))
     return entries
 
 
@@ -434,7 +435,7 @@ class _Group:
 
     def takes(self, entry: Entry) -> bool:
         """Adds the entry to this group if it fits; returns whether it does."""
-        has_operator = any(each.kind == OPERATOR for each in self._after)
+        has_operator = any(entry.kind == OPERATOR for entry in self._after)
         # A launch may read what an operator writes.
         if self._is_full or (has_operator and isinstance(entry, (Launch, Event, Mark))):
             return False
@@ -464,7 +465,7 @@ class _Group:
         """The entries to run. A section cannot be interrupted, so only the last mark counts after it. Exchanges that
         peers wait for share a section with other work, because no peer would see an error of Python between them."""
         section = [Section(self._launches, layout).call] if self._launches else []
-        is_owing = self._mark is not None and self._mark.what == MUST_SIGNAL
+        is_owing = self._mark is not None and self._mark.meaning == MUST_SIGNAL
         marks = [Mark(MUST_ABORT) if is_owing else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
@@ -571,12 +572,12 @@ class Section:
         numbers = [number for _, number in self._numbers]
         self.call = Call(self.launch, ((ObjectSlot(VALUES), *memory, *numbers), {}), None)
 
-    def launch(self, values: array[int], *given: Any) -> None:
-        """Launches everything. given: memory, tensors and leases, and numbers."""
+    def launch(self, values: array[int], *arguments: Any) -> None:
+        """Launches the section. arguments: memory, tensors and leases, and numbers."""
         num_memory = len(self._memory)
-        for (index, _), memory in zip(self._memory, given[:num_memory], strict=True):
+        for (index, _), memory in zip(self._memory, arguments[:num_memory], strict=True):
             values[index] = memory.data_ptr()
-        for (index, _), number in zip(self._numbers, given[num_memory:], strict=True):
+        for (index, _), number in zip(self._numbers, arguments[num_memory:], strict=True):
             values[index] = number
         driver.ensure_context()
         library = driver.library()
