@@ -596,7 +596,7 @@ def test_pipeline_of_two_stages(
     rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str
 ) -> None:
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
-    fields = {**_pipeline(2, num_chunks), **FIELDS[name]}
+    fields = {**_pipeline(2, num_chunks, layers_per_chunk=1), **FIELDS[name]}
     found = {}
     with cases.opened(ep=ep, pp=2, num_chunks=num_chunks, fields=fields) as (config, heap, forms):
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -614,7 +614,7 @@ def test_pipeline_of_two_stages(
     [
         pytest.param(0, 2, 2, 2, False, id="first of 2"),
         pytest.param(1, 2, 1, 4, False, id="last of 2"),
-        pytest.param(1, 3, 2, 4, True, id="second of 3, recomputed"),
+        pytest.param(1, 3, 1, 4, True, id="second of 3, recomputed"),
     ],
 )
 @run_on(2, fixture="ranks")

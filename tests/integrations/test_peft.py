@@ -148,7 +148,7 @@ def adapted_curve(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
-    """The same first values for the same seed, and the same 20 steps."""
+    """The same first values for the same seed, and the same steps."""
     expected = with_torch(wrapped_by_peft(small_model(), config_of(config)), Job(max_norm=0.02))
     for run in cluster(2).run(adapted_curve, config, order):
         assert run.losses == pytest.approx(expected.losses, rel=BOUND)

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import transformers
 from hf_cases import error, share_of
-from hf_models import VOCABULARY, module_names, tiny_model
+from hf_models import VOCABULARY, experts_code, module_names, tiny_model
 from safetensors.torch import load_file, save_file
 
 import symmoe
@@ -87,7 +87,31 @@ def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
         assert torch.equal(generated, reference.generate(tokens(rank), **options))
 
 
-@pytest.mark.parametrize("model_type", module_names())
+# Other names of blocks, no gate, transposed weights, experts beside an MLP, a clamp, linear attention, biases.
+TWO_RANKS = [
+    "granitemoe",
+    "lfm2_moe",
+    "nemotron_h",
+    "aria",
+    "gemma4",
+    "deepseek_v4",
+    "qwen3_next",
+    "openai_privacy_filter",
+]
+CODES = list(experts_code().values())
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        # Slow: what has the experts' code of a model before it, and what runs on two ranks.
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow] * (name in TWO_RANKS or CODES.index(code) < number),
+        )
+        for number, (name, code) in enumerate(experts_code().items())
+    ],
+)
 def test_is_as_the_unmodified_model_or_refused(
     model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
@@ -132,19 +156,6 @@ def test_numbers_on_the_page():
     if transformers.__version__ == "5.24.0":
         page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
         assert f"{known - refused} of the {known} modules of transformers 5.24" in page
-
-
-# Other names of blocks, no gate, transposed weights, experts beside an MLP, a clamp, linear attention, biases.
-TWO_RANKS = [
-    "granitemoe",
-    "lfm2_moe",
-    "nemotron_h",
-    "aria",
-    "gemma4",
-    "deepseek_v4",
-    "qwen3_next",
-    "openai_privacy_filter",
-]
 
 
 @run_on(2)

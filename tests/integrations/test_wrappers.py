@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import symmoe
 from symmoe.integrations.transformers import swap_moe
 
-STEPS = 20
 # Sums in another order: DDP adds dense gradients up in buckets.
 BOUND = 2e-6
 
@@ -84,7 +83,7 @@ def losses_of(
 ) -> list[float]:
     """The mean loss of every step. options: of curve_of."""
     shares = small.equal_shares(num_ranks)
-    curve = small.curve_of(model, rank, shares, reduce, steps=STEPS, **options)
+    curve = small.curve_of(model, rank, shares, reduce, **options)
     return [loss for loss, _ in curve]
 
 
@@ -108,7 +107,7 @@ def test_prepared_models_train_as_with_reduce_gradients(
     expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
     losses = losses_of(WRAPS[wrap](build(trainer_heap)), rank, num_ranks)
     assert losses == pytest.approx(expected, rel=BOUND)
-    assert build is with_adapters or losses[-1] < 0.7 * losses[0]
+    assert build is with_adapters or losses[-1] < 0.95 * losses[0]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from symmoe.training.parallel import data_parallel, parallelize
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
 LEARNING_RATE = 0.1
+STEPS = 6
 CONFIG = symmoe.MoEConfig(
     hidden=HIDDEN,
     ffn=FFN,
@@ -114,7 +115,6 @@ def curve_of(
     shares,
     after_backward: Callable = lambda: None,
     *,
-    steps=20,
     group=None,
     loss_of: Callable[..., torch.Tensor] = rank_loss,
 ) -> list[tuple[float, object]]:
@@ -124,7 +124,7 @@ def curve_of(
         [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE
     )
     curve = []
-    for number in range(steps):
+    for number in range(STEPS):
         loss = loss_of(model, number, rank, shares)
         loss.backward()
         found = after_backward()
