@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 import torch
-from cluster import Cluster, forget_graphs, seed_torch
+from cluster import Cluster, forget_graphs, preload, seed_torch
 from shared_gpus import are_too_few
 from shared_memory import left_in_shared_memory, shared_memory
 
@@ -54,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if "hf_cases" in sys.modules:  # of tests that each rank would import with all of transformers
+        preload("trainer_cases")
     gc.freeze()
     gc.enable()
 

@@ -265,7 +265,6 @@ def _changed_batch(step: int) -> dict[str, torch.Tensor]:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-NUM_STEPS = 3
 MOMENT = 3.0  # exp_avg of the saved optimizer is this times the parameter
 
 
@@ -335,55 +334,35 @@ def _state(model, per_expert_keys: bool, moments: list[torch.Tensor]) -> dict:
 # -- the distributed optimizer ---------------------------------------------------------------------------------------
 
 
-class _Run:
-    """A GPTModel in Megatron's DDP, with Adam."""
-
-    def __init__(self, config, spec, distributed: bool) -> None:
-        choice = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
-        )
-        model = cases.model_of(config, spec)
-        self.model = DistributedDataParallel(
-            config, choice, Float16Module(config, model) if config.bf16 else model
-        )
-        options = {
-            "use_distributed_optimizer": distributed,
-            "bf16": config.bf16,
-            "params_dtype": config.params_dtype,
-        }
-        settings = OptimizerConfig(
-            optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=0.5, **options
-        )
-        self.optimizer = get_megatron_optimizer(settings, [self.model])
-
-    def steps(self, number: int) -> list[float]:
-        """Losses of this rank."""
-        losses = []
-        for step in range(number):
-            self.model.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            loss = self.model(**cases.batch_of()).mean()
-            loss.backward()
-            losses.append(loss.item())
-            finalize_model_grads([self.model])
-            is_done, norm, _ = self.optimizer.step()
-            assert is_done
-            assert step >= NUM_STEPS or norm > 0.5, "the gradients are clipped"
-        return losses
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return {
-            name: parameter.detach().clone()
-            for name, parameter in cases.named_parameters(self.model)
-        }
-
-    def state_size(self) -> int:
-        states = [
-            state
-            for part in self.optimizer.chained_optimizers
-            for state in part.optimizer.state.values()
-        ]
-        return sum(state["exp_avg"].numel() for state in states)
+def _trained(config, spec, distributed: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Parameters after three steps in Megatron's DDP, with Adam, and how many numbers of its state are on this rank."""
+    choice = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+    )
+    model = DistributedDataParallel(config, choice, cases.model_of(config, spec))
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.01,
+        clip_grad=0.5,
+        use_distributed_optimizer=distributed,
+        params_dtype=config.params_dtype,
+    )
+    optimizer = get_megatron_optimizer(settings, [model])
+    for _ in range(3):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        model(**cases.batch_of()).mean().backward()
+        finalize_model_grads([model])
+        is_done, norm, _ = optimizer.step()
+        assert is_done
+        assert norm > 0.5, "the gradients are clipped"
+    states = [
+        state["exp_avg"].numel()
+        for part in optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    return {name: its.detach() for name, its in cases.named_parameters(model)}, sum(states)
 
 
 # -- the tests -------------------------------------------------------------------------------------------------------
@@ -596,7 +575,7 @@ def test_pipeline_of_two_stages(
     rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str
 ) -> None:
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
-    fields = {**_pipeline(2, num_chunks), **FIELDS[name]}
+    fields = {**_pipeline(2, num_chunks, layers_per_chunk=1), **FIELDS[name]}
     found = {}
     with cases.opened(ep=ep, pp=2, num_chunks=num_chunks, fields=fields) as (config, heap, forms):
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -614,7 +593,7 @@ def test_pipeline_of_two_stages(
     [
         pytest.param(0, 2, 2, 2, False, id="first of 2"),
         pytest.param(1, 2, 1, 4, False, id="last of 2"),
-        pytest.param(1, 3, 2, 4, True, id="second of 3, recomputed"),
+        pytest.param(1, 3, 1, 4, True, id="second of 3, recomputed"),
     ],
 )
 @run_on(2, fixture="ranks")
@@ -884,27 +863,6 @@ def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> 
     cases.check_equal(found)
 
 
-@pytest.mark.slow
-@run_on(2, fixture="ranks")
-def test_fp8_experts_train_as_bf16(rank: int, num_ranks: int) -> None:
-    """With gradients fused into main_grad, the losses of a step differ by less than 5 % of the first loss."""
-    losses = {}
-    with cases.opened(ep=2) as (_, heap, _), megatron_shim.CudaIsCpu():
-        for name, fields in {"bf16": {}, "fp8": cases.FP8}.items():
-            half = {"bf16": True, "params_dtype": torch.bfloat16}
-            config = cases.config_of(**{**cases.FP8, "fp8": None, **fields, **half})
-            run = _Run(
-                config,
-                _with_fused_gradients(megatron.use_symmoe(cases.reference_spec(config), heap)),
-                False,
-            )
-            losses[name] = run.steps(30)
-    first = losses["bf16"][0]
-    curves = list(zip(*losses.values(), strict=True))
-    assert all(0 < abs(bf16 - fp8) < 0.05 * first for bf16, fp8 in curves)
-    assert max(curves[-1]) < 0.01 * first
-
-
 def test_experts_start_from_megatrons_generators(ranks):
     first, second = ranks(2).run(initial_experts)
     weights = [*first, *second]
@@ -1021,28 +979,13 @@ def test_checkpoints_move_between_layouts_and_kinds_of_layers(
 @run_on(2, fixture="ranks")
 def test_distributed_optimizer(rank: int, num_ranks: int, ep: int) -> None:
     """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
-    found, sizes = {}, []
     with cases.opened(ep=ep) as (config, _, forms), megatron_shim.CudaIsCpu():
-        for form in ("megatron", "experts"):
-            for distributed in (False, True):
-                run = _Run(config, forms[form], distributed)
-                before = run.parameters()
-                run.steps(NUM_STEPS)
-                found[form, distributed] = run.parameters()
-                if form == "experts":
-                    sizes.append(run.state_size())
-        assert len(cases.differences(run.parameters(), before)) == len(before)
-        to_plain, to_megatrons = (
-            found[other] for other in (("experts", False), ("megatron", True))
-        )
-        assert (
-            max(cases.differences(found["experts", True], to_plain).values(), default=0.0)
-            < cases.ROUNDING
-        )
+        before = dict(cases.named_parameters(cases.model_of(config, forms["experts"])))
+        plain, plain_size = _trained(config, forms["experts"], False)
+        sharded, sharded_size = _trained(config, forms["experts"], True)
+        megatrons, _ = _trained(config, forms["megatron"], True)
+        assert len(cases.differences(sharded, before)) == len(before)
+        assert max(cases.differences(sharded, plain).values(), default=0.0) < cases.ROUNDING
         # Adam divides by small numbers.
-        assert (
-            max(cases.differences(found["experts", True], to_megatrons).values())
-            < 100 * cases.ROUNDING
-        )
-        plain, sharded = sizes  # numbers of Adam's state on this rank
-        assert sharded < 0.7 * plain if ep == 1 else sharded < plain
+        assert max(cases.differences(sharded, megatrons).values()) < 100 * cases.ROUNDING
+        assert sharded_size < 0.7 * plain_size if ep == 1 else sharded_size < plain_size

@@ -61,15 +61,13 @@ def test_slots_are_the_experts_in_ascending_order(num_tokens: int, num_experts: 
     assert topk_idx.tolist() == [chosen + [-1] * (width - len(chosen)) for chosen in wanted]
     assert topk_idx.dtype == torch.int32
     assert topk_probs.dtype == torch.float32
-    for t, chosen in enumerate(wanted):
-        assert topk_probs[t, : len(chosen)].tolist() == [probs[t, e].float().item() for e in chosen]
     # The gradient of a slot without an expert is 0: it has no row.
     slot_grads = torch.rand(topk_probs.shape, generator=generator) * (topk_idx >= 0)
     topk_probs.backward(slot_grads)
     grads = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
     for t, chosen in enumerate(wanted):
-        for k, e in enumerate(chosen):
-            grads[t, e] = slot_grads[t, k].item()
+        assert topk_probs[t, : len(chosen)].equal(probs[t, chosen].float())
+        grads[t, chosen] = slot_grads[t, : len(chosen)].double()
     assert probs.grad.equal(grads)
 
 
@@ -98,6 +96,7 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
         assert new_submodules.router is submodules.router
         assert new_submodules.shared_experts is submodules.shared_experts
         assert others["heap"] is heap
+        assert parts_of(copy.deepcopy(new).submodules.mlp)[2]["heap"] is heap
         assert new.submodules.self_attention is spec.submodules.self_attention
     assert "pg_collection" not in others
     groups = object()
@@ -123,11 +122,6 @@ def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
         assert [module for module, _, _ in found] == [megatron.SymmMoELayer] * 2
         assert found[0][2]["heap"] is found[1][2]["heap"] is heap
     assert parts_of(block.layer_specs[1].submodules.mlp)[0] is MoELayer
-
-
-def test_copied_specs_share_the_heap(heap: SymmetricHeap):
-    spec = megatron.use_symmoe(get_gpt_layer_local_spec(num_experts=8), heap)
-    assert all(parts_of(s.submodules.mlp)[2]["heap"] is heap for s in (spec, copy.deepcopy(spec)))
 
 
 def test_spec_without_moe_is_refused(heap: SymmetricHeap):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from layers import layer_config
+from layers import layer_config, tokens_of
 from small_model import on_layout, open_heap, set_weights
 from torch import nn
 from worker import assert_refused
@@ -40,10 +40,6 @@ class Own(nn.Module):
         return self.moe(x, token_mask, topk_idx=topk_idx, probs=probs)
 
 
-def tokens(rank: int) -> torch.Tensor:
-    return torch.randn(7 + 2 * rank, H, generator=torch.Generator().manual_seed(rank))
-
-
 def own_model(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = NONE) -> Own:
     model = Own(config, heap)
     set_weights(model, heap)
@@ -55,7 +51,7 @@ def in_one_process(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     in float64."""
     with open_heap(None) as heap:
         whole = own_model(heap).double()
-    inputs = [tokens(r).double().requires_grad_() for r in range(num_ranks)]
+    inputs = [tokens_of(r, 7 + 2 * r, H).double().requires_grad_() for r in range(num_ranks)]
     weights = whole.moe.experts.fc1.weight, whole.moe.experts.fc2.weight
     ys = [oracle.experts(x, *whole.choose(x), *weights) for x in inputs]
     torch.cat(ys).square().sum().backward()
@@ -77,7 +73,7 @@ def test_results_and_gradients_are_those_of_one_process(
         "moe.experts.fc1.weight",
         "moe.experts.fc2.weight",
     }
-    x = tokens(rank).requires_grad_()
+    x = tokens_of(rank, 7 + 2 * rank, H).requires_grad_()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     y, metrics = run(x)
     y.square().sum().backward()
@@ -90,9 +86,9 @@ def test_results_and_gradients_are_those_of_one_process(
     }
     found = {name: tensor.double() for name, tensor in found.items()}
     torch.testing.assert_close(found, in_one_process(rank, num_ranks), rtol=1e-4, atol=1e-5)
-    loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(
-        minlength=EXPERTS
-    )
+    loads = torch.cat(
+        [model.choose(tokens_of(r, 7 + 2 * r, H))[0].flatten() for r in range(num_ranks)]
+    ).bincount(minlength=EXPERTS)
     assert (metrics.expert_load.tolist(), metrics.aux_loss) == (loads.tolist(), 0)
 
 
@@ -108,7 +104,7 @@ def test_given_what_the_router_says_a_layer_does_the_same(
     bare = symmoe.MoELayer(
         symmoe.MoEConfig(**SHAPE, **options, router=None), heap, experts=layer.experts
     )
-    x = tokens(3)
+    x = tokens_of(3, 13, H)
     token_mask = torch.arange(13) % 3 > 0 if masked else None
     want, metrics = layer(x, token_mask)
     want.square().sum().backward()
@@ -135,7 +131,7 @@ def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
         **SHAPE, router=symmoe.RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
     )
     layer = symmoe.MoELayer(config, heap)
-    x = tokens(0)
+    x = tokens_of(0, 7, H)
     topk_idx = torch.tensor([[0, 1]] * len(x))
     probs = torch.rand(len(x), TOP_K).bfloat16().requires_grad_()
     with symmoe.routing.record_routing(layer) as routing:
@@ -155,7 +151,7 @@ def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
 def test_no_expert_has_no_weight(heap: symmoe.SymmetricHeap):
     """Whatever stands beside an id of -1 does nothing."""
     layer = symmoe.MoELayer(NONE, heap)
-    x = tokens(0)
+    x = tokens_of(0, 7, H)
     topk_idx = torch.tensor([[0, -1]] * len(x))
     probs = torch.tensor([[0.5, float("nan")]] * len(x)).requires_grad_()
     y, _ = layer(x, topk_idx=topk_idx, probs=probs)
@@ -187,7 +183,7 @@ def test_wrong_arguments_raise_on_every_rank(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
     layer = symmoe.MoELayer(NONE, heap)
-    x = tokens(0)
+    x = tokens_of(0, 7, H)
     good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
     for culprit in range(num_ranks):
         for name, (spoil, text) in WRONG.items():
@@ -202,7 +198,7 @@ def test_wrong_arguments_raise_on_every_rank(
 @run_on(2)
 def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
     with on_layout(1, 2) as (mesh, heap):
-        x = tokens(rank)
+        x = tokens_of(rank, 7 + 2 * rank, H)
         want, _ = own_model(heap)(x)
         for wrap in (parallelize, data_parallel):
             y, _ = wrap(own_model(heap), mesh)(x)
@@ -213,7 +209,7 @@ def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
 def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
     bare = symmoe.MoELayer(NONE, heap)
     layer = symmoe.MoELayer(layer_config(**SHAPE), heap)
-    x = tokens(0)
+    x = tokens_of(0, 7, H)
     with (
         pytest.raises(symmoe.errors.ArgumentError, match="has no router"),
         symmoe.routing.balanced_routing(bare),

@@ -29,7 +29,7 @@ from symmoe.kernels import twin
 from symmoe.precision import Float8Block
 from symmoe.training.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 
-STEPS, MAX_NORM = 50, 0.5
+MAX_NORM = 0.5
 # Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.
 CURVE_BOUND = 2e-6
 
@@ -39,7 +39,7 @@ Curve = list[tuple[float, float]]
 
 
 def train(
-    model: nn.Module, rank: int, shares: tuple[int, ...], *, steps: int = STEPS, group=None
+    model: nn.Module, rank: int, shares: tuple[int, ...], *, group=None
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     """(loss of the global batch, gradient norm before clipping) of every step; and the first gradients."""
     gradients = small.first_gradients(model, rank, shares)
@@ -48,16 +48,16 @@ def train(
     def clip() -> float:
         return symmoe.training.clip_grad_norm(model, MAX_NORM, group=group).item()
 
-    return small.curve_of(model, rank, shares, clip, steps=steps, group=group), gradients
+    return small.curve_of(model, rank, shares, clip, group=group), gradients
 
 
 def reference(
-    rank: int, num_ranks: int, steps: int, config: symmoe.MoEConfig = small.CONFIG
+    rank: int, num_ranks: int, config: symmoe.MoEConfig = small.CONFIG
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     """The curve and the first gradients in one process, of ordinary tensors."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     with small.open_heap(None) as heap:
-        return train(small.model_of(heap, config), 0, (small.TOKENS,), steps=steps, group=alone)
+        return train(small.model_of(heap, config), 0, (small.TOKENS,), group=alone)
 
 
 def sharded(
@@ -66,34 +66,33 @@ def sharded(
     layout,
     wrap="fsdp",
     shares=None,
-    steps=STEPS,
     config=small.CONFIG,
     ranks_per_node=None,
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     shares = shares or small.equal_shares(num_ranks)
     with small.on_layout(*layout, ranks_per_node=ranks_per_node) as (mesh, heap):
         assert (heap.nodes is not None) == (ranks_per_node is not None)
-        return train(small.on_mesh(mesh, heap, wrap, config), rank, shares, steps=steps)
+        return train(small.on_mesh(mesh, heap, wrap, config), rank, shares)
 
 
 @pytest.fixture(scope="module")
 def alone(cluster) -> tuple[Curve, dict[str, torch.Tensor]]:
-    return cluster(2).run(reference, STEPS)[0]
+    return cluster(2).run(reference)[0]
 
 
 def assert_same_training(found, expected, *, bound: float = CURVE_BOUND) -> None:
     curve, gradients = found
     expected_curve, expected_gradients = expected
     small.assert_close(gradients, expected_gradients)
-    for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected_curve, strict=False):
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected_curve, strict=True):
         assert loss == pytest.approx(expected_loss, rel=bound)
         assert norm == pytest.approx(expected_norm, rel=bound)
 
 
 def test_reference_learns_and_clips(alone):
     curve, gradients = alone
-    assert curve[-1][0] < 0.6 * curve[0][0]
-    assert sum(norm > MAX_NORM for _, norm in curve) >= 10
+    assert curve[-1][0] < 0.9 * curve[0][0]
+    assert sum(norm > MAX_NORM for _, norm in curve) >= 4
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
@@ -105,26 +104,22 @@ BALANCED = dataclasses.replace(
     small.CONFIG, balance="replicas", replicas_per_rank=1, replica_slack=0.0
 )
 CURVES = [  # (kind of case, arguments of `sharded`)
-    ("FSDP", {"layout": LAYOUTS["EP2"], "steps": 15}),
-    *(slow("FSDP", layout=layout) for layout in LAYOUTS.values()),
-    ("FSDP", {"layout": LAYOUTS["FSDP2"], "steps": 10}),
-    ("DDP", {"layout": (1, 2), "wrap": "ddp", "steps": 10}),
+    ("FSDP", {"layout": LAYOUTS["FSDP2"]}),
+    slow("FSDP", layout=LAYOUTS["EP2"]),
+    slow("FSDP", layout=LAYOUTS["EP2 x FSDP2"]),
     slow("DDP", layout=(1, 2), wrap="ddp"),
-    slow("DDP", layout=(2, 2), wrap="ddp", steps=15),
-    ("few or no tokens", {"layout": (1, 2), "shares": (small.TOKENS, 0), "steps": 10}),
-    slow("few or no tokens", layout=(1, 2), shares=(17, 31), steps=10),
-    slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(small.TOKENS, 0), steps=10),
-    ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31), "steps": 10}),
+    slow("DDP", layout=(2, 2), wrap="ddp"),
+    ("few or no tokens", {"layout": (1, 2), "shares": (small.TOKENS, 0)}),
+    slow("few or no tokens", layout=(1, 2), shares=(17, 31)),
+    slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(small.TOKENS, 0)),
+    ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31)}),
+    *(slow("hybrid sharding of experts", layout=layout) for layout in ((2, 1, 2), (2, 2, 1))),
     *(
-        slow("hybrid sharding of experts", layout=layout, steps=10)
-        for layout in ((2, 1, 2), (2, 2, 1))
-    ),
-    *(
-        ("replicas", {"layout": (1, 2), "wrap": wrap, "steps": 10, "config": BALANCED})
+        ("replicas", {"layout": (1, 2), "wrap": wrap, "config": BALANCED})
         for wrap in ("fsdp", "ddp")
     ),
     # EP groups that span virtual nodes, and experts that are sharded or copied over other ranks.
-    ("nodes", {"layout": (1, 2), "steps": 5, "ranks_per_node": 1}),
+    ("nodes", {"layout": (1, 2), "ranks_per_node": 1}),
     *(
         slow("nodes", layout=layout, wrap=wrap, ranks_per_node=ranks_per_node)
         for layout, ranks_per_node in (((1, 2), 1), ((2, 2), 1), ((1, 4), 2))
@@ -172,11 +167,11 @@ def test_dense_mesh_and_loss_divided_by_all_tokens(
 
 
 # 3 experts on 2 replicas, and 1 expert for 2: the next dimension is cut.
-@pytest.mark.parametrize("num_experts", [3, 1])
+@pytest.mark.parametrize("num_experts", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_more_shards_than_experts(cluster, num_experts: int):
     config = dataclasses.replace(small.CONFIG, num_experts=num_experts, top_k=1)
-    expected = cluster(2).run(reference, 5, config)[0]
-    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=5, config=config):
+    expected = cluster(2).run(reference, config)[0]
+    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], config=config):
         assert_same_training(result, expected)
 
 
@@ -238,7 +233,7 @@ def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
         small.assert_close(small.whole_gradients(parts), expected)
 
 
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@pytest.mark.parametrize("wrap", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 @run_on(2)
 def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wrap: str) -> None:
     """One step of every implementation of AdamW moves every parameter, and all agree."""
@@ -433,12 +428,12 @@ def test_constant_weights_are_quantised_once(
                 counted("quantize_weight_pairs") as pairs,
             ):
                 losses = []
-                for number in range(3):
+                for number in range(2):
                     losses.append(small.rank_loss(model, number, rank, shares))
                     losses[-1].backward()
             found.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
             assert single.call_count + pairs.call_count == 4 * (
-                1 if is_constant else 3
+                1 if is_constant else 2
             )  # two weights of two layers
             model.zero_grad()
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
@@ -483,16 +478,12 @@ def build(
     return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2)
 
 
-def train_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int, steps: range
-) -> float:
-    """The last loss of this rank."""
-    for step in steps:
-        loss = small.rank_loss(model, step, rank, small.equal_shares(num_ranks))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int
+) -> None:
+    small.rank_loss(model, 0, rank, small.equal_shares(num_ranks)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -509,7 +500,8 @@ def save(
 ) -> State:
     with small.on_layout(*layout) as (mesh, heap):
         model, optimizer = build(mesh, heap, wrap, experts)
-        train_steps(model, optimizer, rank, num_ranks, range(3))
+        for _ in range(2):  # the state of a new optimizer has a step, too
+            train_step(model, optimizer, rank, num_ranks)
         for number, moe in enumerate(
             module for module in model.modules() if isinstance(module, symmoe.MoELayer)
         ):
@@ -538,7 +530,7 @@ def load(
         after = whole_state(model, optimizer)
         weight = model.blocks[0].moe.experts.fc1.weight
         assert weight.shape == (experts, 2 * small.FFN, small.HIDDEN)
-        train_steps(model, optimizer, rank, num_ranks, range(3, 4))  # it goes on
+        train_step(model, optimizer, rank, num_ranks)  # it goes on
         return before, after, tuple(weight.to_local().shape)
 
 

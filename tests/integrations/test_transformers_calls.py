@@ -35,7 +35,13 @@ def tokens(rank: int = 0, num: int = 18) -> torch.Tensor:
 # -- torch.compile ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, STATIC | {"stash": "none"}], ids=["exact", "static"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="exact"),
+        pytest.param(STATIC | {"stash": "none"}, id="static", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict):
     block = swap_moe(random_model(family), heap, step=StepConfig(**options)).model.layers[-1].mlp

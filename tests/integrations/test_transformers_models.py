@@ -15,7 +15,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import transformers
 from hf_cases import error, share_of
-from hf_models import VOCABULARY, module_names, tiny_model
+from hf_models import VOCABULARY, experts_code, module_names, tiny_model
 from safetensors.torch import load_file, save_file
 
 import symmoe
@@ -87,7 +87,24 @@ def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
         assert torch.equal(generated, reference.generate(tokens(rank), **options))
 
 
-@pytest.mark.parametrize("model_type", module_names())
+# No gate, transposed weights, experts beside an MLP, a clamp, biases.
+TWO_RANKS = ["nemotron_h", "aria", "gemma4", "deepseek_v4", "openai_privacy_filter"]
+# Other names of blocks, linear attention.
+MORE_ON_TWO_RANKS = ["granitemoe", "lfm2_moe", "qwen3_next"]
+CODES = list(experts_code().values())
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        # Slow: what has the experts' code of a model before it, and what runs on two ranks.
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow] * (name in TWO_RANKS or CODES.index(code) < number),
+        )
+        for number, (name, code) in enumerate(experts_code().items())
+    ],
+)
 def test_is_as_the_unmodified_model_or_refused(
     model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
@@ -134,24 +151,14 @@ def test_numbers_on_the_page():
         assert f"{known - refused} of the {known} modules of transformers 5.24" in page
 
 
-# Other names of blocks, no gate, transposed weights, experts beside an MLP, a clamp, linear attention, biases.
-TWO_RANKS = [
-    "granitemoe",
-    "lfm2_moe",
-    "nemotron_h",
-    "aria",
-    "gemma4",
-    "deepseek_v4",
-    "qwen3_next",
-    "openai_privacy_filter",
-]
-
-
+@pytest.mark.parametrize(
+    "model_types", [TWO_RANKS, pytest.param(MORE_ON_TWO_RANKS, marks=pytest.mark.slow)], ids=str
+)
 @run_on(2)
 def test_on_two_ranks(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path, model_types: list[str]
 ) -> None:
-    for name in sorted(set(TWO_RANKS) & set(module_names())):
+    for name in sorted(set(model_types) & set(module_names())):
         check(heap, name, tmp_path / name)
 
 

@@ -33,11 +33,11 @@ from symmoe.integrations.transformers import Trainer, swap_moe
 BOUND = 1e-6
 
 OPTIONS: dict[str, dict] = {
+    "accumulate": {"gradient_accumulation_steps": 2},
     "defaults": {},
     "SGD, not clipped": {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.3},
     "recomputed": {"activation_checkpointing": True},
     "bf16": {"bf16": True},
-    "accumulate": {"gradient_accumulation_steps": 2},
 }
 
 
@@ -63,7 +63,13 @@ def on_a_rank(
     }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(name, marks=[] if name == "accumulate" else pytest.mark.slow)
+        for name in OPTIONS
+    ],
+)
 def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
     """Losses, norms, evaluation, generated tokens, and what is saved."""
     chosen = OPTIONS[options]

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import symmoe
 from symmoe.integrations.transformers import swap_moe
 
-STEPS = 20
 # Sums in another order: DDP adds dense gradients up in buckets.
 BOUND = 2e-6
 
@@ -80,11 +79,9 @@ def losses_of(
     rank: int,
     num_ranks: int,
     reduce: Callable[[], object] = lambda: None,
-    **options,
 ) -> list[float]:
-    """The mean loss of every step. options: of curve_of."""
-    shares = small.equal_shares(num_ranks)
-    curve = small.curve_of(model, rank, shares, reduce, steps=STEPS, **options)
+    """The mean loss of every step."""
+    curve = small.curve_of(model, rank, small.equal_shares(num_ranks), reduce)
     return [loss for loss, _ in curve]
 
 
@@ -108,7 +105,7 @@ def test_prepared_models_train_as_with_reduce_gradients(
     expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
     losses = losses_of(WRAPS[wrap](build(trainer_heap)), rank, num_ranks)
     assert losses == pytest.approx(expected, rel=BOUND)
-    assert build is with_adapters or losses[-1] < 0.7 * losses[0]
+    assert build is with_adapters or losses[-1] < 0.95 * losses[0]
 
 
 @pytest.mark.parametrize(
@@ -119,30 +116,22 @@ def test_a_bare_layer_needs_nothing(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, how: str
 ) -> None:
     """A bare MoELayer, whose experts DDP leaves alone without a word."""
-    x = torch.randn(13 + rank, small.HIDDEN, generator=torch.Generator().manual_seed(rank))
-    curves = []
-
-    def loss_of(model: nn.Module, *_: object) -> torch.Tensor:
+    wrap = {
+        "DDP": DistributedDataParallel,
+        "accelerate": accelerated,
+        "Fabric": in_fabric,
+        "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
+    }[how]
+    torch.manual_seed(rank)
+    x = torch.randn(13 + rank, small.HIDDEN)
+    layer = symmoe.MoELayer(small.CONFIG, trainer_heap)
+    dist.broadcast(layer.router.weight.data, 0)
+    plain = copy.deepcopy(layer)
+    for model in (plain, wrap(layer)):
         y, metrics = model(x)
-        return (y - x.roll(1, 1)).square().mean() + metrics.aux_loss
-
-    for wrap in (how, "none"):
-        torch.manual_seed(rank)
-        layer = symmoe.MoELayer(small.CONFIG, trainer_heap)
-        dist.broadcast(layer.router.weight.data, 0)
-        before = layer.experts.fc1.weight.detach().clone()
-        model = {
-            "none": lambda layer: layer,
-            "DDP": DistributedDataParallel,
-            "accelerate": accelerated,
-            "Fabric": in_fabric,
-            "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
-        }[wrap](layer)
-        assert torch.equal(layer.experts.fc1.weight, before)
-        reduce = partial(symmoe.reduce_gradients, layer) if wrap == "none" else lambda: None
-        curves.append(losses_of(model, rank, num_ranks, reduce, loss_of=loss_of))
-    assert curves[0] == pytest.approx(curves[1], rel=BOUND)
-    assert curves[1][-1] < curves[1][0]
+        (y.square().mean() + metrics.aux_loss).backward()
+    symmoe.reduce_gradients(plain)
+    assert_same_gradients(layer, plain)
 
 
 @pytest.mark.slow
@@ -296,7 +285,7 @@ def test_experts_that_change_late_get_the_right_gradients(
 
 @run_on(2)
 def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
-    """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
+    """Outside of the DDP, as a copy or when it is gone, gradients are what backward leaves, for the loop to reduce."""
     model = small.model_of(heap)
     shares = small.equal_shares(num_ranks)
     small.rank_loss(model, 0, rank, shares).backward()
@@ -308,9 +297,11 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.Symmetri
     model.zero_grad()
     ddp = DistributedDataParallel(prepared(model))
     small.rank_loss(ddp, 0, rank, shares).backward()
-    copied = copy.deepcopy(model)
-    del ddp
-    for again in (model, copied):
+    with pytest.raises(symmoe.errors.ArgumentError, match="inside a DistributedDataParallel"):
+        symmoe.reduce_gradients(model)
+    for again in (copy.deepcopy(model), model):
+        if again is model:
+            del ddp
         again.zero_grad()
         small.rank_loss(again, 0, rank, shares).backward()
         for name, gradient in expected.items():
@@ -453,19 +444,3 @@ def test_gradients_that_ddp_would_not_see(
             wrapped(torch.randn(5, small.HIDDEN))
     with pytest.raises(symmoe.errors.ArgumentError, match=r"model \(Linear\) has no MoELayer"):
         symmoe.training.prepare_for_ddp(nn.Linear(2, 2))
-
-
-@run_on(2)
-def test_a_copy_of_a_layer_starts_without_a_ddp(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
-) -> None:
-    """The copy of a layer in a DDP is not in that DDP, and its gradients are the loop's to reduce."""
-    x = torch.randn(5, small.HIDDEN)
-    layer = symmoe.MoELayer(small.CONFIG, heap)
-    ddp = DistributedDataParallel(layer)
-    ddp(x)
-    copied = copy.deepcopy(layer)
-    copied(x)[0].sum().backward()
-    symmoe.reduce_gradients(copied)
-    with pytest.raises(symmoe.errors.ArgumentError, match="inside a DistributedDataParallel"):
-        symmoe.reduce_gradients(layer)

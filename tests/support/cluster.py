@@ -38,6 +38,11 @@ _FOR_RANKS = [
 FORKS.set_forkserver_preload(_FOR_RANKS)
 
 
+def preload(module: str) -> None:
+    """Ranks that are started from now on have imported it, too. Before the first of them."""
+    FORKS.set_forkserver_preload([*_FOR_RANKS, module])
+
+
 class RankFailure(AssertionError):
     """A rank raised; the text holds every rank's traceback."""
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from functools import cache
 from pathlib import Path
 
@@ -116,9 +117,19 @@ _CHANGES = {
 
 
 @cache
+def experts_code() -> dict[str, str]:
+    """By module: the class of its experts, without names of classes."""
+    code = {}
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        _, marker, after = path.read_text().partition("@use_experts_implementation")
+        if marker:
+            own, _, _ = after.partition("\n\n\n")
+            code[path.parent.name] = re.sub(r"\b[A-Z]\w*", "", own)
+    return code
+
+
 def module_names() -> list[str]:
-    paths = sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
-    return [path.parent.name for path in paths if "@use_experts_implementation" in path.read_text()]
+    return list(experts_code())
 
 
 def model_class(name: str, *ends: str) -> type:

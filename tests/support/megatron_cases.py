@@ -49,6 +49,27 @@ def use_groups(
     MoEAuxLossAutoScaler.main_loss_backward_scale = (
         None  # of another shape in schedules than in a loop of one's own
     )
+    sizes = (tp, pp, num_chunks, cp, ep, 1)
+    # Schedules of a pipeline leave a state behind. The groups of others serve again: to make them takes half a second.
+    if pp > 1 or not parallel_state.model_parallel_is_initialized() or sizes != _sizes():
+        _make_groups(*sizes)
+    model_parallel_cuda_manual_seed(1)
+
+
+def _sizes() -> tuple[int | None, ...]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _make_groups(
+    tp: int, pp: int, num_chunks: int | None, cp: int, ep: int, expert_tp: int
+) -> None:
     parallel_state.destroy_model_parallel()
     known = dist.distributed_c10d._world.pg_map
     for group in (
@@ -64,10 +85,9 @@ def use_groups(
         virtual_pipeline_model_parallel_size=num_chunks,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tp,
     )
     _GROUPS.extend(set(known) - others)
-    model_parallel_cuda_manual_seed(1)
 
 
 def config_of(**fields):

@@ -1,5 +1,6 @@
 """A small model with MoE layers whose whole weights, data and loss do not depend on the layout of the ranks."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -17,6 +18,7 @@ from symmoe.training.parallel import data_parallel, parallelize
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
 LEARNING_RATE = 0.1
+STEPS = 6
 CONFIG = symmoe.MoEConfig(
     hidden=HIDDEN,
     ffn=FFN,
@@ -114,18 +116,16 @@ def curve_of(
     shares,
     after_backward: Callable = lambda: None,
     *,
-    steps=20,
     group=None,
-    loss_of: Callable[..., torch.Tensor] = rank_loss,
 ) -> list[tuple[float, object]]:
     """(loss of the global batch, what `after_backward` returns) of every step. Collective. SGD, because Adam would hide
-    a gradient of the wrong scale. loss_of: this rank's, called as rank_loss."""
+    a gradient of the wrong scale."""
     optimizer = torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE
     )
     curve = []
-    for number in range(steps):
-        loss = loss_of(model, number, rank, shares)
+    for number in range(STEPS):
+        loss = rank_loss(model, number, rank, shares)
         loss.backward()
         found = after_backward()
         optimizer.step()
@@ -197,6 +197,7 @@ def open_heap(mesh: DeviceMesh | None, ranks_per_node: int | None = None) -> sym
     return symmoe.SymmetricHeap(group, **options)
 
 
+@functools.cache  # a mesh is process groups
 def open_mesh(*layout: int) -> DeviceMesh:
     """Of a number of replicas and of ranks of an EP group; three numbers: with hybrid sharding of the replicas."""
     names = ("replicate", "efsdp", "ep")[-len(layout) :]

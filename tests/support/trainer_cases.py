@@ -15,7 +15,7 @@ import symmoe
 from symmoe import checkpoint
 from symmoe.integrations.transformers import Trainer
 
-STEPS = 20
+STEPS = 8
 HALF = STEPS // 2
 GLOBAL_BATCH = 4  # sequences of an optimizer step
 LENGTH = 12
@@ -154,7 +154,7 @@ def with_torch(model: nn.Module, job: Job) -> Run:
 
 
 # -- transformers' Trainer --------------------------------------------------------------------------------------------
-EVERY = 5
+EVERY = 2
 KEPT: dict = {
     "save_strategy": "steps",
     "eval_strategy": "steps",
