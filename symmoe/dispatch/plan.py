@@ -476,7 +476,7 @@ def plan_call(
     find_budget: FindBudget = lambda: None,
 ) -> Plan:
     """Same as make_plan, for calls that continue with a trip: between nodes, the trip raises an error at the plan's end
-    on other ranks. With exact capacity the host does not wait if there is a row budget: see Plan.settled.
+    on other ranks. With exact capacity the host does not wait if there is a row budget: see Plan.settle.
     find_budget: with exact capacity, returns the rows that this call's buffers can take on this rank; None, on all
     ranks: the rows that the routing needs. Called after this rank, like its peers, has read errors of earlier
     calls."""
