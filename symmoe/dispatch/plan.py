@@ -721,9 +721,10 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
             f"replica_slack ({slack!r}) must be a number in [0, 1]",
         ),
     )
-    choices = {"overflow": options.overflow, "quantized_wire": options.quantized_wire}
     if not options.config:  # as above
-        error = error or choices_problem(**choices)
+        error = error or choices_problem(
+            overflow=options.overflow, quantized_wire=options.quantized_wire
+        )
     if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if options.capacity is None else ():
