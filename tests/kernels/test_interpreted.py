@@ -1,5 +1,5 @@
 """Kernels run without a GPU, in Triton's interpreter or in an emulator of Gluon, in processes of their own. Their
-results are compared with twins, or with an oracle. `-k` with a kernel's name runs the checks of that kernel alone.
+results are compared with twins, or with an oracle. `-m 'not gpu' -k choose_experts` runs the checks of one kernel.
 
 Not covered here: inline assembly (wait, fence and clock of the barrier) and the hardware's casts to and from E4M3,
 which the interpreter lacks or has wrong: the modules replace them; ordering between GPUs; sums of bf16 rows (the
