@@ -569,10 +569,3 @@ def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
         )
         findings.equal("error", found, wanted)
         findings.equal("next error", outcome(layer, torch.randn(T, H))[0], "HeapPoisoned")
-
-
-@pytest.mark.parametrize(("name", "word", "words"), bad_calls.WORDS)
-def test_the_configuration_takes_the_same_words(name: str, word: object, words: str):
-    with pytest.raises(symmoe.errors.ArgumentError) as raised:
-        MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K, **{name: word})
-    assert str(raised.value) == f"{name} ({word!r}) must be one of {words}"

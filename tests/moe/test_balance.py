@@ -236,17 +236,3 @@ def test_compiled_and_retained_calls_count_once(heap: SymmetricHeap):
         layer.router.start_step()
     assert found[0].sum() == TOKENS * EXPERTS
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({}, "expert_bias=True; it is False"),
-        ({"expert_bias": True, "score": "sqrtsoftplus"}, "scores from 0 to 1, not 'sqrtsoftplus'"),
-        ({"expert_bias": True, "num_expert_groups": 2}, "num_expert_groups=1; it is 2"),
-        ({"expert_bias": True, "bias_update": "median"}, "bias_update"),
-    ],
-)
-def test_quantiles_refuse(fields: dict, text: str):
-    with pytest.raises(ArgumentError, match=text):
-        RouterConfig(**{"bias_update": "quantile", **fields})

@@ -277,14 +277,6 @@ def test_what_is_not_supported(
     )
     with pytest.raises(ArgumentError, match="delay_wgrad"):
         steps(layer, torch.float32)
-    for options, word in (
-        ({"replicas_per_rank": 0, "balance": "replicas"}, "replicas_per_rank"),
-        ({"replicas_per_rank": 3}, "replicas_per_rank"),
-        ({"balance": "replicas", "replica_slack": 1.5}, "replica_slack"),
-        ({"balance": "copies"}, "balance"),
-    ):
-        with pytest.raises(ArgumentError, match=word):
-            config(num_ranks, **options)
     layer = MoELayer(config(num_ranks, balance="replicas", replicas_per_rank=1 + rank), heap)
     with pytest.raises(ConfigMismatch, match="replicas_per_rank"):
         steps(layer, torch.float32)

@@ -1,21 +1,25 @@
 """MoEConfig: what it accepts, and that its errors name the field and both values."""
 
 import dataclasses
+import re
 from collections.abc import Callable
+from math import inf, nan
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
+from heap_calls import outcome
 from layers import layer_config
 
+from symmoe import Activation, MoEConfig, RouterConfig
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe.config import MoEConfig
 from symmoe.moe.router import drop_over_capacity
-from symmoe.precision import Float8Block
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Recipe
 
 
 def make(**changes: object) -> MoEConfig:
@@ -42,65 +46,116 @@ def test_kernels_number_the_words_that_a_configuration_takes():
     assert CHOICES["quantized_wire"] == control.QUANTIZED_WIRES
 
 
+FIELDS = get_type_hints(RouterConfig) | get_type_hints(MoEConfig)
+VALUES = (None, False, 0, -4, 1, 0.5, -0.1, nan, inf, "", "8", "Softmax", Float8Block, Activation)
+# By the type of a field: the VALUES that it takes, and how an error goes on after "must be".
+TAKEN: dict[type, tuple[Callable[[Any], bool], str]] = {
+    int: (lambda value: type(value) is int and value >= 1, r"an int, not \w+|at least 1"),
+    float: (
+        lambda value: type(value) in (int, float) and 0 <= value < inf,
+        r"a number, not \w+|finite and at least 0",
+    ),
+    bool: (lambda value: type(value) is bool, r"True or False"),
+    str: (lambda value: False, r"one of \(.*\)"),
+    Activation: (lambda value: False, r"an Activation: symmoe.Activation\(function='gelu', .*"),
+    Recipe: (
+        lambda value: False,
+        r"a recipe of symmoe.precision \(Float8Block\(\), MXFP8\(\), NVFP4\(\)\), or None",
+    ),
+    RouterConfig: (lambda value: False, r"a RouterConfig, or None"),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_refuses_what_it_does_not_take(name: str):
+    kinds = get_args(FIELDS[name]) or (FIELDS[name],)
+    takes, must_be = TAKEN[str if name in CHOICES else kinds[0]]
+    for value in VALUES:
+        if not takes(value) and type(value) not in kinds[1:]:
+            shown = type(value).__name__ if name == "router" else repr(value)
+            error = ": ".join(outcome(make, **{name: value}))
+            text = rf"ArgumentError: {name} \({re.escape(shown)}\) must be ({must_be})"
+            assert re.fullmatch(text, error), f"{name}={value!r}: {error!r}"
+            assert str(CHOICES.get(name, "")) in error
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "text"),
     [
-        ({"top_k": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
-        (
-            {"num_expert_groups": 3},
-            r"num_experts \(8\) must be divisible by num_expert_groups \(3\)",
-        ),
+        ({"top_k": 9}, "top_k (9) must be at most num_experts (8)"),
+        ({"num_expert_groups": 3}, "num_experts (8) must be divisible by num_expert_groups (3)"),
         (
             {"num_expert_groups": 2, "topk_groups": 3},
-            r"topk_groups \(3\) must be at most num_expert_groups \(2\)",
+            "topk_groups (3) must be at most num_expert_groups (2)",
         ),
         (
             {"num_expert_groups": 4, "topk_groups": 1, "top_k": 3},
-            r"top_k \(3\) must be at most .* in topk_groups groups \(2\)",
+            "top_k (3) must be at most the experts in topk_groups groups (2)",
         ),
-        ({"hidden": 0}, r"hidden \(0\) must be at least 1"),
-        ({"ffn": -4}, r"ffn \(-4\) must be at least 1"),
-        ({"num_experts": 8.0}, r"num_experts \(8.0\) must be an int, not float"),
-        ({"top_k": True}, r"top_k \(True\) must be an int, not bool"),
-        ({"capacity": 0}, r"capacity \(0\) must be at least 1"),
-        ({"max_tokens": "many"}, r"max_tokens \('many'\) must be an int, not str"),
+        ({"overflow": "drop"}, "overflow ('drop') needs a static capacity, but capacity is None"),
+        ({"max_tokens": 64}, "max_tokens (64) needs a static capacity, but capacity is None"),
+        ({"rail_capacity": 3}, "rail_capacity (3) needs a static capacity, but capacity is None"),
         (
-            {"overflow": "drop"},
-            r"overflow \('drop'\) needs a static capacity, but capacity is None",
+            {"max_row_budget": 7, "capacity": 9},
+            "max_row_budget (7) needs exact capacity, but capacity is 9",
         ),
-        ({"max_tokens": 64}, r"max_tokens \(64\) needs a static capacity, but capacity is None"),
-        (
-            {"activation": "gelu"},
-            r"activation \('gelu'\) must be .*: symmoe.Activation\(function='gelu', .*silu",
-        ),
-        ({"overflow": "wrap"}, r"overflow \('wrap'\) must be one of \('raise', 'drop'\)"),
-        ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot', 'node'\)"),
-        (
-            {"score": "relu"},
-            r"score \('relu'\) must be one of \('softmax', 'sigmoid', 'sqrtsoftplus'\)",
-        ),
-        ({"renormalize": 1}, r"renormalize \(1\) must be True or False"),
-        ({"route_scale": float("nan")}, r"route_scale \(nan\) must be finite"),
-        ({"aux_loss_coef": -0.1}, r"aux_loss_coef \(-0.1\) must be finite and at least 0"),
-        ({"z_loss_coef": None}, r"z_loss_coef \(None\) must be a number, not NoneType"),
-        ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be more than 0"),
-        ({"capacity_factor": -1.0}, r"capacity_factor \(-1.0\)"),
-        ({"drop_policy": "position"}, r"drop_policy \('position'\) needs a capacity_factor"),
-        ({"capacity_factor": 1.0, "drop_policy": "last"}, r"drop_policy \('last'\) must be one of"),
+        ({"capacity_factor": 0.0}, "capacity_factor (0.0) must be more than 0"),
+        ({"drop_policy": "position"}, "drop_policy ('position') needs a capacity_factor"),
         (
             {"capacity_factor": 1.0, "aux_loss": "global"},
-            r"aux_loss \('global'\) must be .* capacity_factor \(1.0\)",
+            "aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor (1.0)",
         ),
-        ({"aux_loss": "batch"}, r"aux_loss \('batch'\) must be one of"),
+        (
+            {"capacity_factor": 1.0, "expert_bias": True},
+            "expert_bias (True) must be False with capacity_factor (1.0)",
+        ),
+        (
+            {"bias_update": "quantile"},
+            "bias_update ('quantile') needs expert_bias=True; it is False",
+        ),
+        (
+            {"bias_update": "quantile", "expert_bias": True, "score": "sqrtsoftplus"},
+            "bias_update ('quantile') needs scores from 0 to 1, not 'sqrtsoftplus'",
+        ),
+        (
+            {"bias_update": "quantile", "expert_bias": True, "num_expert_groups": 2},
+            "bias_update ('quantile') needs num_expert_groups=1; it is 2",
+        ),
+        (
+            {"replicas_per_rank": 3},
+            "replicas_per_rank (3) needs balance 'replicas', but balance is 'none'",
+        ),
+        (
+            {"replica_slack": 0.1},
+            "replica_slack (0.1) needs balance 'replicas', but balance is 'none'",
+        ),
+        ({"balance": "replicas", "replica_slack": 1.5}, "replica_slack (1.5) must be at most 1"),
+        (
+            {"balance": "replicas", "precision": MXFP8(), "hidden": 32},
+            "balance ('replicas') must be 'none' with a precision (MXFP8(",
+        ),
+        ({"precision": MXFP8(), "hidden": 48}, "hidden (48) must be a multiple of 32 for MXFP8()"),
+        (
+            {"precision": NVFP4(), "hidden": 64, "ffn": 80},
+            "ffn (80) must be a multiple of 32 for NVFP4",
+        ),
+        (
+            {"precision": Float8Block(), "ffn": 24},
+            "ffn (24) must be a multiple of 16 for Float8Block",
+        ),
+        (
+            {"quantized_wire": "both"},
+            "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers",
+        ),
+        (
+            {"quantized_wire": "forward", "precision": NVFP4(), "hidden": 64},
+            "quantized_wire ('forward'): precision (NVFP4(",
+        ),
     ],
 )
-def test_error_names_field_and_values(changes: dict[str, object], message: str):
-    with pytest.raises(ArgumentError, match=message):
+def test_fields_that_do_not_fit_together(changes: dict[str, object], text: str):
+    with pytest.raises(ArgumentError, match="^" + re.escape(text)):
         make(**changes)
-
-
-IDS = torch.zeros((2, 1), dtype=torch.int32)
-TILE = torch.zeros(128, 128)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +166,18 @@ TILE = torch.zeros(128, 128)
         ("scale", lambda word: BlockFormat(element="e4m3", scale=word, block=128)),
         (
             "layout",
-            lambda word: dataclasses.replace(Float8Block().quantize(TILE), layout=word),
+            lambda word: dataclasses.replace(
+                Float8Block().quantize(torch.zeros(128, 128)), layout=word
+            ),
         ),
         (
             "drop_policy",
             lambda word: drop_over_capacity(
-                IDS, IDS.float(), num_experts=2, capacity=1, policy=word
+                torch.zeros((2, 1), dtype=torch.int32),
+                torch.zeros((2, 1)),
+                num_experts=2,
+                capacity=1,
+                policy=word,
             ),
         ),
         ("direction", lambda word: make().sent_row_bytes(word, 2)),

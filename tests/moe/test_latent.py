@@ -96,7 +96,5 @@ def test_predictions_know_the_width():
 
 
 def test_wrong_widths(heap: SymmetricHeap):
-    with pytest.raises(ArgumentError, match=r"latent \(0\)"):
-        layer_config(latent=0, **SIZES)
     with pytest.raises(ArgumentError, match=r"experts.hidden \(64\) must be 16"):
         MoELayer(layer_config(latent=16, **SIZES), heap, experts=made(heap, None).experts)

@@ -470,42 +470,6 @@ def test_the_heap_is_as_large_as_planned(
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"precision": "fp8"},
-            r"must be a recipe of symmoe.precision \(Float8Block\(\), MXFP8\(\), ",
-        ),
-        ({"precision": Float8Block}, r"precision \(<class .*must be a recipe"),
-        (
-            {"precision": MXFP8(), "hidden": 48},
-            r"hidden \(48\) must be a multiple of 32 for MXFP8\(\)",
-        ),
-        ({"precision": NVFP4(), "ffn": 80}, r"ffn \(80\) must be a multiple of 32 for NVFP4"),
-        (
-            {"precision": Float8Block(), "ffn": 24},
-            r"ffn \(24\) must be a multiple of 16 for Float8Block",
-        ),
-        (
-            {"quantized_wire": "both"},
-            r"quantized_wire \('both'\): precision \(None\) must be a recipe of E4M3 numbers",
-        ),
-        (
-            {"quantized_wire": "forward", "precision": NVFP4()},
-            r"quantized_wire \('forward'\): precision \(NVFP4\(",
-        ),
-        (
-            {"quantized_wire": True},
-            r"quantized_wire \(True\) must be one of \('none', 'forward', 'backward', 'both'\)",
-        ),
-    ],
-)
-def test_a_configuration_that_makes_no_sense(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        replace(config_for(1), **options)
-
-
 def test_a_configuration_is_a_value():
     config = config_for(1, precision=Float8Block(power_of_two=True), quantized_wire="forward")
     assert (config, hash(config)) == (replace(config), hash(replace(config)))

@@ -16,7 +16,7 @@ from symmoe.checks.arguments import CHOICES
 from symmoe.dispatch.plan import Plan
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
-from symmoe.moe.ep_step import expert_parallel_mlp
+from symmoe.moe.ep_step import OPTION_DEFAULTS, expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 T, K, H = 6, 2, 16
@@ -117,6 +117,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 # -- arguments of each call -------------------------------------------------------------------------------------------
 STATIC = (("capacity", 60), ("max_tokens", 9))
 REPLICAS = (("replicas_per_rank", 1),)
+SIZES = [name for name, kind in make_plan.__annotations__.items() if kind.startswith("int")]
 
 
 def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -153,8 +154,10 @@ def plan_mistakes(num_experts: int) -> list[Bad]:
         wrong("topk_idx", lambda ids: ids[:, :1].expand(-1, 33), "K = 33", "[1, 32]"),
         wrong("num_experts", 0, "num_experts (0)", "[1, 1024]"),
         wrong("num_experts", 1200, "num_experts (1200)", "[1, 1024]"),
-        wrong("num_experts", True, "num_experts (True)", "int, not bool"),
-        wrong("num_experts", "8", "num_experts ('8')", "int"),
+        *(
+            wrong(name, value, f"{name} ({value!r}) must be an int, not {type(value).__name__}")
+            for name, value in zip(SIZES, itertools.cycle((True, "8", 2.5)), strict=False)
+        ),
         wrong("overflow", np.array(["raise", "drop"]), "overflow (array", "'raise'"),
         wrong("overflow", "ignore", "overflow ('ignore')", "('raise', 'drop')"),
         wrong("overflow", ["drop"], "overflow (['drop'])", "('raise', 'drop')"),
@@ -162,18 +165,14 @@ def plan_mistakes(num_experts: int) -> list[Bad]:
         wrong("dtype", np.arange(3), "dtype (", "torch.bfloat16"),
         wrong("dtype", torch.float64, "dtype (torch.float64)", "torch.bfloat16"),
         wrong("hidden", 0, "hidden (0)", "at least 1"),
-        wrong("hidden", "16", "hidden ('16')", "int"),
         wrong("precision", "mxfp8", "precision ('mxfp8') must be"),
         wrong("quantized_wire", "rows", "quantized_wire ('rows') must be"),
         wrong("capacity", 0, "capacity (0)", "at least 1", base=STATIC),
         wrong("capacity", -1, "capacity (-1)", "at least 1", base=STATIC),
-        wrong("capacity", 2.5, "capacity (2.5)", "int", base=STATIC),
         wrong("capacity", 2**31, "capacity (2147483648)", "less than 2**31", base=STATIC),
         wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC),
-        wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC),
         wrong("max_tokens", 9, "max_tokens (9)", "capacity is None"),
         wrong("replicas_per_rank", -1, "replicas_per_rank (-1)"),
-        wrong("replicas_per_rank", 1.0, "replicas_per_rank (1.0)"),
         wrong("replicas_per_rank", 1100, "must be at most 1024"),
         wrong("replica_slack", 2.0, "replica_slack (2.0)", base=REPLICAS),
         *ids_out_of_range(num_experts),
@@ -248,22 +247,10 @@ def combine_mistakes() -> list[Bad]:
     ]
 
 
-# (argument, no such word, the words), the same in a call and in a configuration
-WORDS = (
-    ("order", "fast", "('rank', 'slot', 'node')"),
-    ("stash", "some", "('all', 'rows', 'hidden', 'none')"),
-    ("layout", "expert_major", "('auto', 'packed', 'expert-major')"),
-    ("schedule", "overlap", "('serial', 'overlapped', 'always-overlapped')"),
-    ("schedule", None, "('serial', 'overlapped', 'always-overlapped')"),
-    ("quantized_wire", "forwards", "('none', 'forward', 'backward', 'both')"),
-    ("quantized_wire", True, "('none', 'forward', 'backward', 'both')"),
-)
-
-
 def mlp_mistakes() -> list[Bad]:
     return [
-        wrong(name, word, f"{name} ({word!r}) must be one of {words}")
-        for name, word, words in WORDS
+        wrong(name, word, f"{name} ({word!r}) must be one of {CHOICES[name]}")
+        for name, word in zip(OPTION_DEFAULTS, itertools.cycle(("fast", None, True)), strict=False)
     ]
 
 
