@@ -100,7 +100,7 @@ def choices_problem(**words: object) -> ArgumentError | None:
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:
-    """The error of the first named value that is no size, an integer (NumPy's, too) of at least 1, or None."""
+    """The error of the first named value that is no size, an integer (NumPy's, too) in [1, 2**31), or None."""
     for name, value in sizes.items():
         try:
             size = operator.index(value)  # type: ignore[arg-type]  # a TypeError if it is no integer
@@ -109,8 +109,9 @@ def size_problem(**sizes: object) -> ArgumentError | None:
         # A bool is an int for Python, but top_k=True is a mistake.
         if size is None or isinstance(value, bool):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
-        if size < 1:
-            return ArgumentError(f"{name} ({value}) must be at least 1")
+        if not 1 <= size < 2**31:  # kernels take int32
+            bounds = "at least 1" if size < 1 else "less than 2**31"
+            return ArgumentError(f"{name} ({value}) must be {bounds}")
     return None
 
 

@@ -675,7 +675,6 @@ def _are_valid(options: PlanOptions, num_ranks: int, is_in_order: bool) -> bool:
 def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) -> Problem:
     """The error of options for a group of so many ranks, or None. is_in_order: a node's ranks are consecutive."""
     num_experts = options.num_experts
-    dtype = options.dtype
     num_replica_slots = options.replicas_per_rank
     slack = options.replica_slack
     sizes = (
@@ -725,7 +724,9 @@ def _options_problem(options: PlanOptions, num_ranks: int, is_in_order: bool) ->
         error = error or choices_problem(
             overflow=options.overflow, quantized_wire=options.quantized_wire
         )
-    if error := error or (None if dtype is None else parameter_dtype_problem(dtype)):
+    if error := error or (
+        None if options.dtype is None else parameter_dtype_problem(options.dtype)
+    ):
         return error
     for name in ("max_tokens", "overflow", "rail_capacity") if options.capacity is None else ():
         if (value := getattr(options, name)) not in (None, "raise"):

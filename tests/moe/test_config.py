@@ -47,10 +47,29 @@ def test_kernels_number_the_words_that_a_configuration_takes():
 
 
 FIELDS = get_type_hints(RouterConfig) | get_type_hints(MoEConfig)
-VALUES = (None, False, 0, -4, 1, 0.5, -0.1, nan, inf, "", "8", "Softmax", Float8Block, Activation)
+VALUES = (
+    None,
+    False,
+    0,
+    -4,
+    1,
+    2**31,
+    0.5,
+    -0.1,
+    nan,
+    inf,
+    "",
+    "8",
+    "Softmax",
+    Float8Block,
+    Activation,
+)
 # By the type of a field: the VALUES that it takes, and how an error goes on after "must be".
 TAKEN: dict[type, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda value: type(value) is int and value >= 1, r"an int, not \w+|at least 1"),
+    int: (
+        lambda value: type(value) is int and 1 <= value < 2**31,
+        r"an int, not \w+|at least 1|less than 2\*\*31",
+    ),
     float: (
         lambda value: type(value) in (int, float) and 0 <= value < inf,
         r"a number, not \w+|finite and at least 0",
