@@ -155,10 +155,12 @@ def differences(
     *,
     like: str = "",
     tuning: Mapping[str, object] | None = None,
+    tolerance: float = 0.0,
     **options: Any,
 ) -> list[str]:
     """What a launch makes that differs from what the twin makes of it; kernels: a module of them. like: the kernel of
-    the contract that it stands for, if its name is another one. tuning: what only the kernel is told."""
+    the contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of
+    numbers that are no bits of the twin's, see is_near."""
     function = launch.function if kernels is None else getattr(kernels, launch.kernel)
     theirs = replace(launch, kernel=like) if like else launch
     names = [name for name in WRITTEN[theirs.kernel] if name != "workspace"]
@@ -167,8 +169,14 @@ def differences(
     return [
         f"{launch}, {options}: written tensor {number}"
         for number, pair in enumerate(zip(its, wanted, strict=True))
-        if not torch.equal(*map(as_bytes, pair))
+        if not (is_near(*pair, tolerance) if tolerance else torch.equal(*map(as_bytes, pair)))
     ]
+
+
+def is_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Every number: relative to the expected one, or to 1; NaN where that one is."""
+    pair = result.double(), expected.double()
+    return torch.allclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 # -- what quantises ----------------------------------------------------------------------------------------------------

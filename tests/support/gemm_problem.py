@@ -80,13 +80,11 @@ def tiles(config):
 
 class Problem:
     """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1. Tail rows are NaN, tail
-    indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are exact in whatever order."""
+    indices out of range, packed rows are shared."""
 
-    def __init__(
-        self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False
-    ):
+    def __init__(self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None):
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.splits, self.dtype, self.device, self.is_exact = tuple(splits), dtype, device, is_exact
+        self.splits, self.dtype, self.device = tuple(splits), dtype, device
         self.hidden, self.width = widths
         self.num_groups = len(splits)
         self.num_rows = sum(splits)
@@ -111,11 +109,8 @@ class Problem:
         self.scale = self.with_tail().float()
 
     def normal(self, *shape, scale=1.0, dtype=None):
-        if self.is_exact:
-            numbers = torch.randint(-4, 5, shape, device=self.device, generator=self.generator)
-        else:
-            numbers = torch.randn(*shape, device=self.device, generator=self.generator) * scale
-        return numbers.to(dtype or self.dtype)
+        numbers = torch.randn(*shape, device=self.device, generator=self.generator)
+        return (numbers * scale).to(dtype or self.dtype)
 
     def with_tail(self, *shape):
         tensor = self.normal(self.capacity, *shape)
@@ -371,14 +366,11 @@ class ActProblem(Problem):
         self.activation, self.h, self.weight1 = activation, self.dout, self.weight
         self.weight2 = self.normal(self.num_groups, hidden, self.ffn, scale=hidden**-0.5)
 
-    def workspace(self, kernels, config=None):
-        """Poisoned, and as large as the layer makes it; for tiles smaller than any that is chosen, larger."""
+    def workspace(self, kernels):
+        """Poisoned, and as large as the layer makes it."""
         numel = kernels.dact_workspace_numel(
             self.capacity, self.num_groups, self.ffn, self.activation
         )
-        if config is not None:
-            slots = kernels.bias_slots(self.capacity, self.num_groups, config.block_m)
-            numel = max(numel, -(-self.ffn // config.block_n) * self.capacity + slots * self.width)
         return torch.full((numel,), torch.nan, device=self.device)
 
 
@@ -395,7 +387,7 @@ def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
     weight = p.weight2 if weight is None else weight
     dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
     gradients = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32), dbias
-    workspace = p.workspace(kernels, options.get("config"))
+    workspace = p.workspace(kernels)
     kernels.grouped_gemm_dact(
         source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options
     )
@@ -511,10 +503,7 @@ def check_act_ranges(
     numbers = set()
 
     def blanks():
-        return [
-            *p.blanks(p.width, p.ffn, p.width, p.ffn)(),
-            p.workspace(kernels, dact_options.get("config")),
-        ]
+        return [*p.blanks(p.width, p.ffn, p.width, p.ffn)(), p.workspace(kernels)]
 
     def both(row_range, outs, come, **more):
         rows = source if gather else torch.where(come[:, None], source, torch.nan)

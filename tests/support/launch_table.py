@@ -933,6 +933,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "grouped_gemm": {
         "gather": gathered("rows", "H"),
         "table": {"weight": table("G W H")},
+        "bias": {"bias": "G W"},
         "biased": {"bias": ("G W", "f32 N"), "zero_tail": True},
         "accumulate": ACCUMULATE,
     },
@@ -943,14 +944,22 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "grouped_gemm_wgrad": {
         "gather": gathered("rows", "H"),
+        "gather-dout": gathered("dout", "W"),
         "table": {"out": table("G W H")},
         "accumulate": ACCUMULATE,
         "fp32": {"out": "f32 G W H"},
         "fp32-table": {"out": table("f32 G W H")},
         "no-rows": {"dout": "0 W", "rows": "0 H", "out": table("G W H")},
     },
-    "grouped_bias_grad": {"gather": {"dout": ("N W", index("N", "N"))}},
-    "grouped_bias_dot": {"gather": {"dout": ("N W", index("N", "N"))}},
+    "grouped_bias_grad": {
+        "gather": {"dout": ("N W", index("N", "N"))},
+        "unscaled": {"scale": None},
+        "fp32": {"dbias": "f32 G W"},
+    },
+    "grouped_bias_dot": {
+        "gather": {"dout": ("N W", index("N", "N"))},
+        "first": {"accumulate": False},
+    },
     "grouped_gemm_act": {
         "gather": gathered("rows", "H"),
         "table": {"weight": table("G W H")},
