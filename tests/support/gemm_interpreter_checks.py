@@ -9,13 +9,12 @@ from itertools import product
 
 import gemm_problem as problems
 import torch
-from compared_launches import Numbers, differences
+from compared_launches import check_sums_of_parts, differences
 from launch_table import FP16, FP32, Launch
 from row_ranges import random_ranges
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-from symmoe.kernels import twin
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.triton import tiles
 
 SIZES = {"H": 24, "W": 40, "N": 64}
@@ -49,113 +48,63 @@ ACT_CASES = [
     ((20, 17), FP16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
 ]
 
+GATHER = "", "gather"
+SUMS = "", "accumulate"
+
+
+def crossed(kernel, *words):
+    """The kernel, with ways of one word of each."""
+    return [(kernel, " ".join(ways)) for ways in product(*words)]
+
+
+BIAS_GRADIENTS = [
+    *crossed("grouped_bias_grad", GATHER, ("", "unscaled"), ("", "fp32")),
+    *crossed("grouped_bias_dot", GATHER, ("", "first")),
+]
+PRODUCTS = [
+    *crossed("grouped_gemm", GATHER, ("", "bias", "biased"), ("", "zero-tail", "table")),
+    *crossed("grouped_gemm", GATHER, ("", "bias", "biased keep-tail"), ["accumulate"]),
+    *crossed("grouped_gemm_dgrad", GATHER, ("", "table", "keep-tail", "keep-tail accumulate")),
+    *crossed("grouped_gemm_wgrad", ("", "gather-dout"), GATHER, SUMS, ("", "fp32")),
+    *crossed("grouped_gemm_wgrad", ["gather"], SUMS, ("table", "fp32-table")),
+    *BIAS_GRADIENTS,
+]
+PARTS = [
+    ("grouped_gemm", "biased keep-tail"),
+    ("grouped_gemm", "gather table bias"),
+    ("grouped_gemm_dgrad", "keep-tail"),
+]
+ACTIVATIONS = [("scaled_activation", ""), ("scaled_activation_grad", "")]
+FUSED = list(product(("grouped_gemm_act", "grouped_gemm_dact"), ("biased", "gather")))
+PARTS_OF_FUSED = [
+    *crossed("grouped_gemm_act", GATHER),
+    *crossed("grouped_gemm_dact", GATHER, ["unsummed"]),
+]
+
 kernels = problems.triton_kernels()
 
 
-def crossed(*words):
-    """Ways of one word of each."""
-    return [" ".join(ways) for ways in product(*words)]
+def compared(ways, sizes, dtype, splits, config=CONFIG, *, parts=(None,), activation=SWIGLU):
+    """Launches of kernels in their ways, and what checks them. Rows of other parts are NaN, and are not written."""
+    for (kernel, way), part in product(ways, parts):
+        launch = Launch(kernel, sizes, dtype, activation=activation, ways=way)
+        tuning = {"num_sms": NUM_SMS, "config": config} if "gemm" in kernel else {}
+        if kernel == "grouped_gemm_dact":  # tiles are smaller than any that are chosen
+            tuning["workspace"] = torch.full((50_000,), torch.nan)
+        is_rounded = "act" in kernel and activation != SRELU
+        numbers = {"tolerance": TOLERANCE[dtype] if is_rounded else EXACT}
+        if kernel == "grouped_bias_grad":  # the order of its sums is the twin's
+            numbers = {"hard": True}
+        options = {"splits": splits, "part": part, "tuning": tuning, **numbers}
+        check = partial(differences, launch, kernels, **options)
+        yield f"{launch}, {activation}, {splits}", check
 
 
-GATHER = "", "gather"
-BIASES = "", "bias", "biased"
-OTHERS = "table", "accumulate"
-PRODUCTS = [  # kernel, ways, zero_tail
-    *product(["grouped_gemm"], crossed(GATHER, BIASES), [False, True]),
-    *product(["grouped_gemm"], crossed(GATHER, BIASES, OTHERS), [False]),
-    *product(["grouped_gemm_dgrad"], GATHER, [False, True]),
-    *product(["grouped_gemm_dgrad"], crossed(GATHER, OTHERS), [False]),
-]
-RESULTS = {FP32: ("",), FP16: ("", "fp32")}
-
-
-def compared(launch, splits, config=None, *, tolerance=0.0, **options):
-    """The launch, and what checks it."""
-    tuning = {} if config is None else {"num_sms": NUM_SMS, "config": config}
-    if launch.kernel == "grouped_gemm_dact":  # tiles are smaller than any that are chosen
-        tuning["workspace"] = torch.full((50_000,), torch.nan)
-    options |= {"splits": splits, "tuning": tuning, "tolerance": tolerance}
-    name = f"{launch}, {launch.activation}, {launch.changes}, {splits}"
-    return name, partial(differences, launch, kernels, **options)
-
-
-def products(sizes, dtype, splits, config=None, **options):
-    for kernel, ways, zero_tail in PRODUCTS:
-        launch = Launch(kernel, sizes, dtype, ways=ways, changes={"zero_tail": zero_tail})
-        yield compared(launch, splits, config, **options)
-
-
-def gradients(sizes, dtype, splits, config=None):
-    sums = "", "accumulate"
-    packed = crossed(("", "gather-dout"), GATHER, sums, RESULTS[dtype])
-    for ways in [*packed, *crossed(["gather"], sums, ("table", "fp32-table"))]:
-        launch = Launch("grouped_gemm_wgrad", sizes, dtype, ways=ways)
-        yield compared(launch, splits, config, tolerance=EXACT)
-
-
-def bias_gradients(sizes, dtype, splits):
-    for ways in crossed(GATHER, ("", "unscaled"), RESULTS[dtype]):
-        yield compared(Launch("grouped_bias_grad", sizes, dtype, ways=ways), splits)
-    for ways in crossed(GATHER, ("", "first")):
-        yield compared(Launch("grouped_bias_dot", sizes, dtype, ways=ways), splits)
-
-
-def parts_of_products(dtype, splits, config):
-    """Rows of other parts are NaN, and are not written."""
-    gemm, dgrad = "grouped_gemm", "grouped_gemm_dgrad"
-    ways = (gemm, "biased"), (gemm, "gather table bias"), (dgrad, "")
-    for (kernel, way), part in product(ways, random_ranges(splits, 3)):
-        launch = Launch(kernel, SIZES, dtype, ways=way, changes={"zero_tail": False})
-        yield compared(launch, splits, config, part=part)
-
-
-# -- activations, by themselves and fused with GEMMs -------------------------------------------------------------------
-def tolerance_of(dtype, activation):
-    return 0.0 if activation == SRELU else TOLERANCE[dtype]
-
-
-def fused(case, *ways, sizes=ACT_SIZES, changes=None, **options):
-    """Both passes; changes: of the backward pass."""
+def fused(case, ways, *, sizes=ACT_SIZES, **options):
     splits, dtype, activation, (flatten, parts, lead), is_table = case
-    config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts)
-    options["tolerance"] = tolerance_of(dtype, activation)
-    for way in ways:
-        kind = {"activation": activation, "ways": f"{way} table" if is_table else way}
-        forward = Launch("grouped_gemm_act", sizes, dtype, **kind)
-        backward = Launch("grouped_gemm_dact", sizes, dtype, changes=changes, **kind)
-        yield compared(forward, splits, config, **options)
-        yield compared(backward, splits, replace(config, lead=lead), **options)
-
-
-def parts_of_fused(case):
-    """Rows of other parts are NaN, and are not written."""
-    changes = {"gradients": ("N W", "N I", None, None)}
-    for part in random_ranges(case[0], 3):
-        yield from fused(case, "gather" if case[-1] else "", changes=changes, part=part)
-
-
-def activations(dtype, activation, splits=(50,)):
-    for kernel in ("scaled_activation", "scaled_activation_grad"):
-        launch = Launch(kernel, {"I": 72}, dtype, activation=activation)
-        yield compared(launch, splits, tolerance=tolerance_of(dtype, activation))
-
-
-def check_sums_of_parts():
-    """Parts leave their sums in the workspace: together those of the whole."""
-    splits = (33, 1, 9)
-    arguments = Numbers(
-        Launch("grouped_gemm_dact", ACT_SIZES, FP32, activation=SRELU), splits=splits
-    )
-    made = arguments.launch.arguments(arguments)
-    made["workspace"].fill_(torch.nan)
-    *results, dscale, _ = made["gradients"]
-    for part in random_ranges(splits, 3):
-        given = {**made, "row_range": part, "gradients": (*results, None, None)}
-        num_partials = kernels.grouped_gemm_dact(**given)
-    found = dscale.clone()
-    kernels.sum_dact_partials(made["workspace"], made["row_range"], found, num_partials)
-    twin.grouped_gemm_dact(**made)
-    assert torch.equal(found, dscale)
+    config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts, lead=lead)
+    ways = [(kernel, f"{way} table" if is_table else way) for kernel, way in ways]
+    return compared(ways, sizes, dtype, splits, config, activation=activation, **options)
 
 
 def check_ragged_descriptor():
@@ -174,31 +123,29 @@ def checks():
         dtype = (FP32, FP16)[i % 2]
         # Wide tiles add to what is there in two pieces.
         config = replace(CONFIG, flatten=i % 2 == 0, block_n=16 if i < 2 else 128)
-        yield from products(SIZES, dtype, splits, config)
-        yield from gradients(SIZES, dtype, splits, config)
-        yield from bias_gradients(SIZES, dtype, splits)
-        yield from parts_of_products(dtype, splits, replace(config, block_n=16))
-    yield from parts_of_products(FP16, (37,), CONFIG)
+        yield from compared(PRODUCTS, SIZES, dtype, splits, config)
+        config = replace(config, block_n=16)
+        yield from compared(PARTS, SIZES, dtype, splits, config, parts=random_ranges(splits, 3))
+    yield from compared(PARTS, SIZES, FP16, (37,), parts=random_ranges((37,), 3))
     # More groups than rows, and more than a power of two.
-    many = (1, 0, 0, 2) * 17
+    many = [("grouped_gemm", "zero-tail"), *BIAS_GRADIENTS]
     wide = replace(CONFIG, block_n=64, block_k=32)
-    yield compared(Launch("grouped_gemm", SIZES, FP32, changes={"zero_tail": True}), many, wide)
-    yield from bias_gradients(SIZES, FP32, many)
+    yield from compared(many, SIZES, FP32, (1, 0, 0, 2) * 17, wide)
     # Several tiles of rows.
-    yield from bias_gradients({**SIZES, "N": 440}, FP32, (0, 300, 1, 129))
+    yield from compared(BIAS_GRADIENTS, {**SIZES, "N": 440}, FP32, (0, 300, 1, 129))
     # Nothing to launch, but zeros for a gradient that is not added to something.
-    yield from products({**SIZES, "N": 9}, FP16, (0, 0), CONFIG)
-    none = {**SIZES, "N": 0}
-    yield from products(none, FP32, (0, 0))
-    yield from gradients(none, FP32, (0, 0))
-    yield from bias_gradients(none, FP32, (0, 0))
-    yield from activations(FP32, Activation(), ())
-    yield from fused(ACT_CASES[4], "biased", "gather", sizes={**ACT_SIZES, "N": 0})
+    yield from compared(PRODUCTS, {**SIZES, "N": 9}, FP16, (0, 0))
+    yield from compared(PRODUCTS, {**SIZES, "N": 0}, FP32, (0, 0), None)
+    yield from fused(ACT_CASES[4], FUSED, sizes={**ACT_SIZES, "N": 0})
+    yield from compared(ACTIVATIONS, {**ACT_SIZES, "N": 0}, FP32, ())
     yield "descriptor", check_ragged_descriptor
     yield "splits_to_row_range", partial(problems.check_splits, kernels)
     for case in ACT_CASES:
-        yield from fused(case, "biased", "gather")
-        yield from activations(*case[1:3])
+        splits, dtype, activation, *_ = case
+        yield from fused(case, FUSED)
+        yield from compared(ACTIVATIONS, ACT_SIZES, dtype, splits, activation=activation)
     for case in (ACT_CASES[i] for i in (0, 2, 5)):
-        yield from parts_of_fused(case)
-    yield "grouped_gemm_dact, sums of parts", check_sums_of_parts
+        yield from fused(case, PARTS_OF_FUSED, parts=random_ranges(case[0], 3))
+    launch = Launch("grouped_gemm_dact", ACT_SIZES, FP32, activation=SRELU)
+    check = partial(check_sums_of_parts, launch, kernels, (33, 1, 9))
+    yield "grouped_gemm_dact, sums of parts", check

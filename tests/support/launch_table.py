@@ -928,6 +928,7 @@ def gathered(name: str, width: str) -> dict[str, Any]:
 
 
 ACCUMULATE = {"accumulate": True}
+KEEP_TAIL = {"zero_tail": False}
 INDEXED = {"row_index": index("N", "N")}
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "grouped_gemm": {
@@ -935,11 +936,14 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "table": {"weight": table("G W H")},
         "bias": {"bias": "G W"},
         "biased": {"bias": ("G W", "f32 N"), "zero_tail": True},
+        "zero-tail": {"zero_tail": True},
+        "keep-tail": KEEP_TAIL,
         "accumulate": ACCUMULATE,
     },
     "grouped_gemm_dgrad": {
         "gather": gathered("dout", "W"),
         "table": {"weight": table("G W H")},
+        "keep-tail": KEEP_TAIL,
         "accumulate": ACCUMULATE,
     },
     "grouped_gemm_wgrad": {
@@ -969,6 +973,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "gather": gathered("dout", "H"),
         "table": {"weight": table("G H I")},
         "biased": {"gradients": ("N W", "N I", "f32 N", "G W")},
+        "unsummed": {"gradients": ("N W", "N I", None, None)},
     },
     "quantize_rows": {"indexed": INDEXED, "sums": {"sums": SUMS}},
     "quantize_columns": {"indexed": INDEXED, "plain": dict.fromkeys(("seeds", "signs"))},
