@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from activation_formula import formula, scaled
+from quantize_cases import Scattered
 from row_ranges import rows_of, spans_of, whole_groups
 
 from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.operands import TensorTable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SENTINEL = -77.0
@@ -172,32 +172,6 @@ def assert_near(out, expected, dtype=None):
 def assert_same(results, others):
     for result, other in zip(results, others, strict=True):
         assert result is other or torch.equal(result, other)
-
-
-class Scattered:
-    """Matrices of a packed tensor copied to where no two are neighbours, the last first, NaN between them."""
-
-    def __init__(self, packed):
-        num_groups = packed.shape[0]
-        self.size = packed[0].numel()
-        gap = 16 // packed.dtype.itemsize
-        self.shape = packed.shape
-        self.memory = torch.full(
-            (num_groups, self.size + gap), torch.nan, dtype=packed.dtype, device=packed.device
-        )
-        self.memory[:, : self.size] = packed.flatten(1).flip(0)
-        step = (self.size + gap) * packed.dtype.itemsize
-        addresses = [
-            self.memory.data_ptr() + (num_groups - 1 - g) * step for g in range(num_groups)
-        ]
-        self.table = TensorTable(
-            torch.tensor(addresses, device=packed.device), tuple(packed.shape), packed.dtype
-        )
-
-    def packed(self):
-        """The matrices as they are now; what lies between them must not have changed."""
-        assert self.memory[:, self.size :].isnan().all()
-        return self.memory[:, : self.size].flip(0).view(self.shape)
 
 
 # -- grouped GEMMs ----------------------------------------------------------------------------------------------------
