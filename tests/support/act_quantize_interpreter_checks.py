@@ -1,17 +1,20 @@
 """Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against what they fuse. Two comparisons,
-byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of numbers whose activation is
-exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py."""
+byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of whole numbers, whose
+activation is exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import act_quantize_cases as cases
 import quantize_interpreter_checks
 import triton
 import triton.language as tl
-from quantize_cases import differences
+from compared_launches import differences
+from launch_table import BF16, SWIGLU, Launch
 from row_ranges import random_ranges
 
-from symmoe.kernels import gpu, twin
+from symmoe.kernels import gpu
 from symmoe.kernels.low_precision import act_quantized, codes
 from symmoe.kernels.triton import tiles
 
@@ -33,24 +36,18 @@ CASES = [  # activation, FFN width, format
     ("geglu", 128, "mxfp8"),
     ("tanh gelu", 128, "float8_block"),
 ]
+WAYS = [  # of launches whose bits are the twin's
+    ("act_quantize", ""),
+    ("dact_quantize", ""),
+    ("dact_quantize", "dbias"),
+    ("dact_quantize", "fp32-dbias"),
+]
 
 
 def check_fusion(name, ffn, block_format):
     p = cases.Problem(cases.ACTIVATIONS[name], ffn, splits=SPLITS)
     cases.check_fusion(gpu, p, block_format)
     cases.check_ranges(gpu, p, block_format, random_ranges(SPLITS, 3))
-
-
-def check_twin(p, block_format):
-    assert (
-        differences(cases.forward(gpu, p, block_format), cases.forward(twin, p, block_format)) == []
-    )
-    (found, sums), (expected, wanted) = (
-        cases.backward(gpu, p, block_format),
-        cases.backward(twin, p, block_format),
-    )
-    assert differences(found, expected) == []
-    cases.assert_same_sums(sums, wanted)
 
 
 def checks():
@@ -61,10 +58,10 @@ def checks():
     tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
     for case in CASES:
         yield f"act_quantize, dact_quantize, {case}", partial(check_fusion, *case)
-    exact = cases.exact_problem(144, splits=SPLITS)
-    swiglu = cases.ACTIVATIONS["swiglu"]
-    for block_format in ("float8_block", "mxfp8"):
-        yield f"twins, {block_format}", partial(check_twin, exact, block_format)
-    yield "twins, no rows", partial(check_twin, cases.Problem(swiglu, 128, splits=(0, 0)), "mxfp8")
-    p = cases.Problem(swiglu, 128, splits=SPLITS)
+    for block_format, (kernel, ways) in product(("float8_block", "mxfp8"), WAYS):
+        launch = Launch(kernel, {"I": 144}, BF16, block_format, cases.ACTIVATIONS["srelu"], ways)
+        yield f"{launch}, twin", partial(differences, launch, splits=SPLITS)
+        launch = replace(launch, activation=SWIGLU)
+        yield f"{launch}, twin, no rows", partial(differences, launch, splits=(0, 0))
+    p = cases.Problem(SWIGLU, 128, splits=SPLITS)
     yield "differences", partial(cases.check_that_differences_are_noticed, gpu, p)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 from launch_table import FORMATS, I32, SIZES, U8, Arguments, Launch
 from quantize_cases import Scattered, hard_rows
-from row_ranges import rows_of, whole_groups
+from row_ranges import random_ranges, rows_of, whole_groups
 from written_arguments import WRITTEN
 
 from symmoe.kernels import twin
+from symmoe.kernels.activation import num_scale_sums
 from symmoe.kernels.operands import TensorTable
 
 TAIL = 10  # rows of no group
@@ -155,10 +156,12 @@ def differences(
     *,
     like: str = "",
     tuning: Mapping[str, object] | None = None,
+    tolerance: float = 0.0,
     **options: Any,
 ) -> list[str]:
     """What a launch makes that differs from what the twin makes of it; kernels: a module of them. like: the kernel of
-    the contract that it stands for, if its name is another one. tuning: what only the kernel is told."""
+    the contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of
+    numbers that are no bits of the twin's, see is_near."""
     function = launch.function if kernels is None else getattr(kernels, launch.kernel)
     theirs = replace(launch, kernel=like) if like else launch
     names = [name for name in WRITTEN[theirs.kernel] if name != "workspace"]
@@ -167,8 +170,29 @@ def differences(
     return [
         f"{launch}, {options}: written tensor {number}"
         for number, pair in enumerate(zip(its, wanted, strict=True))
-        if not torch.equal(*map(as_bytes, pair))
+        if not (is_near(*pair, tolerance) if tolerance else torch.equal(*map(as_bytes, pair)))
     ]
+
+
+def is_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Every number: relative to the expected one, or to 1; NaN where that one is."""
+    pair = result.double(), expected.double()
+    return torch.allclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def check_sums_of_parts(launch: Launch, kernels: Any, splits: tuple[int, ...]) -> None:
+    """Parts of grouped_gemm_dact leave their sums in the workspace: together those of the whole."""
+    arguments = Numbers(launch, splits=splits)
+    made = launch.arguments(arguments)
+    *results, dscale, _ = made["gradients"]
+    for part in random_ranges(splits, 2):
+        given = {**made, "row_range": part, "gradients": (*results, None, None)}
+        kernels.grouped_gemm_dact(**given)
+    sums = dscale.clone()
+    num_partials = num_scale_sums(arguments.sizes["I"])
+    kernels.sum_dact_partials(made["workspace"], made["row_range"], sums, num_partials)
+    twin.grouped_gemm_dact(**made)
+    assert torch.equal(sums, dscale)
 
 
 # -- what quantises ----------------------------------------------------------------------------------------------------

@@ -1,124 +1,110 @@
-"""Runs GEMMs and activations in Triton's interpreter, against float64. Sizes are tiny; the tiles are smaller still, so
+"""Runs GEMMs and activations in Triton's interpreter, and compares them with the twins: every bit, of whole numbers,
+whose sums are exact; what is made with exp or erf within a tolerance. Sizes are tiny; the tiles are smaller still, so
 that every case has several tiles, partial ones, and partial contraction blocks. tl.dot on bf16 is wrong in Triton 3.6's
 interpreter, so bf16 is left to the GPU tests."""
 
-import itertools
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import gemm_problem as problems
 import torch
+from compared_launches import check_sums_of_parts, differences
+from launch_table import FP16, FP32, Launch
 from row_ranges import random_ranges
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.triton import tiles
 
-WIDTHS, CAPACITY = (24, 40), 64
+SIZES = {"H": 24, "W": 40, "N": 64}
 SPLITS = [(19, 0, 1, 32, 0), (64, 0, 0, 0, 0), (0, 16, 0, 0, 47), (5, 0, 30, 0, 1)]
 CONFIG = tiles.TileConfig(block_m=16, block_n=16, block_k=16, num_stages=2, num_warps=4, group_m=2)
 NUM_SMS = 3
 tiles.device_num_sms = lambda device: NUM_SMS  # a launch asks for it, even without rows
-ACT_WIDTHS = (24, 72)
+ACT_SIZES = {"H": 24, "I": 72, "N": 64}
+TOLERANCE = {FP32: 1e-4, FP16: 1.5e-3}  # one rounding, and in fp32 sums of many
+EXACT = 1e-9  # but for signs of zeros: a group of one row adds nothing to them
+SRELU = Activation(function="relu2", is_gated=False)
 # splits, dtype, activation, (flatten, parts, lead), whether weights are tables
 ACT_CASES = [
-    ((19, 0, 1, 32, 0), torch.float32, Activation(), (False, 1, 0), False),
-    (
-        (0, 16, 0, 0, 47),
-        torch.float16,
-        Activation(alpha=1.702, limit=1.0, offset=1.0),
-        (True, 2, 1),
-        False,
-    ),
-    ((64, 0, 0), torch.float16, Activation(interleave=8), (False, 2, 2), True),
-    ((5, 30, 4), torch.float32, Activation(interleave=1, limit=1.0), (True, 2, 1), True),
-    ((0, 0), torch.float32, Activation(interleave=4), (False, 2, 2), False),
-    ((33, 1, 9), torch.float16, Activation(function="relu2", is_gated=False), (False, 2, 1), False),
-    ((33, 1, 9), torch.float32, Activation(function="relu2", is_gated=False), (True, 1, 0), True),
-    ((20, 17), torch.float16, Activation(interleave=2), (False, 1, 0), False),
-    ((20, 17), torch.float32, Activation(function="gelu"), (False, 1, 0), False),
-    ((20, 17), torch.float16, Activation(function="gelu", is_gated=False), (True, 2, 1), False),
+    ((19, 0, 1, 32, 0), FP32, Activation(), (False, 1, 0), False),
+    ((0, 16, 0, 0, 47), FP16, Activation(alpha=1.702, limit=1.0, offset=1.0), (True, 2, 1), False),
+    ((64, 0, 0), FP16, Activation(interleave=8), (False, 2, 2), True),
+    ((5, 30, 4), FP32, Activation(interleave=1, limit=1.0), (True, 2, 1), True),
+    ((0, 0), FP32, Activation(interleave=4), (False, 2, 2), False),
+    ((33, 1, 9), FP16, SRELU, (False, 2, 1), False),
+    ((33, 1, 9), FP32, SRELU, (True, 1, 0), True),
+    ((20, 17), FP16, Activation(interleave=2), (False, 1, 0), False),
+    ((20, 17), FP32, Activation(function="gelu"), (False, 1, 0), False),
+    ((20, 17), FP16, Activation(function="gelu", is_gated=False), (True, 2, 1), False),
     (
         (20, 17),
-        torch.float32,
+        FP32,
         Activation(function="gelu_tanh", limit=1.0, offset=1.0),
         (True, 1, 0),
         False,
     ),
-    ((20, 17), torch.float16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
+    ((20, 17), FP16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
+]
+
+GATHER = "", "gather"
+SUMS = "", "accumulate"
+
+
+def crossed(kernel, *words):
+    """The kernel, with ways of one word of each."""
+    return [(kernel, " ".join(ways)) for ways in product(*words)]
+
+
+BIAS_GRADIENTS = [
+    *crossed("grouped_bias_grad", GATHER, ("", "unscaled"), ("", "fp32")),
+    *crossed("grouped_bias_dot", GATHER, ("", "first")),
+]
+PRODUCTS = [
+    *crossed("grouped_gemm", GATHER, ("", "bias", "biased"), ("", "zero-tail", "table")),
+    *crossed("grouped_gemm", GATHER, ("", "bias", "biased keep-tail"), ["accumulate"]),
+    *crossed("grouped_gemm_dgrad", GATHER, ("", "table", "keep-tail", "keep-tail accumulate")),
+    *crossed("grouped_gemm_wgrad", ("", "gather-dout"), GATHER, SUMS, ("", "fp32")),
+    *crossed("grouped_gemm_wgrad", ["gather"], SUMS, ("table", "fp32-table")),
+    *BIAS_GRADIENTS,
+]
+PARTS = [
+    ("grouped_gemm", "biased keep-tail"),
+    ("grouped_gemm", "gather table bias"),
+    ("grouped_gemm_dgrad", "keep-tail"),
+]
+ACTIVATIONS = [("scaled_activation", ""), ("scaled_activation_grad", "")]
+FUSED = list(product(("grouped_gemm_act", "grouped_gemm_dact"), ("biased", "gather")))
+PARTS_OF_FUSED = [
+    *crossed("grouped_gemm_act", GATHER),
+    *crossed("grouped_gemm_dact", GATHER, ["unsummed"]),
 ]
 
 kernels = problems.triton_kernels()
 
 
-def check_parts(splits, dtype, options):
-    """Of whole numbers: NumPy's order of sums depends on a row's place in a tile."""
-    p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY, is_exact=True)
-    for name in ("biased", "gathered", "dgrad"):
-        problems.check_ranges(
-            p, *problems.part_calls(kernels, p, **options)[name], random_ranges(splits, 3)
-        )
+def compared(ways, sizes, dtype, splits, config=CONFIG, *, parts=(None,), activation=SWIGLU):
+    """Launches of kernels in their ways, and what checks them. Rows of other parts are NaN, and are not written."""
+    for (kernel, way), part in product(ways, parts):
+        launch = Launch(kernel, sizes, dtype, activation=activation, ways=way)
+        tuning = {"num_sms": NUM_SMS, "config": config} if "gemm" in kernel else {}
+        if kernel == "grouped_gemm_dact":  # tiles are smaller than any that are chosen
+            tuning["workspace"] = torch.full((50_000,), torch.nan)
+        is_rounded = "act" in kernel and activation != SRELU
+        numbers = {"tolerance": TOLERANCE[dtype] if is_rounded else EXACT}
+        if kernel == "grouped_bias_grad":  # the order of its sums is the twin's
+            numbers = {"hard": True}
+        options = {"splits": splits, "part": part, "tuning": tuning, **numbers}
+        check = partial(differences, launch, kernels, **options)
+        yield f"{launch}, {activation}, {splits}", check
 
 
-def check_many_groups():
-    """More groups than rows, and more than a power of two."""
-    p = problems.Problem((1, 0, 0, 2) * 17, WIDTHS, torch.float32, capacity=CAPACITY)
-    options = {"num_sms": NUM_SMS, "config": replace(CONFIG, block_n=64, block_k=32)}
-    problems.check_gemm(kernels, p, False, False, "none", True, **options)
-    for case in itertools.product(problems.BOTH, problems.BOTH, problems.BOTH):
-        problems.check_biases(kernels, p, *case)
-
-
-def check_biases_of_several_tiles():
-    p = problems.Problem((0, 300, 1, 129), WIDTHS, torch.float32, capacity=440)
-    for case in itertools.product(problems.BOTH, problems.BOTH, problems.BOTH):
-        problems.check_biases(kernels, p, *case)
-
-
-def check_no_rows():
-    """Nothing to launch, but zeros for a gradient that is not added to something."""
-    p = problems.Problem((0, 0), WIDTHS, torch.float32, capacity=0)
-    for accumulate in problems.BOTH:
-        problems.check_wgrad(kernels, p, False, False, True, accumulate, torch.float32)
-    problems.check_gemm(kernels, p, False, False, "none", True)
-    problems.check_biases(kernels, p, False, False, False)
-    problems.check_products(
-        kernels,
-        problems.Problem((0, 0), WIDTHS, torch.float16, capacity=9),
-        num_sms=NUM_SMS,
-        config=CONFIG,
-    )
-    p = problems.ActProblem((0, 0), ACT_WIDTHS, torch.float32, Activation(), capacity=0)
-    problems.check_act(kernels, p)
-    problems.check_activation(kernels, p)
-
-
-def options_of(flatten, parts, lead):
-    """(of the forward kernel, of the backward kernel)."""
-    act_config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts)
-    dact_config = replace(act_config, lead=lead)
-    return {"num_sms": NUM_SMS, "config": act_config}, {"num_sms": NUM_SMS, "config": dact_config}
-
-
-def check_both_passes(splits, dtype, activation, config, is_table):
-    p = problems.ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY)
-    problems.check_act(kernels, p, *options_of(*config), table=is_table)
-    problems.check_activation(
-        kernels,
-        problems.ActProblem((50,), ACT_WIDTHS, dtype, activation, capacity=50),
-        dscale_dtype=dtype,
-    )
-
-
-def check_fused_ranges(splits, dtype, activation, config, is_table):
-    """Of whole numbers: NumPy's order of sums depends on a row's place in a tile."""
-    p = problems.ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY, is_exact=True)
-    act_options, dact_options = options_of(*config)
-    if is_table:
-        scattered = [problems.Scattered(weight) for weight in (p.weight1, p.weight2)]
-        p.weight1, p.weight2 = (each.table for each in scattered)
-    options = {"act_options": act_options, "dact_options": dact_options, "gather": is_table}
-    problems.check_act_ranges(kernels, p, random_ranges(splits, 3), **options)
+def fused(case, ways, *, sizes=ACT_SIZES, **options):
+    splits, dtype, activation, (flatten, parts, lead), is_table = case
+    config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts, lead=lead)
+    ways = [(kernel, f"{way} table" if is_table else way) for kernel, way in ways]
+    return compared(ways, sizes, dtype, splits, config, activation=activation, **options)
 
 
 def check_ragged_descriptor():
@@ -134,27 +120,32 @@ def check_ragged_descriptor():
 def checks():
     """Names, and what checks them."""
     for i, splits in enumerate(SPLITS):
-        dtype = (torch.float32, torch.float16)[i % 2]
+        dtype = (FP32, FP16)[i % 2]
         # Wide tiles add to what is there in two pieces.
         config = replace(CONFIG, flatten=i % 2 == 0, block_n=16 if i < 2 else 128)
-        options = {"num_sms": NUM_SMS, "config": config}
-        p = problems.Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-        for names, check_it in (
-            ("grouped_gemm, grouped_gemm_dgrad", problems.check_products),
-            ("grouped_gemm_wgrad, grouped_bias_grad, grouped_bias_dot", problems.check_gradients),
-        ):
-            yield f"{names}, {splits}, {dtype}", partial(check_it, kernels, p, **options)
-        options = {**options, "config": replace(config, block_n=16)}
-        yield f"parts of grouped_gemm, {splits}", partial(check_parts, splits, dtype, options)
-    options = {"num_sms": NUM_SMS, "config": CONFIG}
-    yield "parts of grouped_gemm", partial(check_parts, (37,), torch.float16, options)
-    yield "grouped_gemm, many groups", check_many_groups
-    yield "grouped_bias_grad, grouped_bias_dot, several tiles", check_biases_of_several_tiles
-    yield "no rows", check_no_rows
+        yield from compared(PRODUCTS, SIZES, dtype, splits, config)
+        config = replace(config, block_n=16)
+        yield from compared(PARTS, SIZES, dtype, splits, config, parts=random_ranges(splits, 3))
+    yield from compared(PARTS, SIZES, FP16, (37,), parts=random_ranges((37,), 3))
+    # More groups than rows, and more than a power of two.
+    many = [("grouped_gemm", "zero-tail"), *BIAS_GRADIENTS]
+    wide = replace(CONFIG, block_n=64, block_k=32)
+    yield from compared(many, SIZES, FP32, (1, 0, 0, 2) * 17, wide)
+    # Several tiles of rows.
+    yield from compared(BIAS_GRADIENTS, {**SIZES, "N": 440}, FP32, (0, 300, 1, 129))
+    # Nothing to launch, but zeros for a gradient that is not added to something.
+    yield from compared(PRODUCTS, {**SIZES, "N": 9}, FP16, (0, 0))
+    yield from compared(PRODUCTS, {**SIZES, "N": 0}, FP32, (0, 0), None)
+    yield from fused(ACT_CASES[4], FUSED, sizes={**ACT_SIZES, "N": 0})
+    yield from compared(ACTIVATIONS, {**ACT_SIZES, "N": 0}, FP32, ())
     yield "descriptor", check_ragged_descriptor
     yield "splits_to_row_range", partial(problems.check_splits, kernels)
-    fused = "grouped_gemm_act, grouped_gemm_dact"
     for case in ACT_CASES:
-        yield f"{fused}, scaled_activation, {case[:3]}", partial(check_both_passes, *case)
+        splits, dtype, activation, *_ = case
+        yield from fused(case, FUSED)
+        yield from compared(ACTIVATIONS, ACT_SIZES, dtype, splits, activation=activation)
     for case in (ACT_CASES[i] for i in (0, 2, 5)):
-        yield f"parts of {fused}, {case[:3]}", partial(check_fused_ranges, *case)
+        yield from fused(case, PARTS_OF_FUSED, parts=random_ranges(case[0], 3))
+    launch = Launch("grouped_gemm_dact", ACT_SIZES, FP32, activation=SRELU)
+    check = partial(check_sums_of_parts, launch, kernels, (33, 1, 9))
+    yield "grouped_gemm_dact, sums of parts", check

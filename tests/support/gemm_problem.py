@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from activation_formula import formula, scaled
+from quantize_cases import Scattered
 from row_ranges import rows_of, spans_of, whole_groups
 
 from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.operands import TensorTable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SENTINEL = -77.0
@@ -80,13 +80,11 @@ def tiles(config):
 
 class Problem:
     """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1. Tail rows are NaN, tail
-    indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are exact in whatever order."""
+    indices out of range, packed rows are shared."""
 
-    def __init__(
-        self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False
-    ):
+    def __init__(self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None):
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.splits, self.dtype, self.device, self.is_exact = tuple(splits), dtype, device, is_exact
+        self.splits, self.dtype, self.device = tuple(splits), dtype, device
         self.hidden, self.width = widths
         self.num_groups = len(splits)
         self.num_rows = sum(splits)
@@ -111,11 +109,8 @@ class Problem:
         self.scale = self.with_tail().float()
 
     def normal(self, *shape, scale=1.0, dtype=None):
-        if self.is_exact:
-            numbers = torch.randint(-4, 5, shape, device=self.device, generator=self.generator)
-        else:
-            numbers = torch.randn(*shape, device=self.device, generator=self.generator) * scale
-        return numbers.to(dtype or self.dtype)
+        numbers = torch.randn(*shape, device=self.device, generator=self.generator)
+        return (numbers * scale).to(dtype or self.dtype)
 
     def with_tail(self, *shape):
         tensor = self.normal(self.capacity, *shape)
@@ -177,32 +172,6 @@ def assert_near(out, expected, dtype=None):
 def assert_same(results, others):
     for result, other in zip(results, others, strict=True):
         assert result is other or torch.equal(result, other)
-
-
-class Scattered:
-    """Matrices of a packed tensor copied to where no two are neighbours, the last first, NaN between them."""
-
-    def __init__(self, packed):
-        num_groups = packed.shape[0]
-        self.size = packed[0].numel()
-        gap = 16 // packed.dtype.itemsize
-        self.shape = packed.shape
-        self.memory = torch.full(
-            (num_groups, self.size + gap), torch.nan, dtype=packed.dtype, device=packed.device
-        )
-        self.memory[:, : self.size] = packed.flatten(1).flip(0)
-        step = (self.size + gap) * packed.dtype.itemsize
-        addresses = [
-            self.memory.data_ptr() + (num_groups - 1 - g) * step for g in range(num_groups)
-        ]
-        self.table = TensorTable(
-            torch.tensor(addresses, device=packed.device), tuple(packed.shape), packed.dtype
-        )
-
-    def packed(self):
-        """The matrices as they are now; what lies between them must not have changed."""
-        assert self.memory[:, self.size :].isnan().all()
-        return self.memory[:, : self.size].flip(0).view(self.shape)
 
 
 # -- grouped GEMMs ----------------------------------------------------------------------------------------------------
@@ -371,14 +340,11 @@ class ActProblem(Problem):
         self.activation, self.h, self.weight1 = activation, self.dout, self.weight
         self.weight2 = self.normal(self.num_groups, hidden, self.ffn, scale=hidden**-0.5)
 
-    def workspace(self, kernels, config=None):
-        """Poisoned, and as large as the layer makes it; for tiles smaller than any that is chosen, larger."""
+    def workspace(self, kernels):
+        """Poisoned, and as large as the layer makes it."""
         numel = kernels.dact_workspace_numel(
             self.capacity, self.num_groups, self.ffn, self.activation
         )
-        if config is not None:
-            slots = kernels.bias_slots(self.capacity, self.num_groups, config.block_m)
-            numel = max(numel, -(-self.ffn // config.block_n) * self.capacity + slots * self.width)
         return torch.full((numel,), torch.nan, device=self.device)
 
 
@@ -395,7 +361,7 @@ def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
     weight = p.weight2 if weight is None else weight
     dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
     gradients = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32), dbias
-    workspace = p.workspace(kernels, options.get("config"))
+    workspace = p.workspace(kernels)
     kernels.grouped_gemm_dact(
         source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options
     )
@@ -511,10 +477,7 @@ def check_act_ranges(
     numbers = set()
 
     def blanks():
-        return [
-            *p.blanks(p.width, p.ffn, p.width, p.ffn)(),
-            p.workspace(kernels, dact_options.get("config")),
-        ]
+        return [*p.blanks(p.width, p.ffn, p.width, p.ffn)(), p.workspace(kernels)]
 
     def both(row_range, outs, come, **more):
         rows = source if gather else torch.where(come[:, None], source, torch.nan)

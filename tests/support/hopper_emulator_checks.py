@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import gluon_emulator
 import torch
-from compared_launches import Numbers, differences
+from compared_launches import check_sums_of_parts, differences
 from launch_table import BF16, FP16, Launch
 from row_ranges import random_ranges
 
@@ -100,6 +100,7 @@ def kernels_of(name):
     return SimpleNamespace(
         grouped_gemm_act=launch_act if act_variant else twin.grouped_gemm_act,
         grouped_gemm_dact=partial(dact, dact_variant),
+        sum_dact_partials=sum_partials,
     )
 
 
@@ -107,20 +108,6 @@ def compared(kernels, launch, splits, **options):
     """The launch, and what checks it."""
     check = partial(differences, launch, kernels, splits=splits, **options)
     return f"{NAMES[launch.kernel]}, {launch}, {launch.activation}, {splits}", check
-
-
-def check_sums_of_parts(name):
-    """Parts leave their sums in the workspace: together those of the whole."""
-    arguments = Numbers(Launch("grouped_gemm_dact", EXACT, FP16), splits=FEW)
-    made = arguments.launch.arguments(arguments)
-    *results, dscale, _ = made["gradients"]
-    for part in random_ranges(FEW, 2):
-        given = {**made, "row_range": part, "gradients": (*results, None, None)}
-        kernels_of(name).grouped_gemm_dact(**given)
-    found = dscale.clone()
-    sum_partials(made["workspace"], made["row_range"], found, num_scale_sums(EXACT["I"]))
-    twin.grouped_gemm_dact(**made)
-    assert torch.equal(found, dscale)
 
 
 def check_that_mistakes_are_noticed():
@@ -151,10 +138,12 @@ def checks():
         yield compared(kernels_of(name), fused(sizes, activation=LIMITED), SPLITS)
         yield compared(kernels_of(name), fused(EXACT, FP16, activation=GELU), FEW)
         yield compared(kernels_of(name), fused(EXACT), (0, 0))
-        changes = {"gradients": ("N W", "N I", None, None)} if "dact" in kernel else {}
+        ways = fused.keywords["ways"] + " unsummed" * (kernel == "grouped_gemm_dact")
         for part in random_ranges(FEW, 2):
-            launch = fused(EXACT, FP16, changes=changes)
+            launch = fused(EXACT, FP16, ways=ways)
             yield compared(kernels_of(name), launch, FEW, part=part)
     for name in VARIANTS:
-        yield f"launch_dact, sums of parts, {name}", partial(check_sums_of_parts, name)
+        launch = Launch("grouped_gemm_dact", EXACT, FP16)
+        check = partial(check_sums_of_parts, launch, kernels_of(name), FEW)
+        yield f"launch_dact, sums of parts, {name}", check
     yield "launch_gemm, mistakes", check_that_mistakes_are_noticed

@@ -928,29 +928,42 @@ def gathered(name: str, width: str) -> dict[str, Any]:
 
 
 ACCUMULATE = {"accumulate": True}
+KEEP_TAIL = {"zero_tail": False}
 INDEXED = {"row_index": index("N", "N")}
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "grouped_gemm": {
         "gather": gathered("rows", "H"),
         "table": {"weight": table("G W H")},
+        "bias": {"bias": "G W"},
         "biased": {"bias": ("G W", "f32 N"), "zero_tail": True},
+        "zero-tail": {"zero_tail": True},
+        "keep-tail": KEEP_TAIL,
         "accumulate": ACCUMULATE,
     },
     "grouped_gemm_dgrad": {
         "gather": gathered("dout", "W"),
         "table": {"weight": table("G W H")},
+        "keep-tail": KEEP_TAIL,
         "accumulate": ACCUMULATE,
     },
     "grouped_gemm_wgrad": {
         "gather": gathered("rows", "H"),
+        "gather-dout": gathered("dout", "W"),
         "table": {"out": table("G W H")},
         "accumulate": ACCUMULATE,
         "fp32": {"out": "f32 G W H"},
         "fp32-table": {"out": table("f32 G W H")},
         "no-rows": {"dout": "0 W", "rows": "0 H", "out": table("G W H")},
     },
-    "grouped_bias_grad": {"gather": {"dout": ("N W", index("N", "N"))}},
-    "grouped_bias_dot": {"gather": {"dout": ("N W", index("N", "N"))}},
+    "grouped_bias_grad": {
+        "gather": {"dout": ("N W", index("N", "N"))},
+        "unscaled": {"scale": None},
+        "fp32": {"dbias": "f32 G W"},
+    },
+    "grouped_bias_dot": {
+        "gather": {"dout": ("N W", index("N", "N"))},
+        "first": {"accumulate": False},
+    },
     "grouped_gemm_act": {
         "gather": gathered("rows", "H"),
         "table": {"weight": table("G W H")},
@@ -960,6 +973,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "gather": gathered("dout", "H"),
         "table": {"weight": table("G H I")},
         "biased": {"gradients": ("N W", "N I", "f32 N", "G W")},
+        "unsummed": {"gradients": ("N W", "N I", None, None)},
     },
     "quantize_rows": {"indexed": INDEXED, "sums": {"sums": SUMS}},
     "quantize_columns": {"indexed": INDEXED, "plain": dict.fromkeys(("seeds", "signs"))},

@@ -86,14 +86,23 @@ def quantize_all(
 
 
 class Scattered:
-    """Matrices in memory of their own, the last one first, and their table."""
+    """Matrices where no two are neighbours, the last one first, with NaN between them, and their table."""
 
     def __init__(self, packed: torch.Tensor):
-        self.matrices = [matrix.clone() for matrix in packed.flip(0)][::-1]
+        size = packed[0].nbytes
+        pitch = -(-size // 16) * 16 + 16
+        memory = torch.full((len(packed), pitch), 0xFF, dtype=torch.uint8, device=packed.device)
+        lines = reversed(memory.unbind())
+        self.matrices = [line[:size].view(packed.dtype).view(packed.shape[1:]) for line in lines]
+        for matrix, its in zip(self.matrices, packed, strict=True):
+            matrix.copy_(its)
+        self.between = memory[:, size:]
         pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices]).to(packed.device)
         self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
 
     def packed(self) -> torch.Tensor:
+        """As they are now; what lies between them must not have changed."""
+        assert (self.between == 0xFF).all()
         return torch.stack(self.matrices)
 
 
