@@ -195,7 +195,7 @@ class RailPlan:
 
     @property
     def key(self) -> Hashable:
-        """The values besides tensors that determine the messages."""
+        """The values other than tensors that determine the messages."""
         return self.num_sent, self.num_received, self.sizes
 
     def meet(self, phase: int, agreed: control.CallFields) -> None:

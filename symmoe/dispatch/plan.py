@@ -238,7 +238,7 @@ class PlanRequest:
     reports: list[torch.Tensor] | None  # of a capture, which get the report instead of the host
     rail_options: _RailOptions
     route: Any  # None, or a Route of moe/router.py that makes topk_idx first
-    key: tuple[Hashable, ...]  # the values besides tensors that determine the launches
+    key: tuple[Hashable, ...]  # the values other than tensors that determine the launches
 
     phase = control.PHASE_PLAN  # the next barrier of its call
     num_rows = nodes = None  # as in Plan

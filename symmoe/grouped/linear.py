@@ -135,7 +135,7 @@ class LinearProducts:
 
     @property
     def key(self) -> Hashable:
-        """The values besides tensors and weights that determine the launches."""
+        """The values other than tensors and weights that determine the launches."""
         return self.layers[0].precision, self.trains_rows
 
     def weights(self, tensors: Sequence[Any], *, is_forward: bool) -> LayerWeights:

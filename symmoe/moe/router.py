@@ -405,7 +405,7 @@ class Route(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """The values besides tensors that determine the launches."""
+        """The values other than tensors that determine the launches."""
         return "route", self.top_k, self.rule
 
     def compute(self, block_counts: torch.Tensor | None = None) -> Routed:
@@ -452,7 +452,7 @@ class RouteGradients(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """The values besides tensors that determine the launches."""
+        """The values other than tensors that determine the launches."""
         return "gradients of the route", self.rule, *self.needs
 
     @property

@@ -91,7 +91,7 @@ class Programs:
         """Does the work of function() and returns its result.
 
         Args:
-            key: the values besides tensors and `numbers` that determine the launches.
+            key: the values other than tensors and `numbers` that determine the launches.
             function: launches kernels. It reads, writes and returns only memory of `inputs`, memory that it makes,
                 leases that it takes, and results of noted functions. It changes nothing else, and does not wait for the
                 device.
