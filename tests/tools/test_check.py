@@ -251,6 +251,17 @@ def test_masked_scores():
         ]
 
 
+def test_a_gradient_that_is_only_rounding_is_not_compared():
+    """E.g. of a bias that shifts all logits: another machine or another number of ranks rounds it otherwise."""
+    for size, is_compared in ((2e-8, False), (2e-5, True)):
+        one, ranks = (
+            {START: {}, ACTIVATION: {}, GRADIENT: {"w": W, "shift": size * W[0] * factor}}
+            for factor in (1, 5)
+        )
+        shift, _ = compare("fp32", one, {}, [ranks])
+        assert bool(shift.text) == is_compared
+
+
 # -- the command -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -129,10 +129,8 @@ def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -
     got, wants, is_cut = parts
     values = one[this.stage]
     want = values[this.name]
-    # The step's update was compared; and an optimizer like Adam makes full steps of rounding.
-    if (this.stage == SAVED and this.name in one[UPDATE]) or (
-        this.stage == UPDATE and _is_rounding(this, one[CLIPPED])
-    ):
+    update_is_compared = this.stage == SAVED and this.name in one[UPDATE]
+    if update_is_compared or _is_rounding(this, got, one):
         this.error = 0.0
     elif not want.is_floating_point():
         this.error = float(not all(map(torch.equal, got, wants)))
@@ -151,9 +149,14 @@ def _compare_with_one(this: Compared, one: Found, other: Found, parts: _Parts) -
         this.error = None
 
 
-def _is_rounding(this: Compared, gradients: Tensors) -> bool:
-    """Whether a gradient is only rounding, e.g. of a bias that shifts all logits."""
-    size = _rms(gradients[this.name]) if this.name in gradients else 0.0
+def _is_rounding(this: Compared, got: Sequence[torch.Tensor], one: Found) -> bool:
+    """Whether a gradient is only rounding on one rank and on all, e.g. of a bias that shifts all logits. An optimizer
+    like Adam makes full steps of such a gradient."""
+    gradients = one[CLIPPED if this.stage == UPDATE else this.stage]
+    if this.stage not in (GRADIENT, CLIPPED, UPDATE) or this.name not in gradients:
+        return False
+    of_ranks = [] if this.stage == UPDATE else got
+    size = max(map(_rms, [gradients[this.name], *of_ranks]))
     return 0.0 < size < _FLOORS[this.dtype] / 10 * max(map(_rms, gradients.values()))
 
 
