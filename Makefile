@@ -88,7 +88,7 @@ test-oldest: $(DEVELOPS)
 
 test-newest:
 	"$(PYTHON)" -m venv .venv-newest
-	.venv-newest/bin/python -I -m pip install --quiet --upgrade --upgrade-strategy eager torch --editable '.[dev]'
+	.venv-newest/bin/python -I -m pip install --quiet --upgrade --upgrade-strategy eager torch --editable '.[dev,checkpoint]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(CORE:%=tests/%.py) $(NEWEST) $(SPREAD) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
