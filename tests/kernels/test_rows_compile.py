@@ -16,7 +16,12 @@ from symmoe.kernels import control
 from symmoe.kernels.hopper import rows as hopper_rows
 from symmoe.kernels.triton import tokens
 
-MOST_REGISTERS = {"assign_rows": 160, "route_to_replicas": 168, "lay_out": 255}
+MOST_REGISTERS = {
+    "assign_rows": 160,
+    "route_to_replicas": 168,
+    "lay_out": 255,
+    "send_counts": since(("3.6", 128), ("3.9", 160)),
+}
 FENCE, LOAD, STORE = (
     "fence.acq_rel.sys",
     "cp.async.bulk.tensor.3d.shared",
