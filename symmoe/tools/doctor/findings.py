@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVELS = ("ok", "note", "problem")
-Said = tuple[object, str, str, str]  # condition, level, text, fix
+Row = tuple[object, str, str, str]  # condition, level, text, fix
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Finding:
         assert self.fix or self.level != "problem", self.text
 
 
-def findings_about(subject: str, *rows: Said) -> list[Finding]:
+def findings_about(subject: str, *rows: Row) -> list[Finding]:
     """The rows with a true condition, as findings about a subject."""
     return [Finding(level, subject, text, fix) for is_so, level, text, fix in rows if is_so]
 
 
-def first(*rows: Said) -> list[Said]:
+def first(*rows: Row) -> list[Row]:
     """The first row with a true condition, or none."""
     return [row for row in rows if row[0]][:1]
 

@@ -1,4 +1,4 @@
-"""What this machine's programs and packages say: versions of symmoe's dependencies, and conflicts between them."""
+"""Versions of symmoe's dependencies on this machine, and conflicts between them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Versions(NamedTuple):
 
 def read_versions() -> Versions:
     """The installed versions of this Python. Imports only torch."""
-    found = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
-    found["torch"] = torch.__version__  # includes the build's label, unlike some distributions
+    installed = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
+    installed["torch"] = torch.__version__  # includes the build's label, unlike some distributions
     try:
         of_torch = {
             match[1]: match[3] if match[2] == "==" else match[3].rpartition(".")[0] + ".*"
@@ -54,7 +54,7 @@ def read_versions() -> Versions:
         }
     except metadata.PackageNotFoundError:
         of_torch = {}
-    return Versions(found, torch.version.cuda, of_torch)
+    return Versions(installed, torch.version.cuda, of_torch)
 
 
 def output_of(*command: str, timeout_s: float = 30.0) -> str:
@@ -94,8 +94,10 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
     other_triton = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
     other_library = f"pip install {library}=={pins.get(library, '3.4.5')}"
     newer = f"pip install '{bindings}>=0.4.1,<0.5'"
-    others = [each for each in installed if each.startswith("nvshmem4py-")]
-    besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
+    other_bindings = [name for name in installed if name.startswith("nvshmem4py-")]
+    besides = (
+        f"; {other_bindings[0]} is, which is not for torch's CUDA {cuda}" if other_bindings else ""
+    )
     shown = {
         "symmoe": "symmoe",
         "torch": "torch",
