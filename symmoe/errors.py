@@ -30,7 +30,7 @@ class SymmoeError(Exception):
 
 
 class ArgumentError(SymmoeError, ValueError):
-    """An argument is wrong: shape, dtype, device, layout or value. The text names it, its value and valid ones."""
+    """An argument is wrong: shape, dtype, device, layout or value. The text has its name, its value and valid ones."""
 
 
 class ExpertIdError(ArgumentError):

@@ -1,4 +1,4 @@
-"""The directory of a job's checkpoints. An interrupted process leaves some of these entries, and never others:
+"""The directory of a job's checkpoints: its entries at any moment, and the order of changes.
 
     step-00000020/                  a complete checkpoint; renamed to this after all of it was on disk
     latest                          the newest one's name and manifest's sha256

@@ -71,8 +71,9 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
         except Exception as error:  # noqa: BLE001 - peers must receive any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
-            messages = self._gather(problem, message, is_last=is_last)
-            exchange.by_rank = list(map(json.loads, messages))
+            exchange.by_rank = [
+                json.loads(data) for data in self._gather(problem, message, is_last=is_last)
+            ]
         finally:
             del problem  # its traceback refers to this frame: together they would be a cycle
 

@@ -223,7 +223,7 @@ def buffer_problem(
     """The error if the argument `name` cannot take a result, or None. shape, dtype, device: as in tensor_problem.
 
     Args:
-        inputs: tensors that it must not overlap: inputs, tensors saved for backward, and other buffers.
+        inputs: tensors that the buffer must not overlap: inputs, tensors saved for backward, and other buffers.
         heap: the heap that must own the buffer, because peers access it; None: any memory.
     """
     if error := tensor_problem(
@@ -305,7 +305,7 @@ def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype to compute with x in: autocast's if it is enabled, else the dtype of x."""
+    """The dtype of computations with x: autocast's if enabled, else the dtype of x."""
     device_type = x.device.type
     return (
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype

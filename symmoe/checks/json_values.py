@@ -25,11 +25,11 @@ def typed(kind: Any, value: Any, name: str, *, exactly: bool = True) -> Any:
         } - value.keys()
         if wrong := wrong | (value.keys() - hints.keys() if exactly else set()):
             raise ValueError(f"fields {sorted(wrong)} of {name} are missing or not known")
-        present = {field: hint for field, hint in hints.items() if field in value}
         return kind(
             **{
-                f: typed(hint, value[f], f"{name}.{f}", exactly=exactly)
-                for f, hint in present.items()
+                field: typed(hint, value[field], f"{name}.{field}", exactly=exactly)
+                for field, hint in hints.items()
+                if field in value
             }
         )
     if get_origin(kind) is dict and isinstance(value, dict):

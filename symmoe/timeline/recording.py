@@ -1,5 +1,5 @@
-"""Records every rank's work in a context with torch.profiler, and merges the records on one clock. While it records,
-ranges lie around operators of `symmoe.kernels`; they turn the profiler's trace into events."""
+"""Records every rank's work in a context with torch.profiler, and merges the records on one clock. During a recording,
+ranges surround operators of `symmoe.kernels`: the ranges turn the profiler's trace into events."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _BARRIERS = ("barrier", "barrier_kernel")
 _NOT_STARTED = (
     "the recording was not started: call recording.start() in the context, after a step or two"
 )
-# About thirty milliseconds: the host needs them to launch the aligning barriers and, slowed by the profiler, a step
-# of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
+# About thirty milliseconds: in this time the host launches the aligning barriers and, slowed by the profiler, a step
+# of a layer. Two milliseconds sufficed for the barriers alone: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
 
 Trace = dict[str, Any]

@@ -136,7 +136,7 @@ WEIGHTS = ("packed", "discrete")
 ROUTES = covering(
     {"saves": JOBS, "loads": JOBS, "written": WEIGHTS, "read": WEIGHTS, "fresh": (False, True)},
     2,
-    [  # a job meets itself only if it is the usual one; a large job meets the usual one alone
+    [  # excluded pairs: a job with itself, and a large job, unless one of the two is the usual job
         {"saves": saves, "loads": loads}
         for saves, loads in itertools.product(JOBS, JOBS)
         if USUAL_JOB not in (saves, loads) and (saves == loads or 4 in saves + loads)
@@ -309,7 +309,7 @@ def test_a_disagreement_is_the_same_error_on_every_rank(cluster, tmp_path: Path,
     errors = cluster(2).run(save_with_disagreement, str(tmp_path), case)
     assert errors[0] == errors[1]
     assert DISAGREEMENTS[case][1] in errors[0]
-    assert tree(tmp_path) == before  # nothing is left of it
+    assert tree(tmp_path) == before  # the failed save leaves no file
     assert cluster(2).run(save_with_disagreement, str(tmp_path), "") == ["saved"] * 2
 
 
@@ -495,16 +495,21 @@ def flips(content: bytes) -> Iterator[bytes]:
         yield bytes(flipped)
 
 
+def assert_load_refused(directory: Path, text: str, changes: dict | None = None, **options) -> None:
+    """Loading raises a CheckpointError with this text and changes no tensor. changes: of the model."""
+    tensors = state(99)
+    with pytest.raises(symmoe.errors.CheckpointError, match=text):
+        load_checkpoint(directory, model=tensors | (changes or {}), **options)
+    assert flat(tensors) == flat(state(99))
+
+
 def test_a_flipped_bit_is_refused_in_every_file(saved: Path):
     """The same holds for a file that is cut, longer or missing."""
     for path in sorted((saved / "step-00000002").iterdir()):
         content = path.read_bytes()
         for data in (*flips(content), content[:-1], content + b"\0", b"", None):
             path.unlink() if data is None else path.write_bytes(data)
-            tensors = state(99)
-            with pytest.raises(symmoe.errors.CheckpointError, match=path.name):
-                load_checkpoint(saved, model=tensors)
-            assert flat(tensors) == flat(state(99))
+            assert_load_refused(saved, path.name)
         path.write_bytes(content)
     assert newest(saved) == 2
 
@@ -538,10 +543,8 @@ MISMATCHES: dict = {  # changes of the model, and the error
 
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_a_model_that_differs_is_refused_and_unchanged(saved: Path, case: str):
-    tensors = state(99)
-    with pytest.raises(symmoe.errors.CheckpointError, match=MISMATCHES[case][1]):
-        load_checkpoint(saved, model=tensors | MISMATCHES[case][0])
-    assert flat(tensors) == flat(state(99))
+    changes, text = MISMATCHES[case]
+    assert_load_refused(saved, text, changes)
 
 
 def tamper(path: Path, edit: Callable) -> None:
@@ -624,12 +627,9 @@ def test_a_tampered_checkpoint_is_refused(
 ):
     shutil.copy(
         saved / "step-00000002" / FILE, saved / FILE
-    )  # "a name with a path" is that of a good file
+    )  # for "a name with a path": the name leads to a good file
     edit(saved / "step-00000002", change[1])
-    tensors = state(99)
-    with pytest.raises(symmoe.errors.CheckpointError, match=r"step-00000002|model\."):
-        load_checkpoint(saved, model=tensors, step=2)
-    assert flat(tensors) == flat(state(99))
+    assert_load_refused(saved, r"step-00000002|model\.", step=2)
 
 
 def test_a_resealed_checkpoint_without_tampering_loads(saved: Path):
@@ -649,29 +649,30 @@ def test_invalid_and_older_manifests_are_refused(data: bytes):
         parse(data, Path("manifest.json"))
 
 
+def assert_saved_and_loaded(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Saved tensors load into zeros of the same shapes and strides, each in memory of its own."""
+    save_checkpoint(directory, 1, model=tensors)
+    loaded = {
+        name: torch.zeros(100).as_strided(tensor.shape, tensor.stride())
+        for name, tensor in tensors.items()
+    }
+    load_checkpoint(directory, model=loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
 def test_a_save_splits_its_tensors_into_files_of_a_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(save, "MAX_FILE_BYTES", 100)
     tensors = {str(i): torch.full((4, i), float(i)) for i in range(1, 9)}  # of 16 to 128 bytes
-    save_checkpoint(tmp_path, 1, model=tensors)
+    assert_saved_and_loaded(tmp_path, tensors)
     assert 4 <= len(read_manifest(tmp_path).files) < 8
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    load_checkpoint(tmp_path, model=loaded)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_shared_and_strided_tensors_are_saved_and_loaded(tmp_path: Path):
     base = torch.arange(12.0).view(3, 4)
     tensors = {"base": base, "transposed": base.t(), "part": base[:, 1:3], "tied": base}
-    save_checkpoint(tmp_path, 1, model=tensors)
-    loaded = {
-        name: torch.zeros(3, 4).t() if name == "transposed" else torch.zeros(3, 4)
-        for name in tensors
-    }
-    loaded["part"] = torch.zeros(3, 4)[:, 1:3]
-    load_checkpoint(tmp_path, model=loaded)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert_saved_and_loaded(tmp_path, tensors)
 
 
 # --- optimizers ---
@@ -707,7 +708,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, times
 def test_a_loaded_optimizer_continues_bit_for_bit(tmp_path: Path, kind: str, weights: str):
     model, optimizer = after_a_step(kind, 1, weights)
     for group in optimizer.param_groups:
-        group["initial_lr"] = 0.3  # as schedulers leave it
+        group["initial_lr"] = 0.3  # as schedulers set it
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
     step(model, optimizer, 5, times=2)
     second_model, second_optimizer = after_a_step(kind, 2, weights)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import logging
 import multiprocessing
 import os
@@ -164,13 +165,11 @@ def interrupted_saves(
 ) -> list[tuple[int, str]]:
     """The outcomes of repeated saves. On rank 1 an interrupt is raised at line 0, `stride`, 2 * `stride`, ... of the
     save, as a signal's handler would."""
-    reports = []
-    line, has_ended = 0, False
-    while not has_ended:
+    reports: list[tuple[int, str]] = []
+    for moment in itertools.count(step=stride):
         lines = 0
-        seed = 1 + line
 
-        def trace(frame, event: str, _, moment: int = line):
+        def trace(frame, event: str, _, moment: int = moment):
             nonlocal lines
             code = frame.f_code
             # Before the block of Peers begins, no peer can receive an error; its exit is not interrupted a second time.
@@ -180,26 +179,22 @@ def interrupted_saves(
                 "__exit__",
             ):
                 return None
-            if code.co_name == "save_checkpoint" and not lines:
-                return trace if "peers" in frame.f_locals else first
-            if event == "line":
-                lines += 1
-                if lines == moment + 1:
-                    raise Interrupt
+            if code.co_name == "save_checkpoint" and "peers" not in frame.f_locals:
+                return trace
+            lines += event == "line"
+            if lines == moment + 1:
+                raise Interrupt
             return trace
 
-        def first(frame, event: str, _):
-            return trace if "peers" in frame.f_locals else first
-
-        arguments = {"model": state(seed, rank, num_ranks), "keep_last": 2}
+        arguments = {"model": state(1 + moment, rank, num_ranks), "keep_last": 2}
         sys.settrace(trace if rank == 1 else None)
-        text = outcome_of(save_checkpoint, directory, seed, **arguments)
+        text = outcome_of(save_checkpoint, directory, 1 + moment, **arguments)
         sys.settrace(None)
-        reports.append((seed, text))
-        ended = [None, None]
-        dist.all_gather_object(ended, lines <= line)
-        has_ended = bool(ended[1])
-        line += stride
+        reports.append((1 + moment, text))
+        has_ended = [False, False]
+        dist.all_gather_object(has_ended, lines <= moment)
+        if has_ended[1]:
+            break
     return reports
 
 
@@ -242,7 +237,7 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
         if os.readlink(f"/proc/self/fd/{file}").endswith(name):
             raise OSError(
                 errno.ENOSPC, os.strerror(errno.ENOSPC)
-            )  # as the system says it, without a name
+            )  # an error of the system has no file name
         fsync(file)
 
     with monkeypatch.context() as patch:
@@ -385,7 +380,7 @@ def test_a_lock_that_is_no_plain_file_is_refused(saved: Path, kind: str):
 def test_a_manifest_of_another_step_is_refused(saved: Path, caplog: pytest.LogCaptureFixture):
     (saved / "step-00000001").rename(
         saved / "step-00000007"
-    )  # everything in it is as it was written
+    )  # the files in the directory are unchanged
     assert_refused(
         (
             lambda: load_checkpoint(saved, model=state(0), step=7),

@@ -1,4 +1,4 @@
-"""The benchmarks as users run them, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
+"""The benchmarks as users run them, on 1 and 2 CPU processes. A wrong kernel is not timed."""
 
 import inspect
 import json
@@ -134,7 +134,7 @@ def measured(
             None,
             {"wire_bytes": [1 << 16, 1 << 20, 1 << 24, 1 << 26, 24 * 16 * 2], "nodes": [2] * 5},
         ),
-        # Both ways of a layer, for routings of which the last gives rank 0 all rows.
+        # Both settings of `balance` for three routings, the last of which gives rank 0 all rows.
         (2, ["balance"], ["none", "replicas"] * 3, {"load": [2, 2]}),
     ],
     ids=["memory", "rail", "balance"],

@@ -171,7 +171,7 @@ def test_choices_apart_are_measured_alone(monkeypatch: pytest.MonkeyPatch, heap:
     records = bench_layer(problem, Run(Ranks(CPU), heap, 1), choices)
     assert log == [["a", CEILING, STOCK], "begin", ["b"], "end", "begin", ["c"], "end"]
     assert [record["variant"] for record in records[::2]] == ["a", CEILING, STOCK, "b", "c"]
-    assert records[-1]["stock_ms"] == 1  # that of all
+    assert records[-1]["stock_ms"] == 1  # the yardstick is measured once for all choices
 
 
 @run_on(2)

@@ -31,6 +31,7 @@ from symmoe.tools.check.runs import (
     STAGES,
     START,
     UPDATE,
+    Job,
     Tensors,
     text_of,
 )
@@ -57,6 +58,19 @@ def comparisons_with_one_rank(
         stale.unlink()
     cluster(2).run(run_job, job)
     return judge(job)
+
+
+def run_and_judge(cluster, job: Job) -> list[Comparison]:
+    """The comparisons of a model on several ranks with the same model on one."""
+    for num_ranks in (1, job.ranks):
+        cluster(num_ranks).run(run_job, job)
+    return judge(job)
+
+
+def assert_same(comparisons: list[Comparison]) -> None:
+    """No tensor differs, and every stage was compared."""
+    assert [comparison for comparison in comparisons if comparison.text] == []
+    assert {comparison.stage for comparison in comparisons} == set(STAGES)
 
 
 TIE = "tie of head.weight to embed.weight"
@@ -96,8 +110,7 @@ def test_check_names_the_planted_defect(
 @pytest.mark.parametrize("target", WELL_TRAINED)
 def test_check_passes_a_right_model(cluster, one_rank: Path, target: str):
     comparisons = comparisons_with_one_rank(cluster, one_rank, target, "bf16")
-    assert [comparison for comparison in comparisons if comparison.text] == []
-    assert {comparison.stage for comparison in comparisons} == set(STAGES)
+    assert_same(comparisons)
     assert {comparison.name for comparison in comparisons if comparison.note} <= {
         "running_mean (a rank's own)"
     }
@@ -111,9 +124,7 @@ def test_check_passes_models_that_load_or_shard_weights(
     cluster, tmp_path: Path, target: str, dtype: str, changes: dict
 ):
     job = job_of(f"check_models:{target}", tmp_path, dtype)._replace(**changes)
-    for num_ranks in (1, job.ranks):
-        cluster(num_ranks).run(run_job, job)
-    comparisons = judge(job)
+    comparisons = run_and_judge(cluster, job)
     assert [
         comparison for comparison in comparisons if comparison.text or comparison.error is None
     ] == []
@@ -132,11 +143,7 @@ def test_check_passes_models_that_load_or_shard_weights(
 def test_check_passes_every_family_of_transformers(cluster, tmp_path: Path, family: str):
     random_model(family).config.save_pretrained(tmp_path / "model")  # and no weights
     job = job_of(str(tmp_path / "model"), tmp_path, "bf16")
-    for num_ranks in (1, 2):
-        cluster(num_ranks).run(run_job, job)
-    comparisons = judge(job)
-    assert [comparison for comparison in comparisons if comparison.text] == []
-    assert {comparison.stage for comparison in comparisons} == set(STAGES)
+    assert_same(run_and_judge(cluster, job))
 
 
 # -- texts about differences ------------------------------------------------------------------------------------------
@@ -257,7 +264,7 @@ def test_equal_infinities_are_no_difference():
 
 
 def test_a_gradient_that_is_only_rounding_is_not_compared():
-    """E.g. of a bias that shifts all logits: another machine or another number of ranks rounds it otherwise."""
+    """A bias that shifts all logits has such a gradient. Another machine or number of ranks rounds it differently."""
     for size, is_compared in ((2e-8, False), (2e-5, True)):
         reference, ranks = (
             {START: {}, ACTIVATION: {}, GRADIENT: {"w": W, "shift": size * W[0] * factor}}
@@ -336,16 +343,6 @@ def test_the_error_of_a_missing_package_names_the_extra(module: str, extra: str)
     with pytest.raises(ModuleNotFoundError) as raised:
         raise ModuleNotFoundError(f"No module named '{module}'", name=module)
     assert text_of(1, raised.value).endswith(f": pip install '.[{extra}]'")
-
-
-@pytest.mark.parametrize(
-    "target", ["missing.py:make", "model", "train.py", "/missing/model", "./model"]
-)
-def test_a_bad_target_is_a_usage_error(target: str, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["check", target])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"symmoe: error: target ({target}) is no file with :function")
 
 
 def test_a_missing_function_is_a_usage_error(without_gradient: Path, capsys):

@@ -1,4 +1,5 @@
-"""Wrong arguments of symmoe and benchmarks: one line that says what is wrong, and exit status 2; never a traceback."""
+"""Wrong arguments of symmoe and benchmarks: one line names the argument and its value, the exit status is 2, and there
+is no traceback."""
 
 import os
 import re
@@ -100,6 +101,10 @@ WRONG = [
     ("plan LARGE --capacity-factor 0", "--capacity-factor: 0 must be"),
     ("plan LARGE --top-k 200", "top_k (200) must be at most num_experts (128)"),
     ("check missing.py:make --ranks 1", "--ranks: 1 must be an integer greater than 1"),
+    *(
+        (f"check {target}", f"target ({target}) is no file with :function")
+        for target in ("missing.py:make", "model", "train.py", "/missing/model", "./model")
+    ),
 ]
 
 

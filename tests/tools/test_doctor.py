@@ -122,7 +122,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, capsys):
     without = {
         name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")
     }
-    cases: dict = {  # text of a file, or what it holds
+    cases: dict = {  # by text of the error: content of the file, as bytes, text or JSON values
         "no JSON": "{",
         "is no JSON: 'utf-8' codec": b"\x00\xff\xfe",
         "no flight record": {**good, "format": "another"},

@@ -17,6 +17,7 @@ from symmoe.metrics import MetricsLogger, tensorboard_sink
 pytest.importorskip("matplotlib")
 
 import plots
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,14 +158,23 @@ def write_log(path: Path, num_layers: int, num_steps: int, **fields: list[int]) 
     highest = 4 + 20 * np.arange(num_layers)[:, None, None]
     loads = np.random.default_rng(5).integers(0, highest, (num_layers, num_steps, 6))
     loads[1, 7:] *= np.array([1, 0, 1, 1, 1, 1])  # an expert that dies
-    for step in range(num_steps):
-        layers = [
-            {"name": f"block{i}", "tokens_per_expert": load, "num_dropped": 3 * step, **fields}
-            for i, load in enumerate(loads[:, step].tolist())
-        ]
-        with path.open("a") as log:
+    with path.open("w") as log:
+        for step in range(num_steps):
+            layers = [
+                {"name": f"block{i}", "tokens_per_expert": load, "num_dropped": 3 * step, **fields}
+                for i, load in enumerate(loads[:, step].tolist())
+            ]
             print(json.dumps({"step": step + 1, "layers": layers}), file=log)
     return loads
+
+
+def draw_log(
+    folder: Path, figures: dict[str, Figure], num_layers: int = 3, num_steps: int = 40, **fields
+) -> tuple[np.ndarray, list[Axes]]:
+    """The loads of a new log, and the axes of its picture."""
+    loads = write_log(folder / "log", num_layers, num_steps, **fields)
+    plot_load.draw(folder / "log", folder / "x.png")
+    return loads, figures["x.png"].axes
 
 
 def test_heat_maps_and_lines_show_the_log(
@@ -196,26 +206,20 @@ def test_heat_maps_and_lines_show_the_log(
 
 
 def test_ranks_before_and_after_balance_are_drawn(tmp_path: Path, figures: dict[str, Figure]):
-    loads = write_log(tmp_path / "log", num_layers=3, num_steps=40, balanced_per_rank=[5, 7, 6])
-    plot_load.draw(tmp_path / "log", tmp_path / "x.png")
-    (axis,) = (
-        axis for axis in figures["x.png"].axes if axis.get_ylabel() == "largest rank\nover the mean"
-    )
+    loads, axes = draw_log(tmp_path, figures, balanced_per_rank=[5, 7, 6])
+    (axis,) = (axis for axis in axes if axis.get_ylabel() == "largest rank\nover the mean")
     before, after = (line.get_ydata() for line in axis.lines)
     of_ranks = loads[:, :, 0::2] + loads[:, :, 1::2]
     assert before == pytest.approx((of_ranks.max(2) / of_ranks.mean(2).clip(1e-30)).max(0))
     assert after == pytest.approx([7 / 6] * 40)
-    write_log(tmp_path / "plain", num_layers=3, num_steps=40, balanced_per_rank=None)
-    plot_load.draw(tmp_path / "plain", tmp_path / "y.png")
-    assert len(figures["y.png"].axes) == len(figures["x.png"].axes) - 1
+    _, axes_without_balance = draw_log(tmp_path, figures, balanced_per_rank=None)
+    assert len(axes_without_balance) == len(axes) - 1
 
 
 def test_long_logs_show_means_of_the_most_uneven_layers(tmp_path: Path, figures: dict[str, Figure]):
-    loads = write_log(tmp_path / "log", num_layers=6, num_steps=1000)
-    plot_load.draw(tmp_path / "log", tmp_path / "x.png")
+    loads, axes = draw_log(tmp_path, figures, num_layers=6, num_steps=1000)
     over_mean = loads / loads.mean(2, keepdims=True).clip(1e-30)
     shown = sorted(np.argsort(over_mean.max(2).mean(1))[2:])
-    axes = figures["x.png"].axes
     assert [axis.get_title(loc="left") for axis in axes[:4]] == [f"block{i}" for i in shown]
     drawn = np.asarray(axes[0].collections[0].get_array())
     assert drawn.shape == (6, 334)
@@ -241,10 +245,10 @@ def test_read_log_ignores_an_incomplete_line(tmp_path: Path):
 
 
 def test_the_smallest_gate_mass_is_drawn(tmp_path: Path, figures: dict[str, Figure]):
-    write_log(tmp_path / "log", num_layers=2, num_steps=3, gate_mass=[1.0, 1, 1, 1, 1, 0.1])
-    plot_load.draw(tmp_path / "log", tmp_path / "x.png")
+    sizes = {"num_layers": 2, "num_steps": 3}
+    _, axes = draw_log(tmp_path, figures, **sizes, gate_mass=[1.0, 1, 1, 1, 1, 0.1])
     _, _, loads, *_, masses = plot_load.read_log(tmp_path / "log")
-    minimum = figures["x.png"].axes[3].lines[2].get_ydata()
+    minimum = axes[3].lines[2].get_ydata()
     expected = [
         min(
             mass[step][e] / mass[step].sum() * load[step].sum() / load[step][e]
@@ -265,7 +269,7 @@ def test_an_empty_log_is_refused(tmp_path: Path):
         plot_load.read_log(path)
 
 
-def test_event_files_have_the_loggers_values(tmp_path: Path):
+def test_event_files_have_the_loggers_values(tmp_path: Path, heap: SymmetricHeap):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -273,10 +277,7 @@ def test_event_files_have_the_loggers_values(tmp_path: Path):
     config = MoEConfig(
         hidden=16, ffn=8, num_experts=4, top_k=2, capacity=12, max_tokens=9, overflow="drop"
     )
-    with (
-        SymmetricHeap(num_bytes=4 << 20, backend="host") as heap,
-        SummaryWriter(str(tmp_path)) as writer,
-    ):
+    with SummaryWriter(str(tmp_path)) as writer:
         model = torch.nn.ModuleDict(
             {"first": MoELayer(config, heap), "second": MoELayer(config, heap)}
         )

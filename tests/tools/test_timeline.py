@@ -37,7 +37,7 @@ def event(
 
 
 def random_timeline(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
-    """Events at whole microseconds on two streams, which may overlap and touch as they like."""
+    """Events at whole microseconds on two streams, which may overlap and touch."""
     choose = random.Random(seed)
 
     def any_event() -> Event:
@@ -210,7 +210,7 @@ def test_kernels_have_the_phase_of_the_range_of_their_launch():
         annotation("symmoe/forward/push_rows", 60, 70, thread=1),
         launch(12, 1, thread=1),
         launch(13, 2, thread=2, category="cuda_runtime"),
-        launch(25, 3, thread=1),  # after the range on its own thread, within the one of the other
+        launch(25, 3, thread=1),  # after the range of its thread, within the range of thread 2
         launch(45, 4, thread=1),
         launch(61, 5, thread=1),
         kernel("hopper_gemm_kernel", 1000, 1),
@@ -218,7 +218,7 @@ def test_kernels_have_the_phase_of_the_range_of_their_launch():
         kernel("hopper_gemm_kernel", 1020, 3),
         kernel("barrier_kernel", 1030, 4),
         kernel("void at::native::vectorized_elementwise_kernel<4>" + "x" * 500, 990, 5),
-        kernel("sum_home_kernel", 1040, 99),  # of a graph: no launch of its own
+        kernel("sum_home_kernel", 1040, 99),  # of a CUDA graph: the trace has no launch
         kernel("ncclDevKernel_AllReduce", 1050, 98),
         kernel("Memcpy DtoH (Device -> Pinned)", 1060, 97, category="gpu_memcpy"),
     ]
@@ -252,7 +252,9 @@ def test_launches_before_the_start_are_excluded():
         kernel("push_sums_kernel", 62, 2),
         kernel("barrier_kernel", 39, 3),
         kernel("fan_out_kernel", 60, 4),
-        kernel("gather_values_kernel", 38, 98),  # of no launch that is known: by its own time
+        kernel(
+            "gather_values_kernel", 38, 98
+        ),  # without a launch in the trace: the kernel's time decides
         kernel("lay_out_kernel", 61, 99),
     ]
     assert [e.phase for e in events_of({"traceEvents": items}, on_gpu=True)] == [
@@ -320,15 +322,18 @@ def test_kernels_of_replays_have_a_direction_and_a_lane(turns: int):
     assert problems_of(chrome_trace(directed)) == []
 
 
-def test_written_replays_equal_the_returned_timeline(tmp_path: Path):
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(
-            MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap
-        )
-        with record(tmp_path / "replays.json", heap, trace_layer.directed) as recording:
-            recording.start()
-            layer(torch.randn(8, 16))[0]
-        lanes = {e.lane for e in recording.timeline.ranks[0]}
+@pytest.fixture
+def layer(heap: SymmetricHeap) -> MoELayer:
+    """A layer whose rows have a width of 16."""
+    config = MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped")
+    return MoELayer(config, heap)
+
+
+def test_written_replays_equal_the_returned_timeline(tmp_path: Path, layer: MoELayer):
+    with record(tmp_path / "replays.json", layer.heap, trace_layer.directed) as recording:
+        recording.start()
+        layer(torch.randn(8, 16))
+    lanes = {e.lane for e in recording.timeline.ranks[0]}
     assert lanes == {"compute", "communication"}
     items = json.loads((tmp_path / "replays.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {item["args"]["name"] for item in items if item["name"] == "thread_name"}
@@ -336,10 +341,7 @@ def test_written_replays_equal_the_returned_timeline(tmp_path: Path):
     assert (tmp_path / "replays.txt").read_text(encoding="utf-8").startswith("cpu, 1 ranks")
 
 
-def test_profilers_see_ranges_only_within_annotate(heap: SymmetricHeap):
-    layer = MoELayer(
-        MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap
-    )
+def test_profilers_see_ranges_only_within_annotate(heap: SymmetricHeap, layer: MoELayer):
     x = torch.randn(8, 16, requires_grad=True)
 
     def profiled_ranges() -> list[str]:
@@ -399,13 +401,13 @@ def record_a_step(
             y.sum().backward()
 
         with timeline.record(f"{folder}/{layout_name}.json", heap) as recording:
-            step()  # is not in it
+            step()  # not recorded: before the start
             recording.start()
-            step()  # nor is this one
+            step()  # not recorded: before the second start
             recording.start()
             findings.equal("not yet", recording.timeline, None)
             step()
-        step()  # nor this one
+        step()  # not recorded: after the end
     findings.equal("no hook is left", kernels.for_device(torch.device("cpu")) is twin, True)
     recorded_timeline = recording.timeline
     findings.equal("ranks", len(recorded_timeline.ranks), num_ranks)
@@ -481,7 +483,7 @@ def test_the_table_shows_the_timeline():
     assert rows["nothing", "runs"] == ["0.0", "6.0"]
 
 
-# -- what can go wrong ------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 @run_on(2)
 def test_a_failed_recording_is_the_same_error_on_every_rank(
     rank: int, num_ranks: int, tmp_path: Path
@@ -543,7 +545,7 @@ def test_ranks_start_together_although_one_is_late_before(
     if where == "before":  # on a busy machine any rank may be late, but not again and again
         again = (cluster(2).run(lag_of_rank_1, str(tmp_path), where) for _ in range(4))
         assert any(abs(lag[0]) < LATE_S * 1e6 / 2 for lag in chain([lags], again))
-    else:  # and it is seen
+    else:  # the timeline shows a delay after the start
         assert lags[0] > LATE_S * 1e6 / 2
 
 

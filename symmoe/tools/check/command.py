@@ -188,7 +188,8 @@ def render(comparisons: Sequence[Comparison], failure: str) -> str:
 def _stage_line(dtype: str, stage: str, comparisons: Sequence[Comparison]) -> str:
     compared = [comparison for comparison in comparisons if comparison.error is not None]
     num_different = sum(bool(comparison.text) for comparison in comparisons)
-    counts = f"{len(compared):9}{len(comparisons) - len(compared):6}{num_different:8}"
     worst = max(compared, key=Comparison.excess, default=comparisons[0])
-    errors = f"{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}"
-    return f"{dtype:6}{stage:20}{counts}{errors}  {worst.name}"
+    return (
+        f"{dtype:6}{stage:20}{len(compared):9}{len(comparisons) - len(compared):6}{num_different:8}"
+        f"{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
+    )

@@ -12,8 +12,8 @@ Row = tuple[object, str, str, str]  # condition, level, text, fix
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a subject. Levels: "ok"; "note": it works, but could be better, or users should know the text;
-    "problem": it does not work. `fix` is the command or setting that helps; every problem has one."""
+    """A finding about a subject. Levels: "ok"; "note": the subject works, but could be better, or users should know the
+    text; "problem": the subject does not work. `fix` is the command or setting that helps; every problem has one."""
 
     level: str
     subject: str
@@ -35,13 +35,18 @@ def first(*rows: Row) -> list[Row]:
     return [row for row in rows if row[0]][:1]
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's text: the texts of torch and NCCL have many."""
+    return str(error).split("\n", 1)[0]
+
+
 def worst_level(findings: Sequence[Finding]) -> str:
     """The worst level of all findings; "ok" if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """One screen of text. Fixes are not wrapped, so that users can copy them."""
+    """The findings on one screen of text. Lines of fixes are not wrapped: users copy them."""
     lines = []
     for finding in findings:
         head = f"{finding.level:<9}{finding.subject:<13}"

@@ -73,7 +73,7 @@ class Diagnosis:
     kind: str  # "timeout" (ranks waited for others), "abort" (a rank aborted), or "error" (all ranks raised one)
     culprits: list[int]  # first causes: missing ranks, or the rank that aborted or raised
     witnesses: list[int]  # ranks that waited for the culprits, or received the abort
-    phase: str | None  # where they waited
+    phase: str | None  # of the witnesses' wait
     epoch: int | None
     since_unix_s: float | None  # when the first witness began to wait
     last_call: (

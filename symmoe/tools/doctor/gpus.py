@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.kernels import architectures
-from symmoe.tools.doctor.findings import Finding, Row, findings_about, first
+from symmoe.tools.doctor.findings import Finding, Row, findings_about, first, first_line
 from symmoe.tools.doctor.versions import output_of, release
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
@@ -105,7 +105,7 @@ def read_gpus(smi: Report) -> Gpus:
         RuntimeError,
         AssertionError,
     ) as error:  # e.g. a GPU off the bus, a replaced driver
-        return Gpus(error=str(error).split("\n", 1)[0])
+        return Gpus(error=first_line(error))
 
 
 def check_gpus(

@@ -26,7 +26,14 @@ from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_domain, find_machine, find_topology
 from symmoe.symm_mem.host_backend import text_of
-from symmoe.tools.doctor.findings import Finding, Row, findings_about, first, worst_level
+from symmoe.tools.doctor.findings import (
+    Finding,
+    Row,
+    findings_about,
+    first,
+    first_line,
+    worst_level,
+)
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
@@ -130,7 +137,7 @@ def join_and_examine(
             "problem",
             "nodes",
             f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT={where}: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more",
         )
     if local_rank == 0:
@@ -202,7 +209,7 @@ def read_facts(
 
 
 def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
-    """RDMA devices, such as "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", and whether they have a link."""
+    """By RDMA device, e.g. "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", whether a link is up."""
     nics = {}
     for device in sorted(folder.glob("*")):
         about = [text_of(device / "ports/1" / name).strip() for name in ("link_layer", "rate")]
@@ -231,7 +238,7 @@ def try_rail(
             NcclRail(Nccl(), store, **options) if has_gpu else GlooRail(store, **options)
         )
     except (BackendUnavailable, RuntimeError) as error:
-        return Rail(error=_first_line(error))
+        return Rail(error=first_line(error))
     stack.callback(payload.close)
     return Rail(gbs=payload.bytes_per_s / 1e9)
 
@@ -300,8 +307,8 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
 def check_network(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> list[Finding]:
-    """RDMA devices of every machine; network devices between hosts, and pairs of ranks that cannot connect (refused: by
-    rank, why it cannot connect to some of its rail); settings for NCCL."""
+    """RDMA devices of every machine; network devices between hosts, and pairs of ranks that cannot connect; settings
+    for NCCL. refused: by rank, the ranks of its rail that the rank cannot connect to, and why."""
     return [
         *findings_about("nics", *_nic_rows(facts)),
         *_check_sockets(facts, topology, refused),
@@ -447,7 +454,3 @@ def _some(texts: Sequence[str]) -> str:
     return "; ".join(
         [*texts[:_SHOWN], *[f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)]
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

@@ -63,9 +63,9 @@ def run_trial(
     command: Sequence[str] = _RANK,
     job: Any = None,
 ) -> Trial:
-    """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
-    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, and passes its
-    last argument to :func:`be_rank`, with the job in it."""
+    """Runs the self-test on this machine, and returns after the end of all its processes. They are killed after
+    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, and passes the
+    last argument, which contains the job, to :func:`be_rank`."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     deadline_s = (
         DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
@@ -115,32 +115,34 @@ def run_trial(
 def _first_error(
     folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int
 ) -> tuple[str, str]:
-    """The error that is nearest to the cause: a rank's exception, else a process's sudden end, else the exception of a
-    rank that lost a peer."""
-    causes: list[tuple[tuple[int, int], tuple[str, str]]] = []  # distance from the cause, and time
-    for rank in failures or range(num_ranks):
-        path = folder / f"found-{rank}"
-        output = json.loads(path.read_text()) if path.exists() else {}
-        if "error" in output:
-            distance = 2 if output["error"].startswith("Peer") else 0
-            causes.append(((distance, path.stat().st_mtime_ns), (output["error"], output["text"])))
-            continue
-        logs = "".join(
-            log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log"))
-        )
-        last = next(
-            (line.strip() for line in reversed(logs.split("\n")) if line.strip()),
-            "it has printed nothing",
-        )
-        code = failures[rank].exitcode if rank in failures else None
-        ending = f"ended with status {code}" if code else "did not end in time"
-        if code and code < 0:
-            ending = f"was ended by {failures[rank].signal_name()}"
-        # After the first failure, torch ends the remaining processes by SIGTERM.
-        causes.append(
-            ((3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {ending}", last))
-        )
+    """The error and the text that are nearest to the cause."""
+    causes = (_cause_of(folder, rank, failures.get(rank)) for rank in failures or range(num_ranks))
     return min(causes, key=lambda cause: cause[0])[1]
+
+
+def _cause_of(
+    folder: Path, rank: int, failure: ProcessFailure | None
+) -> tuple[tuple[int, int], tuple[str, str]]:
+    """A rank's distance from the cause, and time; its error and text. The nearest is a rank's own exception, then a
+    process's sudden end, then the exception of a rank that lost a peer."""
+    path = folder / f"found-{rank}"
+    output = json.loads(path.read_text()) if path.exists() else {}
+    if "error" in output:
+        distance = 2 if output["error"].startswith("Peer") else 0
+        return (distance, path.stat().st_mtime_ns), (output["error"], output["text"])
+    logs = "".join(
+        log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log"))
+    )
+    last = next(
+        (line.strip() for line in reversed(logs.split("\n")) if line.strip()),
+        "it has printed nothing",
+    )
+    code = failure.exitcode if failure else None
+    ending = f"ended with status {code}" if code else "did not end in time"
+    if failure and failure.exitcode < 0:
+        ending = f"was ended by {failure.signal_name()}"
+    # After the first failure, torch ends the remaining processes by SIGTERM.
+    return (3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {ending}", last)
 
 
 def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
@@ -174,7 +176,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
                 ),
             ),
         )
-    # One rank moves no rows: it has no such figures.
+    # One rank sends no rows: it has no such figures.
     dispatch, combine, copy = (
         trial.figures.get(f"{name}_gbs", 0.0) for name in ("dispatch", "combine", "copy")
     )
@@ -243,7 +245,7 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
     `combine_gbs`, `copy_gbs`. A wait on the heap takes at most `wait_s`. Collective."""
     num_tokens, hidden, dtype = _LOADS[ranks.device.type]
     start = time.perf_counter()
-    # Rows, the plain copy's tokens, and in combine a place for sums of as many tokens from each peer.
+    # Rows, the plain copy's tokens, and in combine memory for sums of as many tokens from each peer.
     num_bytes = (3 + ranks.num_ranks - 1) * num_tokens * hidden * dtype.itemsize + _SPARE_BYTES
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
         figures = {"heap_s": ranks.largest(time.perf_counter() - start)}
@@ -252,8 +254,8 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Sends small integers, exact in every dtype, to one or two experts that multiply them, and back. Collective.
-    Raises WrongResult on every rank if an element is wrong on any."""
+    """Dispatches tokens of small integers, exact in every dtype, to one or two experts, which multiply the rows, and
+    combines the products. Collective. Raises WrongResult on every rank if an element is wrong on any."""
     rank, num_experts, device = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks, heap.device
     token = torch.arange(60 + 5 * rank, device=device)
     x = ((31 * rank + 7 * token[:, None] + torch.arange(_HIDDEN, device=device)) % 8).to(dtype)

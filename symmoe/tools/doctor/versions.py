@@ -58,7 +58,7 @@ def read_versions() -> Versions:
 
 
 def output_of(*command: str, timeout_s: float = 30.0) -> str:
-    """A command's output; "" if it is missing, fails or times out."""
+    """A command's output; "" if the command is missing, fails or times out."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s
@@ -82,7 +82,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
-    """Problems of the versions, then one line that lists them."""
+    """Problems of the versions, then one line that lists the versions."""
     installed, pins, cuda = versions.installed, versions.torch_pins, versions.torch_cuda
     torch_version, triton = installed["torch"], installed.get("triton", "")
     cuda_major = release(cuda)[0] if cuda else 13  # of `symmoe[nvshmem]` for a CPU build
@@ -141,7 +141,7 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
                 "note",
                 f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
                 "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
-                # If torch requires such a version, others conflict with it.
+                # If torch requires an untested Triton, only another torch helps.
                 _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else other_triton,
             ),
             (
