@@ -163,10 +163,10 @@ def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
     error, culprit = by_rank[first_witnesses[0]].error, culprits[0]
     since = _since(by_rank, witnesses, error.phase, error.expected)
     last_call = _last_call(by_rank, culprit, error.expected, error.seen, witnesses)
-    its_calls = by_rank[culprit].calls if culprit in by_rank else []
+    calls = by_rank[culprit].calls if culprit in by_rank else []
     late = [
         f", and it came to '{call.phase}' too late, {_time(call.launched_unix_s)}"
-        for call in its_calls
+        for call in calls
         if call.epoch >= error.expected
     ]
     sentence = (
