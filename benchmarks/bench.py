@@ -83,7 +83,7 @@ SUITES = {
 
 OPTIONS: Options = {
     "suites": {"nargs": "*", "metavar": "SUITE", "help": f"{', '.join(SUITES)} (steps)"},
-    **shape_options(default=next(iter(PRESETS)), what="comma-separated names, or all"),
+    **shape_options(default=next(iter(PRESETS)), noun="comma-separated names, or all"),
     "--tokens": {
         "default": "8192",
         "help": "comma-separated numbers of tokens per rank (%(default)s)",

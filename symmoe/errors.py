@@ -30,7 +30,7 @@ class SymmoeError(Exception):
 
 
 class ArgumentError(SymmoeError, ValueError):
-    """An argument is wrong: shape, dtype, device, layout or value. The text names it, its value and valid ones."""
+    """An argument is wrong: shape, dtype, device, layout or value. The text has its name, its value and valid ones."""
 
 
 class ExpertIdError(ArgumentError):
@@ -128,11 +128,11 @@ class PeerTimeout(PeerError):
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
         where = "" if node is None else f" on node {node}"
         self.bound, self.bound_s = bound
-        how = (
+        reason = (
             "and has closed its connection" if is_lost else f"within {self.bound}={self.bound_s:g}"
         )
         super().__init__(
-            f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
+            f"rank {rank}{where} did not reach '{phase}' {reason}: expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
         self.phase = phase
@@ -162,14 +162,14 @@ class PeerLost(PeerError):
 
 
 def choice_problem(name: str, word: object, words: tuple[str, ...]) -> ArgumentError | None:
-    """The error of an argument whose value is none of these words, or None."""
+    """The error of an argument whose value is not one of `words`, or None."""
     if isinstance(word, str) and word in words:  # an array would compare with each element
         return None
     return ArgumentError(f"{name} ({word!r}) must be one of {words}")
 
 
 def first_problem(*rules: tuple[object, str]) -> ArgumentError | None:
-    """The error of the first rule that is broken, of (whether it is, the text), or None."""
+    """The error of the first broken rule, or None. rules: (whether the rule is broken, the error's text)."""
     return next((ArgumentError(text) for is_broken, text in rules if is_broken), None)
 
 
@@ -240,7 +240,7 @@ def encode(error: SymmoeError) -> bytes:
 
 
 def decode(payload: bytes, *, rank: int) -> SymmoeError:
-    """The error that rank `rank` sent, in its class, with the rank before the text; -1: no single rank."""
+    """The error that rank `rank` sent, in the same class, with the rank before the text; -1: no single rank."""
     kind = int.from_bytes(payload[:2], "little") - 1  # stored from 1, so that no error is all zeros
     cls = TRAVELLING[kind] if 0 <= kind < len(TRAVELLING) else SymmoeError
     return cls(decode_text(payload) if rank < 0 else f"on rank {rank}: {decode_text(payload)}")

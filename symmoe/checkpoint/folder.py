@@ -1,4 +1,4 @@
-"""The directory of a job's checkpoints: its content at any moment, and the order of its changes.
+"""The directory of a job's checkpoints: its entries at any moment, and the order of changes.
 
     step-00000020/                  a complete checkpoint; renamed to this after all of it was on disk
     latest                          the newest one's name and manifest's sha256
@@ -47,14 +47,14 @@ def path_of(directory: Any) -> Path:
 
 
 def name_of(step: int) -> str:
-    """The directory of a step's checkpoint."""
+    """The name of the directory of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 @contextlib.contextmanager
 def saving(directory: Path, step: int) -> Iterator[Path]:
-    """Locks the directory, deletes remains of killed saves, and creates a temporary directory for the files. At the
-    end deletes it, unless it was published. CheckpointError: another job is saving here."""
+    """Locks the directory, deletes remains of killed saves, and creates a temporary directory for the files. The end of
+    the context deletes a temporary directory that was not published. CheckpointError: another job is saving here."""
     if not directory.exists():
         directory.mkdir(mode=0o700, parents=True)
         sync(directory.parent)
@@ -63,11 +63,11 @@ def saving(directory: Path, step: int) -> Iterator[Path]:
             if _TEMPORARY.fullmatch(path.name):
                 _delete(path)
         for name in [name for name in _complete(directory) if name.endswith(_REPLACED)]:
-            place = directory / name.removesuffix(_REPLACED)
-            if place.exists():
+            checkpoint = directory / name.removesuffix(_REPLACED)
+            if checkpoint.exists():
                 _remove(directory / name)
-            else:  # the save that should replace it did not finish
-                (directory / name).rename(place)
+            else:  # a save was killed between its two renames
+                (directory / name).rename(checkpoint)
         sync(directory)
         unfinished = _temporary(directory, name_of(step))
         try:
@@ -82,16 +82,16 @@ def publish(unfinished: Path, step: int, manifest: bytes) -> None:
     """Writes the manifest, renames the temporary directory to its final name, and updates `latest`. The ranks' files
     must be on disk."""
     directory = unfinished.parent
-    place = directory / name_of(step)
+    checkpoint = directory / name_of(step)
     pointer = directory / f".{_LATEST}.tmp"
-    replaced = place.with_name(place.name + _REPLACED)
+    replaced = checkpoint.with_name(checkpoint.name + _REPLACED)
     write(unfinished / MANIFEST, manifest)
     write(unfinished / SEAL, seal_of(manifest))
     sync(unfinished)
-    write(pointer, f"{place.name} {hashlib.sha256(manifest).hexdigest()}\n".encode())
-    if place.exists():
-        place.rename(replaced)
-    unfinished.rename(place)
+    write(pointer, f"{checkpoint.name} {hashlib.sha256(manifest).hexdigest()}\n".encode())
+    if checkpoint.exists():
+        checkpoint.rename(replaced)
+    unfinished.rename(checkpoint)
     sync(directory)
     pointer.rename(directory / _LATEST)
     sync(directory)
@@ -101,27 +101,28 @@ def publish(unfinished: Path, step: int, manifest: bytes) -> None:
 
 def prune(directory: Path, step: int, keep_last: int) -> None:
     """Deletes all but the newest `keep_last` checkpoints up to `step`. Later checkpoints stay."""
-    older = sorted(name for name, of in _complete(directory).items() if of < step)
+    older = sorted(name for name, age in _complete(directory).items() if age < step)
     for name in older[: max(0, len(older) + 1 - keep_last)]:
         _remove(directory / name)
 
 
 def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
-    """Finds the checkpoint of a step, or the newest. Returns its directory, its manifest, and the manifest's sha256.
-    `latest` names the newest; if `latest` is missing, torn or no plain file, or its checkpoint was deleted, takes the
-    complete one of the highest step, with a warning. CheckpointError: none found, or a changed manifest."""
+    """The directory of the checkpoint of a step, its manifest, and the manifest's sha256. None: the newest step, which
+    `latest` names. If `latest` is missing, torn or no plain file, or its checkpoint was deleted, the complete
+    checkpoint of the highest step is the newest, with a warning. CheckpointError: no such checkpoint, or a changed
+    manifest."""
     if (directory / MANIFEST).is_file():
         raise CheckpointError(
             f"{directory} is the checkpoint of one step: pass the directory that it is in, "
             f"{directory.absolute().parent}, and the step as `step`"
         )
-    there = _complete(directory)
+    steps = _complete(directory)
     if step is not None:
         for name in (name_of(step), name_of(step) + _REPLACED):
-            if name in there:
+            if name in steps:
                 return directory / name, *open_(directory / name)
         raise CheckpointError(
-            f"{directory} has no checkpoint of step {step}; it has steps {sorted(there.values())}"
+            f"{directory} has no checkpoint of step {step}; it has steps {sorted(steps.values())}"
         )
     latest = directory / _LATEST
     try:
@@ -130,12 +131,12 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
     except CheckpointError as problem:
         name = sha = ""
         reason = str(problem)
-    if name in there:
+    if name in steps:
         manifest, digest = open_(directory / name)
         if digest == sha:
             return directory / name, manifest, digest
         reason = f"{latest} names {name} with the sha256 of another manifest"
-    for name in sorted(there, key=lambda name: (-there[name], name)):
+    for name in sorted(steps, key=lambda name: (-steps[name], name)):
         try:
             manifest, digest = open_(directory / name)
             _check_sizes(directory / name, manifest)
@@ -173,32 +174,34 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
             )
 
 
-def _check_sizes(place: Path, manifest: Manifest) -> None:
-    # Readers would load all of these.
-    statuses = {path.name: path.lstat() for path in place.glob("*.safetensors")}
-    here = {name: its.st_size for name, its in statuses.items() if stat.S_ISREG(its.st_mode)}
-    there = {name: file.bytes for name, file in manifest.files.items()}
-    for name, _ in sorted(here.items() ^ there.items()):
+def _check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    # torch's reader loads every file of this pattern, also files that the manifest does not name.
+    statuses = {path.name: path.lstat() for path in checkpoint.glob("*.safetensors")}
+    actual = {
+        name: status.st_size for name, status in statuses.items() if stat.S_ISREG(status.st_mode)
+    }
+    expected = {name: file.bytes for name, file in manifest.files.items()}
+    for name, _ in sorted(actual.items() ^ expected.items()):
         raise CheckpointError(
-            f"{place / name} has {here.get(name)} bytes (None: is no plain file); "
-            f"{MANIFEST} says {there.get(name)}"
+            f"{checkpoint / name} has {actual.get(name)} bytes (None: is no plain file); "
+            f"{MANIFEST} says {expected.get(name)}"
         )
 
 
 def _complete(directory: Path) -> dict[str, int]:
-    """Names of the complete checkpoints, and their steps."""
+    """The steps of the complete checkpoints, by name."""
     with naming(directory, "read"):
         paths = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
     return {path.name: int(match[1]) for path in paths if (match := _COMPLETE.fullmatch(path.name))}
 
 
 def _temporary(directory: Path, name: str) -> Path:
-    """A new directory for one save, so that a rank of an older one cannot write into it."""
+    """A new directory for one save. The random name keeps a rank of an earlier, failed save from writing into it."""
     return Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=directory))
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint so that readers never mistake a part for the whole."""
+    """Renames a checkpoint, then deletes it: readers never take a half-deleted one for complete."""
     _delete(path.rename(_temporary(path.parent, path.name.removesuffix(_REPLACED))))
 
 
@@ -209,11 +212,12 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-# -- plain files and their lock: other writers of a folder must not make a reader wait, or read other data -------------
+# -- plain files and their lock: a link, pipe or device in the folder must not make a reader wait, or read other data --
 
 
 def read(path: Path) -> bytes:
-    """All of a file. CheckpointError: it cannot be read, or is no plain file (a link, a pipe, a device)."""
+    """The content of a file. CheckpointError: the file cannot be read, or is no plain file (a link, a pipe, a
+    device)."""
     with naming(path, "read"), _open(path, os.O_RDONLY) as file:
         return file.readall()
 
@@ -228,7 +232,7 @@ def sha256(path: Path) -> str:
 
 
 def write(path: Path, data: bytes) -> None:
-    """A new file with these bytes, on disk when this returns. CheckpointError: it exists, or cannot be written."""
+    """Writes a new file, and waits until the disk has it. CheckpointError: the file exists, or cannot be written."""
     with (
         naming(path, "written"),
         io.BufferedWriter(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file,
@@ -239,7 +243,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Writes the names of the folder's files to disk. CheckpointError: this failed."""
+    """Writes the names of the folder's files to disk. CheckpointError: the folder cannot be written."""
     with naming(folder, "written"):
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -252,9 +256,9 @@ def sync(folder: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Locks a file until the context or the process ends; the file stays. Does not wait. Logs a warning if the file
     system has no locks. CheckpointError: another process has the lock; the text names it."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         with naming(path, "written"):
-            file = held.enter_context(_open(path, os.O_RDWR | os.O_CREAT))
+            file = resources.enter_context(_open(path, os.O_RDWR | os.O_CREAT))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -289,9 +293,9 @@ def _open(path: Path, flags: int) -> io.FileIO:
 
 
 @contextlib.contextmanager
-def naming(path: Path, what: str) -> Iterator[None]:
+def naming(path: Path, action: str) -> Iterator[None]:
     """Converts system errors to CheckpointErrors with the path, which system errors may lack."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be {what}: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be {action}: {error.strerror}") from error

@@ -33,7 +33,13 @@ from symmoe.checkpoint.optimizer_state import (
     install,
 )
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import ModuleState, Place, lists_by_key, places_of, rows_problem
+from symmoe.checkpoint.tensors import (
+    ModuleState,
+    TensorShard,
+    lists_by_key,
+    rows_problem,
+    shards_of,
+)
 from symmoe.errors import CheckpointError
 
 
@@ -77,12 +83,12 @@ def load_checkpoint(
     """
     with Peers(group) as peers:
         with peers.step() as chosen:
-            place = folder.path_of(directory)
+            target = folder.path_of(directory)
             if peers.rank == 0:
-                newest, _, digest = folder.find(place, step)
-                chosen.mine = [newest.name, digest]
+                newest, _, digest = folder.find(target, step)
+                chosen.local = [newest.name, digest]
         name, digest = chosen.by_rank[0]
-        path = place / name
+        path = target / name
         with peers.step():
             manifest, own_digest = folder.open_(path)
             if own_digest != digest:
@@ -91,20 +97,20 @@ def load_checkpoint(
         with peers.step() as matched:
             reader = HuggingFaceStorageReader(str(path))
             stored = _stored(reader, path)
-            places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-            filled = [place for place in places if place.is_stored]
+            shards = shards_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
+            filled = [shard for shard in shards if shard.is_stored]
             if optimizer is not None:
-                groups = groups_of(optimizer, places)
-                record = check_record(manifest.optimizer, optimizer, groups, places)
+                groups = groups_of(optimizer, shards)
+                record = check_record(manifest.optimizer, optimizer, groups, shards)
                 state, of_optimizer, shared = empty_state(optimizer, groups, record, stored)
                 filled += of_optimizer
-                copies = _Rows(path, stored, [place for _, place in shared])
+                copies = _Rows(path, stored, [shard for _, shard in shared])
                 reader.read_data(copies.plan, copies).wait()
                 check_shared(shared)
             rows = _Rows(path, stored, filled)
-            matched.mine = sorted(
+            matched.local = sorted(
                 key
-                for key in stored.keys() - {place.key for place in places}
+                for key in stored.keys() - {shard.key for shard in shards}
                 if not key.startswith(PREFIX)
             )
         with peers.step():
@@ -114,8 +120,8 @@ def load_checkpoint(
         with peers.step(is_last=True):
             if optimizer is not None:
                 install(optimizer, state, shared, record)
-    own = manifest.rank_extra[peers.rank] if manifest.num_ranks == peers.num_ranks else None
-    return LoadedCheckpoint(step=manifest.step, extra=manifest.extra, rank_extra=own)
+    rank_extra = manifest.rank_extra[peers.rank] if manifest.num_ranks == peers.num_ranks else None
+    return LoadedCheckpoint(step=manifest.step, extra=manifest.extra, rank_extra=rank_extra)
 
 
 def read_manifest(directory: str | os.PathLike[str], step: int | None = None) -> Manifest:
@@ -126,40 +132,40 @@ def read_manifest(directory: str | os.PathLike[str], step: int | None = None) ->
 
 
 class _Rows(DefaultLoadPlanner):
-    """Plans reads of this rank's rows from the files into its tensors. CheckpointError: a tensor is missing in the
-    files, or has another shape or dtype there."""
+    """The plan of reads that fill shards from the files. CheckpointError: a tensor is missing in the files, or has
+    another shape or dtype in them."""
 
     def __init__(
-        self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]
+        self, path: Path, stored: Mapping[str, TensorStorageMetadata], shards: Iterable[TensorShard]
     ) -> None:
         super().__init__()
-        self._places = lists_by_key((place.key, place) for place in places)
-        for place in itertools.chain(*self._places.values()):
-            if place.key not in stored:
-                raise CheckpointError(f"{path} has no {place.key}")
-            there = stored[place.key]
-            if (there.properties.dtype, tuple(there.size)) != (place.tensor.dtype, place.shape):
+        self._shards = lists_by_key((shard.key, shard) for shard in shards)
+        for shard in itertools.chain(*self._shards.values()):
+            if shard.key not in stored:
+                raise CheckpointError(f"{path} has no {shard.key}")
+            tensor = stored[shard.key]
+            if (tensor.properties.dtype, tuple(tensor.size)) != (shard.tensor.dtype, shard.shape):
                 raise CheckpointError(
-                    f"{place.key} is {there.properties.dtype} {list(there.size)} in {path} "
-                    f"and {place.tensor.dtype} {list(place.shape)} in the model"
+                    f"{shard.key} is {tensor.properties.dtype} {list(tensor.size)} in {path} "
+                    f"and {shard.tensor.dtype} {list(shard.shape)} in the model"
                 )
         chunks = {
             key: [
-                ChunkStorageMetadata(torch.Size(place.offsets), place.rows.shape) for place in its
+                ChunkStorageMetadata(torch.Size(shard.offsets), shard.rows.shape) for shard in part
             ]
-            for key, its in self._places.items()
+            for key, part in self._shards.items()
         }
         self.plan = LoadPlan(
             [
                 item
-                for key, its in chunks.items()
-                for item in create_read_items_for_chunk_list(key, stored[key], its)
+                for key, part in chunks.items()
+                for item in create_read_items_for_chunk_list(key, stored[key], part)
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of a chunk that the plan reads."""
-        return self._places[index.fqn][cast("int", index.index)].rows
+        return self._shards[index.fqn][cast("int", index.index)].rows
 
 
 def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorStorageMetadata]:

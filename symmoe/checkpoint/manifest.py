@@ -30,7 +30,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group of an optimizer's parameters: their names, the experts in it (if not all), and its hyperparameters."""
+    """A group of an optimizer's parameters: by name, the experts of the parameter (None: all); and hyperparameters."""
 
     params: dict[str, list[int] | None]
     settings: dict[str, Any]
@@ -38,8 +38,14 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """An optimizer without the tensors of its state: its class, its groups, and by key of a state: values other than
-    tensors; the experts that have it, if not all do; and states that a rank's experts share."""
+    """An optimizer without the tensors of its state.
+
+    Attributes:
+        name: the class.
+        values: by key, states other than tensors.
+        experts: by key, the experts that have the state, if not all have it.
+        of_stacks: keys of states that a rank's experts share.
+    """
 
     name: str
     groups: list[StoredGroup]
@@ -66,7 +72,7 @@ class Manifest:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that wrote it."""
+        """The number of ranks that wrote the checkpoint."""
         return len(self.rank_extra)
 
     def to_bytes(self) -> bytes:

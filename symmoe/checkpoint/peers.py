@@ -27,10 +27,10 @@ _Result = TypeVar("_Result")
 
 
 @dataclass
-class Told:
+class Exchange:
     """Values that ranks exchange at the end of a step, in JSON."""
 
-    mine: Any = None
+    local: Any = None
     by_rank: list[Any] = field(default_factory=list)  # set after the step
 
 
@@ -38,7 +38,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     """A process group that exchanges JSON. Every method is collective.
 
     A block `with peers:` surrounds all calls. If an exception of one rank (an interrupt) ends its block, the next
-    exchange signals this to the other ranks: all exchanges begin with the same message. The group may be a
+    exchange reports this to the other ranks: all exchanges begin with the same message. The group may be a
     heap's `bootstrap`; None: the default one, or only this process if there is none.
     """
 
@@ -52,85 +52,88 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
         if kind is None or self._is_over:
             return
         with contextlib.suppress(CheckpointError):  # this rank's own error, or a lost peer
-            self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
+            self._gather(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     @contextlib.contextmanager
-    def step(self, *, is_last: bool = False) -> Iterator[Told]:
+    def step(self, *, is_last: bool = False) -> Iterator[Exchange]:
         """A block of work on every rank; at its end, ranks synchronise and exchange values. `is_last`: no other
         exchange follows. SymmoeError: one rank's error, on every rank; any other exception becomes a CheckpointError,
         and so does a rank that is lost, or does not arrive within the process group's timeout. The text
         names the rank."""
-        told = Told()
+        exchange = Exchange()
         problem: SymmoeError | None = None
         message = b""
         try:
-            yield told
-            message = json.dumps(told.mine).encode()
+            yield exchange
+            message = json.dumps(exchange.local).encode()
         except SymmoeError as error:
             problem = error
-        except Exception as error:  # noqa: BLE001 - the others must receive any error
+        except Exception as error:  # noqa: BLE001 - peers must receive any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
-            told.by_rank = list(map(json.loads, self._meet(problem, message, is_last=is_last)))
+            exchange.by_rank = [
+                json.loads(data) for data in self._gather(problem, message, is_last=is_last)
+            ]
         finally:
-            del problem  # its traceback would keep this frame, and the frame it
+            del problem  # its traceback refers to this frame: together they would be a cycle
 
-    def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
-        """Runs `work` as one :meth:`step`; its result."""
+    def run(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
+        """Runs `work` as one :meth:`step`; returns its result."""
         with self.step(is_last=is_last):
             return work()
 
-    def _meet(self, problem: SymmoeError | None, message: bytes, *, is_last: bool) -> list[bytes]:
+    def _gather(self, problem: SymmoeError | None, message: bytes, *, is_last: bool) -> list[bytes]:
         """Every rank's message; or the first rank's problem, on every rank."""
-        mine = (bytes(FAULT_BYTES) if problem is None else encode(problem)) + message
+        payload = (bytes(FAULT_BYTES) if problem is None else encode(problem)) + message
 
-        def exchange() -> list[bytes]:
+        def gather() -> list[bytes]:
             self._is_over = True  # unless every rank arrives, without a problem
             try:
-                told = self._bootstrap.gather_bytes(mine)
-                for rank, theirs in enumerate(told):
-                    if theirs[:FAULT_BYTES].strip(b"\0"):
-                        raise decode(theirs[:FAULT_BYTES], rank=rank)
-                self._is_over = is_last
-                return [theirs[FAULT_BYTES:] for theirs in told]
+                payloads = self._bootstrap.gather_bytes(payload)
             except PeerError as error:
-                how = (
+                reason = (
                     "is gone"
                     if isinstance(error, PeerLost)
                     else "has not come within the process group's timeout"
                 )
-                raise CheckpointError(f"rank {error.rank} {how}: {error.__cause__}") from error
+                raise CheckpointError(f"rank {error.rank} {reason}: {error.__cause__}") from error
+            for rank, data in enumerate(payloads):
+                if data[:FAULT_BYTES].strip(b"\0"):
+                    raise decode(data[:FAULT_BYTES], rank=rank)
+            self._is_over = is_last
+            return [data[FAULT_BYTES:] for data in payloads]
 
-        return exchange() if self.num_ranks == 1 else _to_the_end(exchange)
+        return gather() if self.num_ranks == 1 else _shielded(gather)
 
 
-def _to_the_end(work: Callable[[], _Result]) -> _Result:
-    """Completes `work`, returns its result, and only then raises an interrupt of this thread: Python raises
-    KeyboardInterrupt, and exceptions of signal handlers, between any two instructions of the main thread. An
-    interrupted exchange cannot continue, so it runs in another thread."""
-    done = Future[_Result]()
+def _shielded(work: Callable[[], _Result]) -> _Result:
+    """Completes `work` in another thread, and only then raises an interrupt of this thread. An interrupted exchange
+    could not continue: Python raises KeyboardInterrupt, and exceptions of signal handlers, between any two
+    instructions of the main thread."""
+    result = Future[_Result]()
     claim = threading.Lock()
 
-    def run(done: Future[_Result]) -> None:
+    def run(result: Future[_Result]) -> None:
         if not claim.acquire(blocking=False):
-            return  # the start succeeded, was interrupted, and was repeated
+            return  # an interrupt repeated a start that had succeeded
         try:
-            done.set_result(work())
+            result.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised below
-            done.set_exception(error)
+            result.set_exception(error)
 
     interrupt: BaseException | None = None
-    while not done.done():
+    while not result.done():
         try:
             threading.Thread(
-                target=run, args=(done,), name="symmoe-checkpoint", daemon=True
+                target=run, args=(result,), name="symmoe-checkpoint", daemon=True
             ).start()
-            wait([done])
+            wait([result])
         except BaseException as error:  # noqa: BLE001 - raised below
             interrupt = error
     try:
         if interrupt is not None:
             raise interrupt
-        return done.result()
+        return result.result()
     finally:
-        del interrupt, done  # tracebacks in them would keep this frame, and the frame them
+        # Their tracebacks refer to this frame: together they would be a cycle.
+        del interrupt, result

@@ -21,22 +21,22 @@ import symmoe
 from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import Manifest, StoredFile
 from symmoe.checkpoint.optimizer_state import (
+    description_of,
     groups_of,
-    places_of_state,
     record_of,
     settings_of,
-    told_of,
+    state_shards,
 )
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import (
     REPLICAS,
     ModuleState,
-    Place,
+    TensorShard,
     agreed,
     digest,
     lists_by_key,
-    places_of,
     rows_problem,
+    shards_of,
 )
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError, CheckpointError, first_problem, raise_for
@@ -83,8 +83,8 @@ def save_checkpoint(
             is saving to the directory; or a rank was lost, did not arrive within the process group's timeout, or was
             interrupted (that rank raises the interrupt). The text names the file, the key or the rank.
     """
-    with contextlib.ExitStack() as held, Peers(group) as peers:
-        with peers.step() as given:
+    with contextlib.ExitStack() as resources, Peers(group) as peers:
+        with peers.step() as described:
             raise_for(
                 first_problem(
                     (
@@ -97,35 +97,37 @@ def save_checkpoint(
                     ),
                 )
             )
-            place = folder.path_of(directory)
-            places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-            groups = [] if optimizer is None else groups_of(optimizer, places)
+            target = folder.path_of(directory)
+            shards = shards_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
+            groups = [] if optimizer is None else groups_of(optimizer, shards)
             common = {
                 "step": step,
                 "keep_last": keep_last,
                 "extra": extra,
                 "a setting of optimizer": optimizer and settings_of(optimizer, groups),
             }
-            given.mine = {
+            described.local = {
                 "common": {name: _json(name, value) for name, value in common.items()},
                 "optimizer": _json(
-                    "the state of optimizer", optimizer and told_of(optimizer, groups)
+                    "the state of optimizer", optimizer and description_of(optimizer, groups)
                 ),
                 "rank_extra": _json("rank_extra", rank_extra),
             }
-        with peers.step() as had:
-            agreed([table["common"] for table in given.by_rank], "; it must be the same everywhere")
-            stored = [place for place in places if place.is_stored]
+        with peers.step() as announced:
+            agreed(
+                [table["common"] for table in described.by_rank], "; it must be the same everywhere"
+            )
+            stored = [shard for shard in shards if shard.is_stored]
             record = None
             if optimizer is not None:
-                told = [json.loads(table["optimizer"]) for table in given.by_rank]
-                record = record_of(settings_of(optimizer, groups), told)
-                stored += places_of_state(optimizer, groups, record)
+                descriptions = [json.loads(table["optimizer"]) for table in described.by_rank]
+                record = record_of(settings_of(optimizer, groups), descriptions)
+                stored += state_shards(optimizer, groups, record)
             parts = _parts(stored)
-            had.mine = {key: _told(part) for key, part in parts.items()}
+            announced.local = {key: _entry_of(part) for key, part in parts.items()}
         with peers.step() as compared:
-            holders = _holders(had.by_rank)
-            compared.mine = {
+            holders = _holders(announced.by_rank)
+            compared.local = {
                 f"{key} from row {start}" if start else key: digest(_to_host(parts[key]))
                 for (key, start, _), ranks in holders.items()
                 if len(ranks) > 1 and peers.rank in ranks
@@ -133,11 +135,11 @@ def save_checkpoint(
         with peers.step() as prepared:
             agreed(compared.by_rank, REPLICAS)
             if peers.rank == 0:  # keeps the lock until all ranks know the result
-                prepared.mine = held.enter_context(folder.saving(place, step)).name
-        unfinished = place / prepared.by_rank[0]
+                prepared.local = resources.enter_context(folder.saving(target, step)).name
+        unfinished = target / prepared.by_rank[0]
         with peers.step() as written:
-            mine = _shares(holders, had.by_rank)[peers.rank]
-            written.mine = _write(unfinished, {key: parts[key] for key in mine}, peers.rank)
+            keys = _shares(holders, announced.by_rank)[peers.rank]
+            written.local = _write(unfinished, {key: parts[key] for key in keys}, peers.rank)
         with peers.step(is_last=True):
             if peers.rank == 0:
                 manifest = Manifest(
@@ -145,12 +147,12 @@ def save_checkpoint(
                     ep_size=max(Counter(key for key, _, _ in holders).values(), default=1),
                     files={
                         name: StoredFile(**file)
-                        for theirs in written.by_rank
-                        for name, file in theirs.items()
+                        for files in written.by_rank
+                        for name, file in files.items()
                     },
                     optimizer=record,
                     extra=extra,
-                    rank_extra=[json.loads(table["rank_extra"]) for table in given.by_rank],
+                    rank_extra=[json.loads(table["rank_extra"]) for table in described.by_rank],
                     written_by={
                         module.__name__: module.__version__
                         for module in (symmoe, torch, safetensors)
@@ -158,11 +160,11 @@ def save_checkpoint(
                 )
                 folder.publish(unfinished, step, manifest.to_bytes())
                 if keep_last is not None:
-                    folder.prune(place, step, keep_last)
-    return place / folder.name_of(step)
+                    folder.prune(target, step, keep_last)
+    return target / folder.name_of(step)
 
 
-_Parts = dict[str, list[Place]]  # this rank's parts by key: places with consecutive rows
+_Parts = dict[str, list[TensorShard]]  # this rank's parts by key: shards with consecutive rows
 _Holders = dict[tuple[str, int, int], list[int]]  # ranks, by key, first row and number of rows
 
 
@@ -173,13 +175,13 @@ def _json(name: str, value: Any) -> str:
         raise ArgumentError(f"{name} is not fit for JSON: {error}") from error
 
 
-def _parts(places: Iterable[Place]) -> _Parts:
+def _parts(shards: Iterable[TensorShard]) -> _Parts:
     parts: _Parts = lists_by_key(
-        (place.key, place)
-        for place in sorted(places, key=lambda place: (place.key, place.start or 0))
+        (shard.key, shard)
+        for shard in sorted(shards, key=lambda shard: (shard.key, shard.start or 0))
     )
-    for key, its in parts.items():
-        kinds = [(place.tensor.dtype, place.shape) for place in its]
+    for key, part in parts.items():
+        kinds = [(shard.tensor.dtype, shard.shape) for shard in part]
         for dtype, shape in kinds:
             raise_for(
                 first_problem(
@@ -190,10 +192,10 @@ def _parts(places: Iterable[Place]) -> _Parts:
                     ),
                 )
             )
-        for last, place in itertools.pairwise(its):
-            if last.start is None or place.start != last.start + len(last.rows):
+        for last, shard in itertools.pairwise(part):
+            if last.start is None or shard.start != last.start + len(last.rows):
                 raise ArgumentError(
-                    f"{key} has rows from {last.start} and from {place.start}; they must follow"
+                    f"{key} has rows from {last.start} and from {shard.start}; they must follow"
                 )
     return parts
 
@@ -207,35 +209,35 @@ def _fits_file(dtype: torch.dtype) -> bool:
     return True
 
 
-def _told(part: list[Place]) -> list[Any]:
-    """Describes a part to peers: dtype, shape of the whole, first row, number of rows, bytes."""
+def _entry_of(part: list[TensorShard]) -> list[Any]:
+    """The description of a part for peers: dtype, global shape, first row, number of rows, bytes."""
     first = part[0]
-    length = sum(len(place.rows) for place in part) if first.shape else 1
+    length = sum(len(shard.rows) for shard in part) if first.shape else 1
     return [
         str(first.tensor.dtype),
         first.shape,
         first.start or 0,
         length,
-        sum(place.tensor.nbytes for place in part),
+        sum(shard.tensor.nbytes for shard in part),
     ]
 
 
-def _to_host(part: list[Place]) -> torch.Tensor:
-    """A copy in its own memory."""
+def _to_host(part: list[TensorShard]) -> torch.Tensor:
+    """A copy of a part in contiguous host memory."""
     rows = [
-        place.rows.to("cpu", copy=True, memory_format=torch.contiguous_format) for place in part
+        shard.rows.to("cpu", copy=True, memory_format=torch.contiguous_format) for shard in part
     ]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _holders(told: list[dict[str, Any]]) -> _Holders:
-    """The ranks of every part; checks that ranks agree and no row is missing."""
-    tensors = agreed([{key: each[:2] for key, each in parts.items()} for parts in told])
+def _holders(announced: list[dict[str, Any]]) -> _Holders:
+    """The ranks that have each part. CheckpointError: ranks disagree on a tensor, or rows are missing."""
+    tensors = agreed([{key: entry[:2] for key, entry in parts.items()} for parts in announced])
     holders: _Holders = lists_by_key(
         ((key, start, length), rank)
-        for rank, parts in enumerate(told)
+        for rank, parts in enumerate(announced)
         for key, (_, shape, start, length, _) in parts.items()
-        if length or 0 in shape[:1]  # a part without rows counts only if the whole tensor has none
+        if length or 0 in shape[:1]  # a part without rows counts only if the global tensor has none
     )
     runs = lists_by_key((key, (start, length)) for key, start, length in holders)
     for key, (_, shape) in tensors.items():
@@ -246,16 +248,16 @@ def _holders(told: list[dict[str, Any]]) -> _Holders:
     return dict(sorted(holders.items()))
 
 
-def _shares(holders: _Holders, told: list[dict[str, Any]]) -> list[list[str]]:
+def _shares(holders: _Holders, announced: list[dict[str, Any]]) -> list[list[str]]:
     """The keys that each rank writes: a part goes to its rank with the fewest bytes so far."""
-    shares: list[list[str]] = [[] for _ in told]
-    loads = [0] * len(told)
+    shares: list[list[str]] = [[] for _ in announced]
+    loads = [0] * len(announced)
     for (key, _, _), ranks in sorted(
         holders.items(), key=lambda item: len(item[1])
     ):  # first the parts of one rank
         writer = min(ranks, key=loads.__getitem__)
         shares[writer].append(key)
-        loads[writer] += told[writer][key][-1]
+        loads[writer] += announced[writer][key][-1]
     return shares
 
 
@@ -265,7 +267,7 @@ def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, An
     shards: list[list[str]] = []
     size = 0
     for key, part in parts.items():
-        size += (num_bytes := _told(part)[-1])
+        size += (num_bytes := _entry_of(part)[-1])
         if not shards or size > MAX_FILE_BYTES:
             shards.append([])
             size = num_bytes

@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint, and this rank's part of each: consecutive rows of dimension 0. Weights of experts have
-the rows of the rank's experts; other tensors have all rows. Ranks with the same rows have the same bits."""
+"""The shards of a checkpoint's tensors. A shard of a rank has consecutive rows of dimension 0: weights of experts have
+the rows of the rank's experts, other tensors have all rows. Ranks with the same rows have the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _DISCRETE = re.compile(r"weight(\d+)")
 REPLICAS = (  # a note of ranks that have the same part
     ", which must have the same bits (unless it is an expert's: then its module has to say holds_experts = True)"
 )
-_NOTE = "symmoe.state_dict"  # replaces a state dict: its path, its keys, and its values other than tensors
+# The key of a note, which replaces a state dict: its value is the path; "tensors" have shapes and dtypes, and "others"
+# are the values other than tensors.
+_NOTE = "symmoe.state_dict"
 COMPILED = "_orig_mod."  # torch.compile's prefix of names in compiled modules
 
 
@@ -47,52 +49,54 @@ class ModuleState:
     module: nn.Module
     tensors: Mapping[str, torch.Tensor]
 
-    def places(self) -> list[Place]:
-        """Places of its tensors, by keys that begin with a dot; experts as if all were here."""
-        places = _of_state("", self, 0, 1) if self.tensors else ()
-        return [place for place in places if place.is_stored]
+    def places(self) -> list[TensorShard]:
+        """The shards of the tensors. Keys begin with a dot; the numbering takes this rank for the only one."""
+        shards = _shards_of_state("", self, 0, 1) if self.tensors else ()
+        return [shard for shard in shards if shard.is_stored]
 
     def is_like_experts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the shape of one of the module's experts' tensors."""
         return any(
-            place.start is not None and place.tensor.shape == tensor.shape
-            for _, place in _of_module("", self.module, 0, 1)
+            shard.start is not None and shard.tensor.shape == tensor.shape
+            for _, shard in _shards_of_module("", self.module, 0, 1)
         )
 
     @classmethod
     def empty(cls, module: nn.Module, stored: Mapping[str, torch.Tensor]) -> ModuleState:
-        """New tensors on the host for a state, with this rank's experts. stored: by key, tensors with the state's
-        dtypes and shapes, except the number of experts; they need no memory."""
-        own = dict(_of_module("", module, 0, 1))
-        names = lists_by_key((place.key[1:], name) for name, place in own.items())
-        by_key = {key: own[its[0]] for key, its in names.items()}
+        """A state with new tensors on the host, for this rank's experts. stored: by key, tensors with the dtypes and
+        shapes of the state, except the number of experts; meta tensors are enough."""
+        shards = dict(_shards_of_module("", module, 0, 1))
+        names = lists_by_key((shard.key[1:], name) for name, shard in shards.items())
+        by_key = {key: shards[aliases[0]] for key, aliases in names.items()}
         tensors = {}
-        for key, like in stored.items():
-            known = key if key in names else _alike(by_key, key, like.shape[1:])
-            for name in [key] if known is None else names[known]:
-                shape = like.shape if known is None else own[name].local_shape(like.shape)
-                tensors[_renamed(key, name)] = torch.empty(shape, dtype=like.dtype, device="cpu")
+        for key, template in stored.items():
+            match = key if key in names else _matching_name(by_key, key, template.shape[1:])
+            for name in [key] if match is None else names[match]:
+                shape = (
+                    template.shape if match is None else shards[name].local_shape(template.shape)
+                )
+                tensors[_renamed(key, name)] = torch.empty(
+                    shape, dtype=template.dtype, device="cpu"
+                )
         return cls(module=module, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A tensor of this rank, and its place in the checkpoint."""
+class TensorShard:
+    """A tensor of this rank, and its position in the global tensor, which the checkpoint has under `key`."""
 
-    key: str  # name in the checkpoint; several places may share it
+    key: str  # discrete weights of one layer share a key
     tensor: torch.Tensor  # the live tensor, whose memory is read or filled
-    start: int | None = None  # its first row in the whole tensor; None: it is the whole tensor
-    num_rows: int = 0  # rows of the whole tensor, if sharded
-    is_row: bool = (
-        False  # it is one row of the whole tensor, without a row dimension (a discrete weight)
-    )
-    of: torch.Tensor | None = None  # the module's own tensor of this place, if different
-    is_stored: bool = True  # in the checkpoint; False: it only names a parameter
+    start: int | None = None  # the first row's index in the global tensor; None: replicated
+    num_rows: int = 0  # of the global tensor, if sharded
+    is_row: bool = False  # a discrete weight: one row of the global tensor, without a row dimension
+    module_tensor: torch.Tensor | None = None  # the module's tensor, if `tensor` replaces it
+    is_stored: bool = True  # False: the shard only names a parameter
 
     @property
     def parameter(self) -> torch.Tensor:
         """The optimizer's tensor."""
-        return self.tensor if self.of is None else self.of
+        return self.tensor if self.module_tensor is None else self.module_tensor
 
     @property
     def rows(self) -> torch.Tensor:
@@ -101,18 +105,18 @@ class Place:
 
     @property
     def experts(self) -> list[int]:
-        """The indices of its rows, if sharded."""
+        """The global indices of the rows, if sharded."""
         return [] if self.start is None else [self.start + i for i in range(len(self.rows))]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        own = tuple(self.rows.shape)
-        return own if self.start is None else (self.num_rows, *own[1:])
+        """The shape of the global tensor."""
+        shape = tuple(self.rows.shape)
+        return shape if self.start is None else (self.num_rows, *shape[1:])
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Its first element's index in the whole tensor."""
+        """The first element's index in the global tensor."""
         return (self.start or 0, *[0] * (self.rows.dim() - 1)) if self.shape else ()
 
     def is_of_stack(self, state: torch.Tensor) -> bool:
@@ -123,58 +127,59 @@ class Place:
         has_experts = state.shape[0] == len(self.tensor) and self.tensor.dim() > 2
         return state.shape != self.tensor.shape and not has_experts
 
-    def is_of(self, experts: list[int] | None, key: str) -> bool:
-        """Whether all experts of the parameter have a state. CheckpointError: only some of them do."""
+    def has_state(self, experts: list[int] | None, key: str) -> bool:
+        """Whether all experts of the parameter have a state. experts: the experts that have one, None for all.
+        CheckpointError: only some experts of the parameter have a state."""
         if experts is None or self.start is None:
             return True
-        found = [expert in experts for expert in self.experts]
-        if any(found) and not all(found):
+        present = [expert in experts for expert in self.experts]
+        if any(present) and not all(present):
             raise CheckpointError(
                 f"{key} is there for the experts {experts}, and {self.experts} are one parameter here: load into "
                 "discrete weights, or on as many ranks as saved"
             )
-        return all(found)
+        return all(present)
 
-    def like(
+    def for_state(
         self, key: str, state: torch.Tensor, *, experts: list[int] | None, is_of_stack: bool
-    ) -> Place:
-        """The place of an optimizer's state for this parameter. experts: the experts with such a state, if not all. A
-        stack's state is repeated for each of its experts."""
+    ) -> TensorShard:
+        """The shard of an optimizer's state for this parameter. experts: the experts with such a state, None for all. A
+        stack's state is repeated for each expert."""
         if is_of_stack and not self.is_row:
             state = state.expand(len(self.tensor), *state.shape)
-        own = replace(self, key=key, tensor=state)
+        shard = replace(self, key=key, tensor=state)
         if experts is None or self.start is None:
-            return own
-        return replace(own, start=experts.index(self.start), num_rows=len(experts))
+            return shard
+        return replace(shard, start=experts.index(self.start), num_rows=len(experts))
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The local shape of a tensor, from the `shape` of the whole, or of another number of its rows."""
+        """The local shape of a tensor whose global shape is `shape`; the first size of `shape` does not matter."""
         if self.start is None:
             return tuple(shape)
         return tuple(shape[1:]) if self.is_row else (len(self.tensor), *shape[1:])
 
 
-def places_of(
+def shards_of(
     model: nn.Module | ModuleState | Mapping[str, Any], *, rank: int, num_ranks: int
-) -> list[Place]:
-    """Every tensor of a module's state dict, or of a nested dict of tensors, ExpertShards and modules. The EP group of
-    experts is that of `heap` of their module, or of the nearest module around it; without a heap, `rank` and
+) -> list[TensorShard]:
+    """The shards of a module's state dict, or of a nested dict of tensors, ExpertShards and modules. The EP group of
+    experts belongs to `heap` of their module, or of the nearest module around it; without a heap, `rank` and
     `num_ranks` define it. ArgumentError: a checkpoint cannot store a value."""
-    places = list(_walk("model", model, rank, num_ranks))
-    for place in places:
+    shards = list(_walk("model", model, rank, num_ranks))
+    for shard in shards:
         raise_for(
             first_problem(
                 (
-                    hasattr(place.tensor, "device_mesh"),
-                    f"{place.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)",
+                    hasattr(shard.tensor, "device_mesh"),
+                    f"{shard.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)",
                 ),
                 (
-                    place.tensor.layout != torch.strided or place.tensor.is_meta,
-                    f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory",
+                    shard.tensor.layout != torch.strided or shard.tensor.is_meta,
+                    f"{shard.key} is a {shard.tensor.layout} tensor on {shard.tensor.device}; it has no plain memory",
                 ),
             )
         )
-    return places
+    return shards
 
 
 def bare(model: Any) -> Any:
@@ -186,14 +191,14 @@ def bare(model: Any) -> Any:
 
 def lists_by_key(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     """The values of every key, both in order."""
-    found: dict[_Key, list[_Value]] = {}
+    lists: dict[_Key, list[_Value]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        lists.setdefault(key, []).append(value)
+    return lists
 
 
 def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
-    """The error in (start, length) runs that must cover rows 0 to `num_rows` - 1 once, or None."""
+    """The error of (start, length) runs, which must cover rows 0 to `num_rows` - 1 once; None: no error."""
     covered = 0
     for start, length in sorted(runs):
         if start != covered:
@@ -210,27 +215,27 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def agreed(tables: Sequence[Mapping[str, Any]], note: str = "") -> dict[str, Any]:
-    """The values of all ranks, by key. tables: by rank, the values that it has. CheckpointError: ranks have different
-    values of a key; the text names two ranks, and has the note, or both values."""
-    found: dict[str, tuple[int, Any]] = {}
+    """Merges the tables of all ranks. CheckpointError: ranks have different values of a key; the text names two ranks,
+    and has the note, or both values."""
+    values: dict[str, tuple[int, Any]] = {}
     for rank, table in enumerate(tables):
         for key, value in table.items():
-            first, known = found.setdefault(key, (rank, value))
-            if known != value:
-                differs = f"{key} differs between rank {first} and rank {rank}"
-                raise CheckpointError(differs + (note or f": {known} and {value}"))
-    return {key: value for key, (_, value) in found.items()}
+            first_rank, first_value = values.setdefault(key, (rank, value))
+            if first_value != value:
+                differs = f"{key} differs between rank {first_rank} and rank {rank}"
+                raise CheckpointError(differs + (note or f": {first_value} and {value}"))
+    return {key: value for key, (_, value) in values.items()}
 
 
-# -- state dicts with experts, inside objects that a trainer pickles on one rank: all ranks save them instead ----------
+# -- state dicts with experts inside an object that a trainer pickles on one rank: all ranks save them instead ---------
 
 
-def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleState]) -> Any:
-    """Replaces state dicts in `node` that have tensors of the module's experts by notes, and collects them in `found`,
-    by path. ArgumentError: a list has such tensors, without names."""
+def extract_states(node: Any, module: nn.Module, path: str, states: dict[str, ModuleState]) -> Any:
+    """Replaces state dicts in `node` that have tensors of the module's experts by notes, and collects these state dicts
+    in `states`, by path. ArgumentError: a list has such tensors, without names."""
     if isinstance(node, list | tuple):
         state = ModuleState(module=module, tensors={})
-        if any(isinstance(each, torch.Tensor) and state.is_like_experts(each) for each in node):
+        if any(isinstance(value, torch.Tensor) and state.is_like_experts(value) for value in node):
             raise ArgumentError(
                 f"{path} is a {type(node).__name__} with tensors of the shape of this rank's experts, which would be "
                 "saved on rank 0 only: make it a dict by the names of the model's state dict"
@@ -238,63 +243,63 @@ def take_out(node: Any, module: nn.Module, path: str, found: dict[str, ModuleSta
     if not isinstance(node, Mapping):
         return node
     tensors = {
-        name: each
-        for name, each in node.items()
-        if isinstance(name, str) and isinstance(each, torch.Tensor)
+        name: value
+        for name, value in node.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
     }
-    others = {
-        name: take_out(each, module, f"{path}.{name}".lstrip("."), found)
-        for name, each in node.items()
+    remaining = {
+        name: extract_states(value, module, f"{path}.{name}".lstrip("."), states)
+        for name, value in node.items()
         if name not in tensors
     }
     state = ModuleState(module=module, tensors=tensors)
-    places = state.places()
-    if any(place.start is not None for place in places):
-        found[path] = state
-        stored = {place.key[1:]: place.rows.to("meta") for place in places}
-        return {_NOTE: path, "tensors": stored, "others": others}
-    is_same = all(each is node[name] for name, each in others.items())
-    return node if is_same else {**node, **others}
+    shards = state.places()
+    if any(shard.start is not None for shard in shards):
+        states[path] = state
+        stored = {shard.key[1:]: shard.rows.to("meta") for shard in shards}
+        return {_NOTE: path, "tensors": stored, "others": remaining}
+    is_same = all(value is node[name] for name, value in remaining.items())
+    return node if is_same else {**node, **remaining}
 
 
-def put_back(node: Any, module: nn.Module, found: dict[str, ModuleState]) -> Any:
-    """Replaces notes in `node` by empty state dicts, and collects these in `found` for loading."""
+def insert_states(node: Any, module: nn.Module, states: dict[str, ModuleState]) -> Any:
+    """Replaces notes in `node` by empty state dicts, and collects these in `states` for loading."""
     if not isinstance(node, Mapping):
         return node
     if _NOTE in node:
-        found[node[_NOTE]] = ModuleState.empty(module, node["tensors"])
-        return {**found[node[_NOTE]].tensors, **put_back(node["others"], module, found)}
-    others = {name: put_back(each, module, found) for name, each in node.items()}
-    return node if all(each is node[name] for name, each in others.items()) else others
+        states[node[_NOTE]] = ModuleState.empty(module, node["tensors"])
+        return {**states[node[_NOTE]].tensors, **insert_states(node["others"], module, states)}
+    remaining = {name: insert_states(value, module, states) for name, value in node.items()}
+    return node if all(value is node[name] for name, value in remaining.items()) else remaining
 
 
 def own_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of a module with this rank's experts, without the warning."""
+    """The state dict of a module with this rank's experts. `keep_vars`: symmoe's own reads raise no warning."""
     return {
-        name: each.detach() if isinstance(each, torch.Tensor) else each
-        for name, each in module.state_dict(keep_vars=True).items()
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict(keep_vars=True).items()
     }
 
 
 def refuse_state_dicts(node: Any, module: nn.Module, path: str) -> None:
     """ArgumentError: a state dict in `node` has tensors of the module's experts, and only one rank would save it."""
-    found: dict[str, ModuleState] = {}
-    take_out(node, module, path, found)
-    for where in found:
+    states: dict[str, ModuleState] = {}
+    extract_states(node, module, path, states)
+    for state_path in states:
         raise ArgumentError(
-            f"{where} has this rank's experts, and would be saved on rank 0 only: save it with "
+            f"{state_path} has this rank's experts, and would be saved on rank 0 only: save it with "
             "symmoe.checkpoint.save_checkpoint, as a ModuleState"
         )
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
+# -- shards -----------------------------------------------------------------------------------------------------------
 
 
-def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
+def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[TensorShard]:
     if isinstance(node, nn.Module):
-        yield from (place for _, place in _of_module(prefix, node, rank, num_ranks))
+        yield from (shard for _, shard in _shards_of_module(prefix, node, rank, num_ranks))
     elif isinstance(node, ModuleState):
-        yield from _of_state(prefix, node, rank, num_ranks)
+        yield from _shards_of_state(prefix, node, rank, num_ranks)
     elif isinstance(node, Mapping):
         for name, child in node.items():
             if not isinstance(name, str) or not name:
@@ -309,40 +314,46 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
                 f"{prefix}: an ExpertShard of shape {list(node.tensor.shape)} that starts at {node.start} "
                 f"is none of {node.num_experts} experts"
             )
-        yield Place(key=prefix, tensor=node.tensor, start=node.start, num_rows=node.num_experts)
+        yield TensorShard(
+            key=prefix, tensor=node.tensor, start=node.start, num_rows=node.num_experts
+        )
     elif isinstance(node, torch.Tensor):
-        yield Place(key=prefix, tensor=node)
+        yield TensorShard(key=prefix, tensor=node)
     else:
         raise ArgumentError(
             f"{prefix} is of type {type(node).__name__}; it must be a tensor, module or dict of them"
         )
 
 
-def _of_state(prefix: str, state: ModuleState, rank: int, num_ranks: int) -> Iterator[Place]:
-    own = dict(_of_module(prefix, state.module, rank, num_ranks))
-    given = {name.replace(COMPILED, ""): tensor for name, tensor in state.tensors.items()}
-    for name, place in own.items():
-        tensor = given.pop(name, None)
+def _shards_of_state(
+    prefix: str, state: ModuleState, rank: int, num_ranks: int
+) -> Iterator[TensorShard]:
+    shards = dict(_shards_of_module(prefix, state.module, rank, num_ranks))
+    tensors = {name.replace(COMPILED, ""): tensor for name, tensor in state.tensors.items()}
+    for name, shard in shards.items():
+        tensor = tensors.pop(name, None)
         yield replace(
-            place,
-            tensor=place.tensor if tensor is None else tensor,
-            of=place.tensor,
+            shard,
+            tensor=shard.tensor if tensor is None else tensor,
+            module_tensor=shard.tensor,
             is_stored=tensor is not None,
         )
-    for name, tensor in given.items():
-        known = _alike(own, name, tensor.shape[1:]) or _alike(own, name, tensor.shape)
-        if known is None:
-            yield Place(key=f"{prefix}.{name}", tensor=tensor)
+    for name, tensor in tensors.items():
+        match = _matching_name(shards, name, tensor.shape[1:]) or _matching_name(
+            shards, name, tensor.shape
+        )
+        if match is None:
+            yield TensorShard(key=f"{prefix}.{name}", tensor=tensor)
         else:
             yield replace(
-                own[known], key=f"{prefix}.{_renamed(name, own[known].key)}", tensor=tensor
+                shards[match], key=f"{prefix}.{_renamed(name, shards[match].key)}", tensor=tensor
             )
 
 
-def _of_module(
+def _shards_of_module(
     prefix: str, module: nn.Module, rank: int, num_ranks: int
-) -> Iterator[tuple[str, Place]]:
-    """The name and the place of every tensor of a module's state dict."""
+) -> Iterator[tuple[str, TensorShard]]:
+    """The name and the shard of every tensor of a module's state dict."""
     module = bare(module)
     heaps = {
         path: heap
@@ -354,20 +365,20 @@ def _of_module(
         plain = name.replace(COMPILED, "")
         key = f"{prefix}.{plain}"
         if name not in experts:
-            yield from ((plain, place) for place in _walk(key, tensor, rank, num_ranks))
+            yield from ((plain, shard) for shard in _walk(key, tensor, rank, num_ranks))
             continue
         path, _, leaf = name.rpartition(".")
-        around = [
+        ancestors = [
             path.rsplit(".", count)[0] for count in range(path.count(".") + 1)
         ]  # innermost first
-        heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
+        heap = next((heaps[ancestor] for ancestor in [*ancestors, ""] if ancestor in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
         owner: Any = module.get_submodule(path)
         discrete = _DISCRETE.fullmatch(leaf) if isinstance(owner, GroupedLinear) else None
         num_local = owner.num_groups if discrete else len(tensor)
         yield (
             plain,
-            Place(
+            TensorShard(
                 key=key.removesuffix(leaf) + "weight" if discrete else key,
                 tensor=tensor,
                 start=ep_rank * num_local + (int(discrete[1]) if discrete else 0),
@@ -377,18 +388,25 @@ def _of_module(
         )
 
 
-def _alike(own: Mapping[str, Place], name: str, shape: Sequence[int]) -> str | None:
-    """The experts' tensor name that ends with `name`, or that `name` ends with, if its rows have this shape."""
+def _matching_name(
+    shards: Mapping[str, TensorShard], name: str, shape: Sequence[int]
+) -> str | None:
+    """The name of an experts' tensor whose rows have this shape and whose name ends with `name`, or is an end of it;
+    None: no such tensor."""
     fitting = (
-        f".{known}"
-        for known, place in own.items()
-        if place.start is not None and tuple(place.rows.shape[1:]) == tuple(shape)
+        f".{expert_name}"
+        for expert_name, shard in shards.items()
+        if shard.start is not None and tuple(shard.rows.shape[1:]) == tuple(shape)
     )
-    end = f".{name}"
-    found = (known for known in fitting if known.endswith(end) or end.endswith(known))
-    return next((known[1:] for known in found), None)
+    suffix = f".{name}"
+    matches = (
+        expert_name
+        for expert_name in fitting
+        if expert_name.endswith(suffix) or suffix.endswith(expert_name)
+    )
+    return next((expert_name[1:] for expert_name in matches), None)
 
 
-def _renamed(name: str, like: str) -> str:
+def _renamed(name: str, template: str) -> str:
     """`name` with the last part of `like`."""
-    return ".".join([*name.split(".")[:-1], like.rpartition(".")[2]])
+    return ".".join([*name.split(".")[:-1], template.rpartition(".")[2]])

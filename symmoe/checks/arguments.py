@@ -56,12 +56,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _PLAIN = torch.Tensor.__torch_dispatch__  # of tensor classes that have their own memory
 
 
-def check_kind(name: str, value: object, kind: Any, what: str = "") -> None:
-    """Raises an ArgumentError unless the argument `name` is of this class, or of one of several. what: the name of the
-    kind in the text."""
+def check_kind(name: str, value: object, kind: Any, noun: str = "") -> None:
+    """Raises an ArgumentError unless the argument `name` is of this class, or of one of several. noun: the kind in the
+    error's text."""
     if not isinstance(value, kind):
         raise ArgumentError(
-            f"{name} ({type(value).__name__}) must be {what or f'a {kind.__name__}'}"
+            f"{name} ({type(value).__name__}) must be {noun or f'a {kind.__name__}'}"
         )
 
 
@@ -76,13 +76,13 @@ def check_model(model: object, name: str = "model") -> None:
 
 
 def modules_of(model: nn.Module, kind: type[M], *, name: str = "model", needs: str = "") -> list[M]:
-    """The modules of this kind in the argument `name`, in its order. Raises as :func:`check_model` does, and if it has
-    none of the kind that it `needs`."""
+    """The modules of this kind in the model, in the model's order. Raises as :func:`check_model` does, and if the model
+    `needs` such a module and has none. name: the argument."""
     check_model(model, name)
-    found = [module for module in model.modules() if isinstance(module, kind)]
-    if needs and not found:
+    modules = [module for module in model.modules() if isinstance(module, kind)]
+    if needs and not modules:
         raise ArgumentError(f"{name} ({type(model).__name__}) has no {needs}")
-    return found
+    return modules
 
 
 def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
@@ -94,13 +94,13 @@ def check_factor(name: str, value: object, *, at_least: int = 0) -> None:
 
 
 def choices_problem(**words: object) -> ArgumentError | None:
-    """The error of the first argument whose word is not allowed, or None."""
+    """The error of the first argument whose value is not among its CHOICES, or None."""
     problems = (choice_problem(name, word, CHOICES[name]) for name, word in words.items())
     return next(filter(None, problems), None)
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:
-    """The error of the first named value that is no size, an integer (NumPy's, too) in [1, 2**31), or None."""
+    """The error of the first argument that is no integer (NumPy's, too) in [1, 2**31), or None."""
     for name, value in sizes.items():
         try:
             size = operator.index(value)  # type: ignore[arg-type]  # a TypeError if it is no integer
@@ -198,14 +198,14 @@ def _shown(shape: tuple[int | str, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
-    if wanted and wanted[0] == "...":
-        wanted = wanted[1:]
-        shape = shape[-len(wanted) :]
-    if len(shape) != len(wanted):
+def _fits(shape: tuple[int, ...], expected: tuple[int | str, ...]) -> bool:
+    if expected and expected[0] == "...":
+        expected = expected[1:]
+        shape = shape[-len(expected) :]
+    if len(shape) != len(expected):
         return False
-    for size, want in zip(shape, wanted, strict=True):
-        if size != want and not isinstance(want, str):
+    for size, expected_size in zip(shape, expected, strict=True):
+        if size != expected_size and not isinstance(expected_size, str):
             return False
     return True
 
@@ -223,7 +223,7 @@ def buffer_problem(
     """The error if the argument `name` cannot take a result, or None. shape, dtype, device: as in tensor_problem.
 
     Args:
-        inputs: tensors that it must not overlap: inputs, tensors saved for backward, and other buffers.
+        inputs: tensors that the buffer must not overlap: inputs, tensors saved for backward, and other buffers.
         heap: the heap that must own the buffer, because peers access it; None: any memory.
     """
     if error := tensor_problem(
@@ -268,19 +268,16 @@ def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> Argu
         for tensor in inputs
         if isinstance(tensor, torch.Tensor)
         and tensor.layout is torch.strided
-        and _meet(span := _span(tensor), (lowest, highest))
+        and _overlap(span := _span(tensor), (lowest, highest))
     ]
-    for i, (span, buffer) in enumerate(spans):
+    for index, (span, buffer) in enumerate(spans):
         earlier = [
-            each
-            for each in spans[:i]
-            if buffer.first <= each[1].last and each[1].first <= buffer.last
+            (earlier_span, earlier_buffer.tensor)
+            for earlier_span, earlier_buffer in spans[:index]
+            if buffer.first <= earlier_buffer.last and earlier_buffer.first <= buffer.last
         ]
-        for other_span, tensor in (
-            *near,
-            *[(other_span, other.tensor) for other_span, other in earlier],
-        ):
-            if _meet(span, other_span) and tensor.device == buffer.tensor.device:
+        for used_span, tensor in (*near, *earlier):
+            if _overlap(span, used_span) and tensor.device == buffer.tensor.device:
                 return ArgumentError(
                     f"{buffer.name} {list(buffer.tensor.shape)} overlaps a tensor of shape {list(tensor.shape)} that "
                     "the call also uses"
@@ -299,16 +296,16 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two ranges of addresses overlap; an empty range overlaps none."""
-    return max(span[0], other[0]) < min(span[1], other[1])
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether two ranges of addresses overlap. An empty range overlaps none."""
+    return max(first[0], second[0]) < min(first[1], second[1])
 
 
 # -- grouped layers ----------------------------------------------------------------------------------------------------
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype to compute with x in: autocast's if it is enabled, else the dtype of x."""
+    """The dtype of computations with x: autocast's if enabled, else the dtype of x."""
     device_type = x.device.type
     return (
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
@@ -316,26 +313,26 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class RowsLike(NamedTuple):
-    """The known properties of rows that another module may not have made yet: their shape without features, the dtype
-    to compute in, and their device. None: unknown."""
+    """The properties of rows that may not exist yet: the shape without features, the dtype to compute in, and the
+    device. None: unknown before another module has computed the rows."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     device: torch.device | None
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> RowsLike:
+    def from_rows(cls, x: torch.Tensor) -> RowsLike:
         """The properties of existing rows."""
         return cls(x.shape[:-1], working_dtype(x), x.device)
 
 
 def call_problem(**modules: torch.nn.Module) -> ArgumentError | None:
-    """The error of the first module, by name, with hooks around its call or a replaced forward, which kernels would
-    omit when they replace the call; or None. Hooks of all modules still see the calls."""
+    """The error of the first module with hooks around its call or a replaced forward, or None: kernels replace the call
+    and would omit them. Global hooks of torch still run."""
     for name, module in modules.items():
-        if (found := around_call(module, everywhere=False)) is not None:
+        if (hook := around_call(module, everywhere=False)) is not None:
             return ArgumentError(
-                f"{name} has {found}, which would be left out: kernels take the place of its call. Put hooks on the "
+                f"{name} has {hook}, which would be left out: kernels take the place of its call. Put hooks on the "
                 "layer, its router or shared expert, or on parameters; other experts run by parts: see "
                 "docs/own_experts.md. Call symmoe.lora.add_lora in place of peft's target_parameters, or "
                 "symmoe.integrations.peft.get_peft_model of a model whose experts are swapped"
@@ -350,12 +347,9 @@ def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:
     shape = scale.shape if rows.shape is None else rows.shape
     device = scale.device if rows.device is None else rows.device
     if scale.shape != shape or scale.device != device or not scale.dtype.is_floating_point:
-        given, wanted = (
-            f"{list(each)} on {where}"
-            for each, where in ((scale.shape, scale.device), (shape, device))
-        )
         return ArgumentError(
-            f"{name} is {scale.dtype} {given}; it must be floating point {wanted}: one for each row"
+            f"{name} is {scale.dtype} {list(scale.shape)} on {scale.device}; "
+            f"it must be floating point {list(shape)} on {device}: one for each row"
         )
     return stale_problem(name, scale)
 

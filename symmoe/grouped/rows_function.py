@@ -102,7 +102,7 @@ class RowArguments:
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
             problem = problem or layer.width_problem(x.device) or layer.cache_problem()
-        raise_for(problem or self.problem(RowsLike.of(x), layers))
+        raise_for(problem or self.problem(RowsLike.from_rows(x), layers))
         inputs = itertools.chain(
             (x, self.splits, self.scale), *(layer.parameters() for layer in layers)
         )

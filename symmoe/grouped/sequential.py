@@ -374,7 +374,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     any later time. Likewise a gradient is in use by the stages before it. A result and a gradient never share
     memory."""
     rows = (
-        RowsLike.of(x)
+        RowsLike.from_rows(x)
         if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda")
         else _UNKNOWN
     )

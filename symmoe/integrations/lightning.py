@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 from symmoe.checkpoint import ModuleState, load_checkpoint, save_checkpoint
-from symmoe.checkpoint.tensors import own_state_dict, put_back, refuse_state_dicts, take_out
+from symmoe.checkpoint.tensors import (
+    extract_states,
+    insert_states,
+    own_state_dict,
+    refuse_state_dicts,
+)
 from symmoe.checks.extras import extra
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -123,7 +128,7 @@ class TrainerStrategy(_TrainerDDP):
             optimizer = _with_state(optimizer, checkpoint["optimizer_states"][0])
             checkpoint = checkpoint | {"optimizer_states": [{}]}
         states = self._own_state()
-        rest = take_out(checkpoint, self.lightning_module, "", states)
+        rest = extract_states(checkpoint, self.lightning_module, "", states)
         save_checkpoint(filepath, 0, model=states, optimizer=optimizer)
         super().save_checkpoint(rest, Path(filepath, REST), storage_options)
 
@@ -133,7 +138,7 @@ class TrainerStrategy(_TrainerDDP):
         """As in Lightning, with this rank's experts, and without the optimizer's state."""
         rest = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
         states = self._own_state()
-        checkpoint = put_back(rest, self.lightning_module, states)
+        checkpoint = insert_states(rest, self.lightning_module, states)
         load_checkpoint(checkpoint_path, model=states)
         return {**checkpoint, _STATES: (checkpoint_path, states)}
 

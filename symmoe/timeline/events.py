@@ -33,10 +33,10 @@ class PhaseTimes(NamedTuple):
     phase: str
     direction: str
     num_events: int  # on all ranks
-    busy_us: tuple[float, ...]  # per rank: time during which it runs, on any lane
+    busy_us: tuple[float, ...]  # per rank: time during which the phase runs, on any lane
     exposed_us: tuple[
         float, ...
-    ]  # per rank: the part of it during which no GEMM of an expert runs on this rank
+    ]  # per rank: the part of busy_us during which no GEMM of an expert runs on this rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Timeline:
     ranks: tuple[tuple[Event, ...], ...]  # each rank's events, in order of begin
     clock_error_us: tuple[
         float, ...
-    ]  # per rank: the largest error of its times compared with those of rank 0
+    ]  # per rank: the largest error of times, compared with times of rank 0
     device: str  # "cpu", or the name of the GPU
 
     @property
@@ -56,19 +56,19 @@ class Timeline:
 
     def phases(self) -> list[PhaseTimes]:
         """The times of every phase that occurs, by direction."""
-        found, gemms = [], [_spans_of(events, GEMMS) for events in self.ranks]
+        times, gemms = [], [_spans_of(events, GEMMS) for events in self.ranks]
         for direction, phase in itertools.product(DIRECTIONS, PHASES):
-            mine = [
+            of_phase = [
                 [e for e in events if (e.direction, e.phase) == (direction, phase)]
                 for events in self.ranks
             ]
-            if number := sum(map(len, mine)):
-                spans = [_spans_of(events, {phase}) for events in mine]
+            if num_events := sum(map(len, of_phase)):
+                spans = [_spans_of(events, {phase}) for events in of_phase]
                 exposed = tuple(length(_without(*pair)) for pair in zip(spans, gemms, strict=True))
-                found.append(
-                    PhaseTimes(phase, direction, number, tuple(map(length, spans)), exposed)
+                times.append(
+                    PhaseTimes(phase, direction, num_events, tuple(map(length, spans)), exposed)
                 )
-        return found
+        return times
 
     def exposed_communication(self, rank: int) -> list[Span]:
         """Spans in which a rank communicates, or waits, without a GEMM of an expert."""
@@ -109,7 +109,8 @@ def table(timeline: Timeline) -> str:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """In the Trace Event Format: a process per rank, a thread per lane, and one that shows exposed communication."""
+    """The timeline in the Trace Event Format: a process per rank, a thread per lane, and a thread for exposed
+    communication."""
     return {
         "traceEvents": [
             item for rank in range(len(timeline.ranks)) for item in _items_of(timeline, rank)
@@ -128,10 +129,10 @@ def _items_of(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
         ("process", 0, f"rank {rank}", rank),
         *(("thread", n, lane, n) for n, lane in enumerate(lanes)),
     ]
-    for what, thread, text, order in named:
+    for kind, thread, text, order in named:
         where = {"ph": "M", "pid": rank, "tid": thread}
-        yield where | {"name": f"{what}_name", "args": {"name": text}}
-        yield where | {"name": f"{what}_sort_index", "args": {"sort_index": order}}
+        yield where | {"name": f"{kind}_name", "args": {"name": text}}
+        yield where | {"name": f"{kind}_sort_index", "args": {"sort_index": order}}
     exposed = [
         Event(EXPOSED_LANE, "exposed", "exposed", "", *s)
         for s in timeline.exposed_communication(rank)
@@ -174,9 +175,9 @@ def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
     return merged
 
 
-def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` outside all `others`; both from _spans_of."""
-    edges = [-math.inf, *itertools.chain(*others), math.inf]
+def _without(spans: Sequence[Span], excluded: Sequence[Span]) -> list[Span]:
+    """The parts of `spans` outside all `excluded` spans; both from _spans_of."""
+    edges = [-math.inf, *itertools.chain(*excluded), math.inf]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
     parts = ((max(a, c), min(b, d)) for a, b in spans for c, d in gaps)
     return [(begin, end) for begin, end in parts if begin < end]

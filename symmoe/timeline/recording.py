@@ -1,5 +1,5 @@
-"""Records every rank's work in a context with torch.profiler, and merges the records on one clock. While it records,
-ranges lie around operators of `symmoe.kernels`; they turn the profiler's trace into events."""
+"""Records every rank's work in a context with torch.profiler, and merges the records on one clock. During a recording,
+ranges surround operators of `symmoe.kernels`: the ranges turn the profiler's trace into events."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _BARRIERS = ("barrier", "barrier_kernel")
 _NOT_STARTED = (
     "the recording was not started: call recording.start() in the context, after a step or two"
 )
-# About thirty milliseconds: the host needs them to launch the aligning barriers and, slowed by the profiler, a step
-# of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
+# About thirty milliseconds: in this time the host launches the aligning barriers and, slowed by the profiler, a step
+# of a layer. Two milliseconds sufficed for the barriers alone: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
 
 Trace = dict[str, Any]
@@ -49,7 +49,7 @@ class Recording:
     def start(self) -> None:
         """Begins the recording: drops earlier events. Collective; synchronises the host, and all ranks return
         together: see docs/timeline.md. PeerTimeout, PeerAborted: a rank does not arrive."""
-        _meet(self._heap)
+        _synchronize_hosts(self._heap)
         with torch.profiler.record_function(START):
             pass
         if (
@@ -91,7 +91,7 @@ def record(
         recording = Recording(heap)
         yield recording
         heap.synchronize()
-    _meet(heap)  # has a time limit, unlike later calls: a failed rank does not arrive
+    _synchronize_hosts(heap)  # has a time limit, unlike later calls: a failed rank does not arrive
     heap.bootstrap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
@@ -122,37 +122,38 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
         for events in ranks
     ]
     offsets, errors = align(barriers)
-    start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
+    start = min(spans[-1][1] - offset for spans, offset in zip(barriers, offsets, strict=True))
     moved = tuple(
         tuple(
             e._replace(begin_us=e.begin_us - (offset + start), end_us=e.end_us - (offset + start))
             for e in events
-            if e.begin_us >= mine[-1][1]
+            if e.begin_us >= spans[-1][1]
         )
-        for events, mine, offset in zip(ranks, barriers, offsets, strict=True)
+        for events, spans, offset in zip(ranks, barriers, offsets, strict=True)
     )
     return Timeline(ranks=moved, clock_error_us=tuple(errors), device=device)
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
-    """(each rank's clock offset from rank 0, the offset's largest error), in the unit of the barriers: (entered, left)
-    by rank, of the same barriers in the same order, at least one.
+    """By rank, the clock's offset from rank 0 and the offset's largest error. barriers: by rank, entry and exit of the
+    same barriers in the same order, at least one.
 
-    No rank leaves a barrier before all ranks have entered it. So a rank's clock offset from rank 0 is at least its
-    own entry minus rank 0's exit, and at most its own exit minus rank 0's entry.
+    No rank exits a barrier before all ranks have entered it. So a rank's offset from rank 0 is at least the rank's
+    entry minus rank 0's exit, and at most the rank's exit minus rank 0's entry.
     """
     offsets, errors = [0.0], [0.0]
-    for mine in barriers[1:]:
-        pairs = list(zip(mine, barriers[0], strict=True))
-        least = max(entered - left_0 for (entered, _), (_, left_0) in pairs)
-        most = min(left - entered_0 for (_, left), (entered_0, _) in pairs)
-        offsets.append((least + most) / 2)
-        errors.append(abs(most - least) / 2)  # least > most: the clocks' drift or coarseness
+    for spans in barriers[1:]:
+        pairs = list(zip(spans, barriers[0], strict=True))
+        lower = max(entered - exited_0 for (entered, _), (_, exited_0) in pairs)
+        upper = min(exited - entered_0 for (_, exited), (entered_0, _) in pairs)
+        offsets.append((lower + upper) / 2)
+        # lower > upper if clocks drift, or are coarse.
+        errors.append(abs(upper - lower) / 2)
     return offsets, errors
 
 
-def _meet(heap: SymmetricHeap) -> None:
-    """A barrier for hosts."""
+def _synchronize_hosts(heap: SymmetricHeap) -> None:
+    """Waits until every rank's host arrives."""
     _enter_barriers(heap, 1)
     heap.synchronize()
 
@@ -164,7 +165,7 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
 
 
 def _ranged(operator: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """A hook (kernels/select.py): the kernel runs in a range, if it is an operator of a timeline."""
+    """A hook (kernels/select.py): runs the kernel of an operator in a range, if the operator is in BY_OPERATOR."""
     if operator not in BY_OPERATOR:
         return kernel(*args, **kwargs)
     # Inside autograd's backward pass there is a graph task.
@@ -194,21 +195,21 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
     graph, its name determines the phase. A host computes an operator while its range lasts."""
     items = [item for item in trace["traceEvents"] if item.get("ph") == "X"]
 
-    def of(*categories: str) -> list[Trace]:
+    def items_of(*categories: str) -> list[Trace]:
         return [item for item in items if item.get("cat") in categories]
 
     # By correlation: the thread, and the time.
     launches: dict[Any, tuple[Any, float]] = {
         item["args"].get("correlation"): ((item["pid"], item["tid"]), float(item["ts"]))
-        for item in of("cuda_runtime", "cuda_driver")
+        for item in items_of("cuda_runtime", "cuda_driver")
     }
     started = max(
-        (float(item["ts"]) for item in of("user_annotation") if item["name"] == START),
+        (float(item["ts"]) for item in items_of("user_annotation") if item["name"] == START),
         default=-math.inf,
     )
     # By thread: span, direction, operator.
     ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)
-    for item in of("user_annotation"):
+    for item in items_of("user_annotation"):
         prefix, *named = item["name"].split("/")
         if prefix == _PREFIX and len(named) == 2 and named[1] in BY_OPERATOR:
             begin, end = float(item["ts"]), float(item["ts"]) + float(item["dur"])
@@ -221,14 +222,14 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             Event("host", BY_OPERATOR[name], direction, name, *span)
             for *span, direction, name in spans
         ]
-    for item in of("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ():
+    for item in items_of("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ():
         begin, name = float(item["ts"]), item["name"]
         thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
         if launched >= started:
             candidates = ranges.get(thread, [])
-            place = bisect_right(candidates, launched, key=lambda found: found[0]) - 1
-            is_in_range = place >= 0 and launched <= candidates[place][1]
-            direction, operator = candidates[place][2:] if is_in_range else ("", "")
+            index = bisect_right(candidates, launched, key=lambda span: span[0]) - 1
+            is_in_range = index >= 0 and launched <= candidates[index][1]
+            direction, operator = candidates[index][2:] if is_in_range else ("", "")
             events.append(
                 Event(
                     lane=f"stream {item['args'].get('stream', item['tid'])}",

@@ -1,4 +1,4 @@
-"""Programs for users: doctor, check. The library imports none of them.
+"""Programs for users: doctor, check. A reader starts with `command.py` of a program.
 
-May import all but the command line, which imports them. Start with each `command`.
+Programs may import every part of the library, and only the command line imports programs.
 """

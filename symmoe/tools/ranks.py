@@ -1,4 +1,4 @@
-"""The ranks of a run, started by torchrun or only one process, and the wall time of their steps."""
+"""The ranks of a run (of torchrun, or one process), and the wall time of their steps."""
 
 from __future__ import annotations
 
@@ -97,4 +97,4 @@ def times_in_a_row_ms(
             ranks.synchronize()
             times[name].append((time.perf_counter() - start) * 1e3 / STEPS)
     ranks.barrier()
-    return {name: ranks.gather(np.array(taken)).max(axis=0) for name, taken in times.items()}
+    return {name: ranks.gather(np.array(times_ms)).max(axis=0) for name, times_ms in times.items()}

@@ -12,7 +12,7 @@ from symmoe.checks.arguments import CHOICES
 from symmoe.errors import first_problem, raise_for
 from symmoe.moe.config import MoEConfig
 
-Options = dict[str, dict[str, Any]]  # argparse's arguments for each, by name
+Options = dict[str, dict[str, Any]]  # keyword arguments of argparse's add_argument, by option
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ _SIZES = {
 
 def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
     """Adds the options of a table."""
-    for name, its in options.items():
-        parser.add_argument(name, **its)
+    for name, kwargs in options.items():
+        parser.add_argument(name, **kwargs)
 
 
 def number(text: str, kind: Callable[[str], float] = int, above: int = 0) -> float:
-    """An option's number, e.g. an integer of at least 1. ArgumentTypeError: the text is none, or not finite, or too
-    small."""
+    """The number in an option's text. ArgumentTypeError: the text is no number of this kind, not finite, or not greater
+    than `above`."""
     try:
         value = kind(text)
     except ValueError:
@@ -74,11 +74,11 @@ def number(text: str, kind: Callable[[str], float] = int, above: int = 0) -> flo
     return value
 
 
-def shape_options(*, default: str = "", what: str = "one") -> Options:
+def shape_options(*, default: str = "", noun: str = "one") -> Options:
     """Options for :func:`shape_of`."""
-    known = ", ".join(PRESETS) + (f" ({default})" if default else "")
+    names = ", ".join(PRESETS) + (f" ({default})" if default else "")
     return {
-        "--preset": {"default": "", "help": f"{what}: {known}"},
+        "--preset": {"default": "", "help": f"{noun}: {names}"},
         **{_option(name): {"type": int, "help": text} for name, text in _SIZES.items()},
     }
 
@@ -102,20 +102,20 @@ def _option(field: str) -> str:
 def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
     """The layer that the arguments name. Raises ArgumentError: a name is unknown, or sizes are missing."""
     sizes = {name: getattr(args, name) for name in _SIZES}
-    given = [name for name, value in sizes.items() if value is not None]
-    preset = args.preset or ("" if given else default)
-    missing = ", ".join(_option(name) for name in sizes if name not in given)
+    explicit = [name for name, value in sizes.items() if value is not None]
+    preset = args.preset or ("" if explicit else default)
+    missing = ", ".join(_option(name) for name in sizes if name not in explicit)
     raise_for(
         first_problem(
             (
-                args.preset and given,
-                f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other",
+                args.preset and explicit,
+                f"preset ({args.preset}) and sizes ({', '.join(explicit)}) exclude each other",
             ),
             (
                 preset and preset not in PRESETS,
                 f"preset ({preset}) must be one of {', '.join(PRESETS)}",
             ),
-            (not preset and not given, "name a --preset, or sizes"),
+            (not preset and not explicit, "name a --preset, or sizes"),
             (not preset and missing, f"explicit sizes also need {missing}"),
         )
     )

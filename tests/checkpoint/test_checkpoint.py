@@ -20,7 +20,19 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import FILE, Bits, bits, draw, end_of, fill, flat, names, newest, raw, state
+from checkpoint_cases import (
+    FILE,
+    Bits,
+    bits,
+    draw,
+    fill,
+    flat,
+    names,
+    newest,
+    outcome_of,
+    raw,
+    state,
+)
 from cluster import run_on
 from combinations import covering
 from safetensors import safe_open
@@ -75,13 +87,14 @@ class Model(nn.Module):
 
 @contextmanager
 def opened(
-    ep_size: int, make: Callable[..., tuple], *arguments
+    ep_size: int, build: Callable[..., tuple], *arguments
 ) -> Iterator[tuple[dist.ProcessGroup, object, object]]:
-    """A group of all ranks, and what `make` makes on the heap of an EP group of neighbours: a model, an optimizer."""
+    """A group of all ranks, and a model and an optimizer, which `build` creates on the heap of an EP group of
+    neighbouring ranks."""
     ranks = torch.arange(dist.get_world_size()).view(-1, ep_size).tolist()
     ep_group, _ = dist.new_subgroups_by_enumeration(ranks)
     with symmoe.SymmetricHeap(ep_group, num_bytes=1 << 20, backend="host") as heap:
-        yield dist.new_group(), *make(heap, *arguments)
+        yield dist.new_group(), *build(heap, *arguments)
 
 
 def build(
@@ -98,8 +111,8 @@ def save_on(
     rank: int, num_ranks: int, directory: str, ep_size: int, weights: str, seed: int
 ) -> Bits:
     with opened(ep_size, build, weights, seed) as (group, model, optimizer):
-        more = {"extra": {"seed": seed}, "rank_extra": rank, "group": group}
-        path = save_checkpoint(directory, seed, model=model, optimizer=optimizer, **more)
+        options = {"extra": {"seed": seed}, "rank_extra": rank, "group": group}
+        path = save_checkpoint(directory, seed, model=model, optimizer=optimizer, **options)
         assert path == Path(directory) / f"step-{seed:08d}"
         return bits(model, optimizer)
 
@@ -107,7 +120,7 @@ def save_on(
 def load_on(
     rank: int, num_ranks: int, directory: str, ep_size: int, weights: str, *, fresh: bool
 ) -> tuple[Bits, Bits, object]:
-    """What is loaded into a model of other values, what this rank should have then by the formula, and the rest."""
+    """This rank's bits after loading into a model of other values, the expected bits by the formula, and the result."""
     with opened(ep_size, build, weights, 999) as (group, model, optimizer):
         if fresh:
             optimizer.state.clear()
@@ -123,7 +136,7 @@ WEIGHTS = ("packed", "discrete")
 ROUTES = covering(
     {"saves": JOBS, "loads": JOBS, "written": WEIGHTS, "read": WEIGHTS, "fresh": (False, True)},
     2,
-    [  # a job meets itself only if it is the usual one; a large job meets the usual one alone
+    [  # excluded pairs: a job with itself, and a large job, unless one of the two is the usual job
         {"saves": saves, "loads": loads}
         for saves, loads in itertools.product(JOBS, JOBS)
         if USUAL_JOB not in (saves, loads) and (saves == loads or 4 in saves + loads)
@@ -142,19 +155,19 @@ ROUTES = covering(
         for route in ROUTES
     ],
 )
-def test_every_bit_survives_the_change_of_ranks(cluster, tmp_path: Path, route: dict):
-    """Whatever the layouts of the job that saves and of the one that loads, into an optimizer with state or without."""
+def test_a_checkpoint_is_the_same_bits_at_any_layout_of_ranks(cluster, tmp_path: Path, route: dict):
+    """The layouts of the jobs that save and load are any pair; the optimizer that loads has a state or none."""
     source, ep_size = route["saves"]
     target, target_ep_size = route["loads"]
     saved = cluster(source).run(save_on, str(tmp_path), ep_size, route["written"], 3)
-    assert len({mine["moe.router.weight"] for mine in saved}) == 1
+    assert len({bits["moe.router.weight"] for bits in saved}) == 1
     loaded = cluster(target).run(
         load_on, str(tmp_path), target_ep_size, route["read"], fresh=route["fresh"]
     )
-    for rank, (found, expected, rest) in enumerate(loaded):
-        assert found == expected
-        assert len(found) > 40
-        assert rest == {
+    for rank, (actual, expected, values) in enumerate(loaded):
+        assert actual == expected
+        assert len(actual) > 40
+        assert values == {
             "step": 3,
             "extra": {"seed": 3},
             "rank_extra": rank if source == target else None,
@@ -165,8 +178,8 @@ def test_every_bit_survives_the_change_of_ranks(cluster, tmp_path: Path, route: 
     assert (manifest.num_ranks, manifest.ep_size) == (source, ep_size)
     fc1 = tensors["model.moe.experts.fc1.weight"]
     assert (fc1.size, len(fc1.chunks)) == ((EXPERTS, 2 * FFN, HIDDEN), ep_size)
-    # What several ranks have is written once, and all of them share the work.
-    needed = sum(
+    # Replicated tensors are written once, and all ranks share the work.
+    num_bytes = sum(
         tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors.values()
     )
     files = manifest.files.items()
@@ -174,92 +187,98 @@ def test_every_bit_survives_the_change_of_ranks(cluster, tmp_path: Path, route: 
         sum(file.bytes for name, file in files if name.startswith(f"rank-{rank:05d}"))
         for rank in range(source)
     ]
-    assert needed < sum(sizes) < needed + 16384 * source
+    assert num_bytes < sum(sizes) < num_bytes + 16384 * source
     assert max(sizes) < 1.33 * sum(sizes) / source
     assert len(tensors["model.dense.weight"].chunks) == 1
 
 
 def stored_in(checkpoint: Path) -> dict:
-    """What torch finds in its files."""
+    """The tensors of a checkpoint, as torch reads them from the files' headers."""
     return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
 @run_on(2)
-def test_torch_loads_it_at_any_layout(rank: int, num_ranks: int, tmp_path: Path) -> None:
+def test_torch_loads_a_checkpoint_at_any_layout(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """Saves experts by rows, and loads them as a model on a mesh would: cut along another dimension."""
     directory = str(tmp_path)
     experts = torch.arange(24.0).view(4, 6)
-    own = ExpertShard(tensor=experts[2 * rank : 2 * rank + 2], start=2 * rank, num_experts=4)
+    shard = ExpertShard(tensor=experts[2 * rank : 2 * rank + 2], start=2 * rank, num_experts=4)
     all_or_none = ExpertShard(tensor=experts[: 4 - 4 * rank], start=0, num_experts=4)
-    path = save_checkpoint(directory, 1, model={"a.experts": own, "b": all_or_none})
-    found = (
+    path = save_checkpoint(directory, 1, model={"a.experts": shard, "b": all_or_none})
+    targets = (
         torch.zeros(4, 6),
         distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (num_ranks,)), [Shard(1)]),
     )
-    state = {"model": {"b": found[0], "a.experts": found[1]}}
+    state = {"model": {"b": targets[0], "a.experts": targets[1]}}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)))
-    for tensor in (found[0], found[1].full_tensor()):
+    for tensor in (targets[0], targets[1].full_tensor()):
         assert tensor.flatten().tolist() == list(range(24))
 
 
-def y_of(model: Model) -> torch.Tensor:
-    """Of the layer, for the same tokens on all ranks. Collective."""
+def layer_output(model: Model) -> torch.Tensor:
+    """The layer's output for the same tokens on all ranks. Collective."""
     x = draw("x", torch.empty(24, WIDE.hidden)) / 100
     return model.moe(x.requires_grad_())[0]
 
 
-def save_in_use(rank: int, num_ranks: int, directory: str, precision: str) -> tuple[Bits, bytes]:
-    """Saves after a step, in which a precision has quantised what it multiplies. Returns y as well."""
+def save_after_a_step(
+    rank: int, num_ranks: int, directory: str, precision: str
+) -> tuple[Bits, bytes]:
+    """Saves after a step, in which the precision has quantised operands. Returns this rank's bits and the output."""
     with opened(num_ranks, build, "packed", 3, PRECISIONS[precision]) as (group, model, optimizer):
         with symmoe.grouped.cache_quantized_weights(model):
-            y = y_of(model)
+            y = layer_output(model)
             y.square().sum().backward()
             save_checkpoint(directory, 3, model=model, optimizer=optimizer, group=group)
             return bits(model, optimizer), raw(y)
 
 
-def load_and_use(
+def load_and_compute(
     rank: int, num_ranks: int, directory: str, precision: str
 ) -> tuple[Bits, bytes, str]:
-    """Loads into a layer of other values that has been used, and uses it again."""
+    """Loads into a layer that has computed with other values, and computes again. Returns this rank's bits, the output
+    and the precision."""
     with opened(num_ranks, build, "packed", 999, PRECISIONS[precision]) as (
         group,
         model,
         optimizer,
     ):
-        y_of(model)
+        layer_output(model)
         load_checkpoint(directory, model=model, optimizer=optimizer, group=group)
-        return bits(model, optimizer), raw(y_of(model)), str(model.moe.experts.precision)
+        return bits(model, optimizer), raw(layer_output(model)), str(model.moe.experts.precision)
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "full"])
-def test_a_checkpoint_does_not_depend_on_the_precision(cluster, tmp_path: Path, precision: str):
-    """The same files byte for byte; each loads into the other layer, which then computes as its precision does."""
+def test_files_do_not_depend_on_the_precision(cluster, tmp_path: Path, precision: str):
+    """The files are equal byte for byte. Each loads into the layer of the other precision, which then computes as its
+    precision does."""
     ranks = cluster(2)
-    other = {"full": precision, precision: "full"}
-    saved = {name: ranks.run(save_in_use, str(tmp_path / name), name) for name in other}
+    readers = {"full": precision, precision: "full"}
+    saved = {name: ranks.run(save_after_a_step, str(tmp_path / name), name) for name in readers}
     assert tree(tmp_path / precision) == tree(tmp_path / "full")
-    for written, read in other.items():
-        for rank, (found, y, kept) in enumerate(
-            ranks.run(load_and_use, str(tmp_path / written), read)
+    for written, read in readers.items():
+        for rank, (loaded, y, recipe) in enumerate(
+            ranks.run(load_and_compute, str(tmp_path / written), read)
         ):
-            assert (found, y) == (saved[written][rank][0], saved[read][rank][1])
+            assert (loaded, y) == (saved[written][rank][0], saved[read][rank][1])
             assert y != saved[written][rank][1]  # so the layers do compute differently
-            assert kept == str(PRECISIONS[read].precision)
+            assert recipe == str(PRECISIONS[read].precision)
 
 
-def disagree(rank: int, num_ranks: int, directory: str, case: str) -> str:
-    given: dict = {"x": torch.arange(4.0), "e": part_of_four(2 * rank, 2), "step": 1}
-    given |= DISAGREEMENTS[case][0] if rank == 1 and case else {}
-    tensors = {name: given.pop(name) for name in "xe"}
-    return end_of(save_checkpoint, directory, model=tensors, **given)
+def save_with_disagreement(rank: int, num_ranks: int, directory: str, case: str) -> str:
+    arguments: dict = {"x": torch.arange(4.0), "e": part_of_four(2 * rank, 2), "step": 1}
+    arguments |= DISAGREEMENTS[case][0] if rank == 1 and case else {}
+    tensors = {name: arguments.pop(name) for name in "xe"}
+    return outcome_of(save_checkpoint, directory, model=tensors, **arguments)
 
 
 def part_of_four(start: int, length: int) -> ExpertShard:
     return ExpertShard(tensor=torch.ones(length, 3), start=start, num_experts=4)
 
 
-DISAGREEMENTS: dict[str, tuple[dict, str]] = {  # what rank 1 has, and what is said on all ranks
+DISAGREEMENTS: dict[
+    str, tuple[dict, str]
+] = {  # changed arguments of rank 1, and the error on all ranks
     "a bit": (
         {"x": torch.tensor([0.0, 1.0, 2.0000002, 3.0])},
         "CheckpointError: on rank 0: model.x differs between rank 0 and rank 1",
@@ -284,14 +303,14 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {  # what rank 1 has, and what is s
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
-def test_one_ranks_problem_is_every_ranks_error(cluster, tmp_path: Path, case: str):
-    cluster(2).run(disagree, str(tmp_path), "")
+def test_a_disagreement_is_the_same_error_on_every_rank(cluster, tmp_path: Path, case: str):
+    cluster(2).run(save_with_disagreement, str(tmp_path), "")
     before = tree(tmp_path)
-    errors = cluster(2).run(disagree, str(tmp_path), case)
+    errors = cluster(2).run(save_with_disagreement, str(tmp_path), case)
     assert errors[0] == errors[1]
     assert DISAGREEMENTS[case][1] in errors[0]
-    assert tree(tmp_path) == before  # nothing is left of it
-    assert cluster(2).run(disagree, str(tmp_path), "") == ["saved"] * 2
+    assert tree(tmp_path) == before  # the failed save leaves no file
+    assert cluster(2).run(save_with_disagreement, str(tmp_path), "") == ["saved"] * 2
 
 
 def tree(directory: Path) -> Bits:
@@ -303,52 +322,52 @@ def tree(directory: Path) -> Bits:
 
 
 def save_experts(rank: int, num_ranks: int, directory: str) -> None:
-    own = ExpertShard(tensor=torch.full((2, 3), rank), start=2 * rank, num_experts=8)
-    save_checkpoint(directory, 1, model={"e": own})
+    shard = ExpertShard(tensor=torch.full((2, 3), rank), start=2 * rank, num_experts=8)
+    save_checkpoint(directory, 1, model={"e": shard})
 
 
 def test_a_rank_reads_its_own_rows_only(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cluster(4).run(save_experts, str(tmp_path))
     rows: list[tuple[int, int, int]] = []
-    real = HuggingFaceStorageReader.read_data
+    read_data = HuggingFaceStorageReader.read_data
 
     def recorded(reader: HuggingFaceStorageReader, plan, planner):
         rows.extend(
             (i.storage_index.offset[0], i.storage_offsets[0], i.lengths[0]) for i in plan.items
         )
-        return real(reader, plan, planner)
+        return read_data(reader, plan, planner)
 
     monkeypatch.setattr(HuggingFaceStorageReader, "read_data", recorded)
-    found = torch.full((4, 3), -1)
-    load_checkpoint(tmp_path, model={"e": ExpertShard(tensor=found, start=3, num_experts=8)})
-    assert found.tolist() == [[1] * 3, [2] * 3, [2] * 3, [3] * 3]
+    experts = torch.full((4, 3), -1)
+    load_checkpoint(tmp_path, model={"e": ExpertShard(tensor=experts, start=3, num_experts=8)})
+    assert experts.tolist() == [[1] * 3, [2] * 3, [2] * 3, [3] * 3]
     assert sorted(rows) == [(2, 1, 1), (4, 0, 2), (6, 0, 1)]
 
 
 # --- one process ---
-def test_files_are_the_owners_alone(saved: Path):
-    old = os.umask(0)
+def test_only_the_owner_can_read_files(saved: Path):
+    umask = os.umask(0)
     try:
         save_checkpoint(saved / "deep" / "er", 1, model=state())
     finally:
-        os.umask(old)
+        os.umask(umask)
     for path in (saved / "deep" / "er").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     assert stat.S_IMODE((saved / "deep" / "er").stat().st_mode) == 0o700
 
 
-def test_a_folder_of_one_step_is_not_the_jobs(saved: Path):
+def test_a_directory_of_one_step_is_refused(saved: Path):
     text = f"one step: pass the directory .* {saved}, and the step as `step`"
     looks = (partial(look, saved / "step-00000002") for look in (read_manifest, newest))
     assert_refused(*((look, text) for look in looks), error=symmoe.errors.CheckpointError)
 
 
-def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
+def test_saving_replaces_the_step_and_prunes_older_ones(saved: Path):
     save_checkpoint(saved, 2, model=state(2), extra="again")
     assert read_manifest(saved).extra == "again"
     save_checkpoint(saved, 5, model=state(5))
     save_checkpoint(saved, 3, model=state(3), keep_last=2)
-    # Step 5 is a later one: not ours to delete.
+    # Step 5 is later than step 3: keep_last does not delete it.
     assert names(saved) == ["latest", "step-00000002", "step-00000003", "step-00000005"]
     assert (newest(saved), newest(saved, 5)) == (3, 5)
     save_checkpoint(saved, 9, model=state(9), keep_last=1)
@@ -356,7 +375,7 @@ def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])
-def test_wrong_arguments(tmp_path: Path, keep_last):
+def test_invalid_arguments_are_refused(tmp_path: Path, keep_last):
     save = partial(save_checkpoint, tmp_path, model=state())
     assert_refused(
         (partial(save, 1, keep_last=keep_last), "keep_last"),
@@ -376,7 +395,7 @@ def test_wrong_arguments(tmp_path: Path, keep_last):
         b"step-00000002 " + b"0" * 64 + b"\n",
     ],
 )
-def test_latest_missing_or_torn_means_the_newest_complete_step(
+def test_a_missing_or_torn_latest_selects_the_newest_complete_step(
     saved: Path, caplog, content: bytes | None
 ):
     assert newest(saved) == 2
@@ -393,7 +412,9 @@ def test_latest_missing_or_torn_means_the_newest_complete_step(
     assert "step-00000003 is passed over" in caplog.text
 
 
-def test_latest_of_a_deleted_checkpoint(saved: Path, caplog: pytest.LogCaptureFixture):
+def test_latest_of_a_deleted_checkpoint_selects_the_newest_complete_step(
+    saved: Path, caplog: pytest.LogCaptureFixture
+):
     shutil.rmtree(saved / "step-00000002")
     assert newest(saved) == 1
     assert "names 'step-00000002', which is not there" in caplog.text
@@ -406,7 +427,7 @@ def test_latest_of_a_deleted_checkpoint(saved: Path, caplog: pytest.LogCaptureFi
     )
 
 
-def test_what_a_killed_save_left_is_cleaned_by_the_next(saved: Path):
+def test_the_next_save_removes_the_remains_of_a_killed_one(saved: Path):
     (saved / ".step-00000003.0123abcd.tmp").mkdir()
     (saved / ".step-00000003.0123abcd.tmp" / "rank-00000-0000.safetensors").write_bytes(b"half")
     (saved / ".latest.tmp").write_bytes(b"half")
@@ -424,20 +445,19 @@ def test_what_a_killed_save_left_is_cleaned_by_the_next(saved: Path):
     assert not list(saved.glob("*.replaced"))
 
 
-def test_everything_is_on_disk_before_it_gets_its_name(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The order of fsyncs and renames, as the system sees them, and that a file is whole by then. A power cut keeps no
-    order but this one."""
+def test_files_are_on_disk_before_the_rename(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file has its final size at its fsync, and fsyncs and renames have this order: a power cut keeps no other."""
     events: list[tuple[str, str]] = []
     sizes: dict[str, int] = {}
 
     def recorded(call: str, real: Callable) -> Callable:
-        def record(what, *rest):
-            path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+        def record(target, *arguments):
+            path = Path(
+                os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+            )
             events.append((call, path.name))
             sizes[path.name] = path.stat().st_size
-            return real(what, *rest)
+            return real(target, *arguments)
 
         return record
 
@@ -466,36 +486,41 @@ def test_everything_is_on_disk_before_it_gets_its_name(
         ), file
 
 
-def flips(whole: bytes) -> Iterator[bytes]:
-    """With one bit inverted: of the first byte, the last one, and 20 others."""
-    draw_ = random.Random(0)
-    for position in {0, len(whole) - 1, *(draw_.randrange(len(whole)) for _ in range(20))}:
-        flipped = bytearray(whole)
-        flipped[position] ^= 1 << draw_.randrange(8)
+def flips(content: bytes) -> Iterator[bytes]:
+    """The content with one bit inverted: in the first byte, in the last byte, and in 20 other bytes."""
+    generator = random.Random(0)
+    for position in {0, len(content) - 1, *(generator.randrange(len(content)) for _ in range(20))}:
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << generator.randrange(8)
         yield bytes(flipped)
 
 
-def test_every_flipped_bit_is_caught(saved: Path):
-    """In every kind of file; and a file that is cut, longer or missing."""
+def assert_load_refused(directory: Path, text: str, changes: dict | None = None, **options) -> None:
+    """Loading raises a CheckpointError with this text and changes no tensor. changes: of the model."""
+    tensors = state(99)
+    with pytest.raises(symmoe.errors.CheckpointError, match=text):
+        load_checkpoint(directory, model=tensors | (changes or {}), **options)
+    assert flat(tensors) == flat(state(99))
+
+
+def test_a_flipped_bit_is_refused_in_every_file(saved: Path):
+    """The same holds for a file that is cut, longer or missing."""
     for path in sorted((saved / "step-00000002").iterdir()):
-        whole = path.read_bytes()
-        for data in (*flips(whole), whole[:-1], whole + b"\0", b"", None):
+        content = path.read_bytes()
+        for data in (*flips(content), content[:-1], content + b"\0", b"", None):
             path.unlink() if data is None else path.write_bytes(data)
-            tensors = state(99)
-            with pytest.raises(symmoe.errors.CheckpointError, match=path.name):
-                load_checkpoint(saved, model=tensors)
-            assert flat(tensors) == flat(state(99))
-        path.write_bytes(whole)
+            assert_load_refused(saved, path.name)
+        path.write_bytes(content)
     assert newest(saved) == 2
 
 
-def test_a_flipped_bit_of_latest_hides_no_checkpoint(saved: Path):
+def test_a_flipped_bit_of_latest_still_selects_the_newest(saved: Path):
     for data in flips((saved / "latest").read_bytes()):
         (saved / "latest").write_bytes(data)
         assert newest(saved) == 2
 
 
-OTHERS: dict = {  # what the model has, but not the checkpoint, and the error
+MISMATCHES: dict = {  # changes of the model, and the error
     "missing": ({"new": torch.ones(1)}, "has no model.new"),
     "unexpected": (
         {"a": {"none": torch.empty(0, 3)}},
@@ -516,16 +541,14 @@ OTHERS: dict = {  # what the model has, but not the checkpoint, and the error
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_model_is_refused_untouched(saved: Path, case: str):
-    tensors = state(99)
-    with pytest.raises(symmoe.errors.CheckpointError, match=OTHERS[case][1]):
-        load_checkpoint(saved, model=tensors | OTHERS[case][0])
-    assert flat(tensors) == flat(state(99))
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_model_that_differs_is_refused_and_unchanged(saved: Path, case: str):
+    changes, text = MISMATCHES[case]
+    assert_load_refused(saved, text, changes)
 
 
 def tamper(path: Path, edit: Callable) -> None:
-    """Changes a manifest as somebody would who can seal it again."""
+    """Changes a manifest, and seals it again as an attacker would."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     edit(manifest)
     data = json.dumps(manifest).encode()
@@ -534,7 +557,7 @@ def tamper(path: Path, edit: Callable) -> None:
 
 
 def tamper_file(path: Path, edit: Callable) -> None:
-    """Changes a file's tensors, or where its header says that they are, as somebody would who can hash it again."""
+    """Changes a file's tensors or the offsets in its header, and updates the manifest as an attacker would."""
     with safe_open(path / FILE, framework="pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}
         parts = {
@@ -597,22 +620,19 @@ HEADERS = {
         *((tamper, case) for case in MANIFESTS.items()),
         *((tamper_file, case) for case in HEADERS.items()),
     ],
-    ids=lambda what: what[0] if isinstance(what, tuple) else what.__name__,
+    ids=lambda value: value[0] if isinstance(value, tuple) else value.__name__,
 )
-def test_what_is_made_in_bad_faith_is_refused(
+def test_a_tampered_checkpoint_is_refused(
     saved: Path, edit: Callable[..., None], change: tuple[str, object]
 ):
     shutil.copy(
         saved / "step-00000002" / FILE, saved / FILE
-    )  # "a name with a path" is that of a good file
+    )  # for "a name with a path": the name leads to a good file
     edit(saved / "step-00000002", change[1])
-    tensors = state(99)
-    with pytest.raises(symmoe.errors.CheckpointError, match=r"step-00000002|model\."):
-        load_checkpoint(saved, model=tensors, step=2)
-    assert flat(tensors) == flat(state(99))
+    assert_load_refused(saved, r"step-00000002|model\.", step=2)
 
 
-def test_tampering_with_nothing_is_no_reason_to_refuse(saved: Path):
+def test_a_resealed_checkpoint_without_tampering_loads(saved: Path):
     """The control of the test above."""
     tamper(saved / "step-00000002", lambda manifest: manifest.update(extra="new"))
     tamper_file(saved / "step-00000002", lambda tensors, parts: None)
@@ -623,37 +643,40 @@ OLDER = b'{"format": "symmoe-checkpoint", "version": 1, "tensors": {}}'
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nul", b"1e999", OLDER])
-def test_bytes_that_are_no_manifest_or_an_older_one(data: bytes):
+def test_invalid_and_older_manifests_are_refused(data: bytes):
     is_other = r".*, 1\]; this symmoe reads .*, 3\]" if data is OLDER else ""
     with pytest.raises(symmoe.errors.CheckpointError, match=r"^manifest\.json: " + is_other):
         parse(data, Path("manifest.json"))
 
 
-def test_tensors_go_into_files_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def assert_saved_and_loaded(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Saved tensors load into zeros of the same shapes and strides, each in memory of its own."""
+    save_checkpoint(directory, 1, model=tensors)
+    loaded = {
+        name: torch.zeros(100).as_strided(tensor.shape, tensor.stride())
+        for name, tensor in tensors.items()
+    }
+    load_checkpoint(directory, model=loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_save_splits_its_tensors_into_files_of_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(save, "MAX_FILE_BYTES", 100)
     tensors = {str(i): torch.full((4, i), float(i)) for i in range(1, 9)}  # of 16 to 128 bytes
-    save_checkpoint(tmp_path, 1, model=tensors)
+    assert_saved_and_loaded(tmp_path, tensors)
     assert 4 <= len(read_manifest(tmp_path).files) < 8
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    load_checkpoint(tmp_path, model=found)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_memory_that_is_shared_or_strided(tmp_path: Path):
+def test_shared_and_strided_tensors_are_saved_and_loaded(tmp_path: Path):
     base = torch.arange(12.0).view(3, 4)
     tensors = {"base": base, "transposed": base.t(), "part": base[:, 1:3], "tied": base}
-    save_checkpoint(tmp_path, 1, model=tensors)
-    found = {
-        name: torch.zeros(3, 4).t() if name == "transposed" else torch.zeros(3, 4)
-        for name in tensors
-    }
-    found["part"] = torch.zeros(3, 4)[:, 1:3]
-    load_checkpoint(tmp_path, model=found)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert_saved_and_loaded(tmp_path, tensors)
 
 
 # --- optimizers ---
-def stepped(
+def after_a_step(
     kind: str, seed: int, weights: str = "packed"
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
@@ -682,33 +705,33 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, times
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "plain SGD", "Adafactor", "tensor lr"])
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_an_optimizer_goes_on_as_if_nothing_had_been(tmp_path: Path, kind: str, weights: str):
-    model, optimizer = stepped(kind, 1, weights)
+def test_a_loaded_optimizer_continues_bit_for_bit(tmp_path: Path, kind: str, weights: str):
+    model, optimizer = after_a_step(kind, 1, weights)
     for group in optimizer.param_groups:
-        group["initial_lr"] = 0.3  # as schedulers leave it
+        group["initial_lr"] = 0.3  # as schedulers set it
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
     step(model, optimizer, 5, times=2)
-    other, other_optimizer = stepped(kind, 2, weights)
-    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer)
-    assert other_optimizer.param_groups[0]["initial_lr"] == 0.3
-    step(other, other_optimizer, 5, times=2)
-    assert bits(other, other_optimizer) == bits(model, optimizer)
-    # The control: without the optimizer's state it goes elsewhere.
+    second_model, second_optimizer = after_a_step(kind, 2, weights)
+    load_checkpoint(tmp_path, model=second_model, optimizer=second_optimizer)
+    assert second_optimizer.param_groups[0]["initial_lr"] == 0.3
+    step(second_model, second_optimizer, 5, times=2)
+    assert bits(second_model, second_optimizer) == bits(model, optimizer)
+    # The control: without the optimizer's state the result differs.
     if kind != "plain SGD":
-        third, third_optimizer = stepped(kind, 2, weights)
-        load_checkpoint(tmp_path, model=third)
-        step(third, third_optimizer, 5, times=2)
-        assert bits(third) != bits(model)
+        third_model, third_optimizer = after_a_step(kind, 2, weights)
+        load_checkpoint(tmp_path, model=third_model)
+        step(third_model, third_optimizer, 5, times=2)
+        assert bits(third_model) != bits(model)
 
 
-def test_no_state_survives_that_the_checkpoint_has_not(tmp_path: Path):
-    model, optimizer = stepped("AdamW", 1)
+def test_loading_clears_states_that_the_checkpoint_lacks(tmp_path: Path):
+    model, optimizer = after_a_step("AdamW", 1)
     optimizer.state.clear()
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
-    other, other_optimizer = stepped("AdamW", 2)
-    assert other_optimizer.state
-    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer)
-    assert not other_optimizer.state
+    second_model, second_optimizer = after_a_step("AdamW", 2)
+    assert second_optimizer.state
+    load_checkpoint(tmp_path, model=second_model, optimizer=second_optimizer)
+    assert not second_optimizer.state
 
 
 OTHER_OPTIMIZERS = {
@@ -722,16 +745,16 @@ OTHER_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
-def test_another_optimizer_is_refused(tmp_path: Path, kind: str):
-    model, optimizer = stepped("AdamW", 1)
+def test_an_optimizer_that_differs_is_refused(tmp_path: Path, kind: str):
+    model, optimizer = after_a_step("AdamW", 1)
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
-    other, text = OTHER_OPTIMIZERS[kind]
+    build, text = OTHER_OPTIMIZERS[kind]
     with pytest.raises(symmoe.errors.CheckpointError, match=text):
-        load_checkpoint(tmp_path, model=model, optimizer=other(*model.parameters()))
+        load_checkpoint(tmp_path, model=model, optimizer=build(*model.parameters()))
 
 
-def test_an_optimizer_is_the_models_and_in_the_checkpoint(tmp_path: Path):
-    model, optimizer = stepped("AdamW", 1)
+def test_an_optimizer_that_the_model_or_checkpoint_lacks_is_refused(tmp_path: Path):
+    model, optimizer = after_a_step("AdamW", 1)
     with pytest.raises(symmoe.errors.ArgumentError, match="not in model"):
         save_checkpoint(tmp_path, 2, model=nn.Linear(2, 2), optimizer=optimizer)
     save_checkpoint(tmp_path, 2, model=model)
@@ -746,10 +769,10 @@ def test_an_optimizer_is_the_models_and_in_the_checkpoint(tmp_path: Path):
         ("weight.exp_avg", [0, 1 << 50], "is not cut into rows"),
     ],
 )
-def test_no_state_is_allocated_that_the_files_cannot_hold(
+def test_a_state_larger_than_its_file_is_refused_before_allocation(
     tmp_path: Path, key: str, offsets: list[int], problem: str
 ):
-    model, optimizer = stepped("AdamW", 1)
+    model, optimizer = after_a_step("AdamW", 1)
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
     before = bits(model, optimizer)
     key = f"optimizer.model.1.{key}"
@@ -759,8 +782,9 @@ def test_no_state_is_allocated_that_the_files_cannot_hold(
     assert bits(model, optimizer) == before
 
 
-def some_experts(heap: symmoe.SymmetricHeap, seed: int, weights: str) -> tuple:
-    """Of two layers' experts, 3 is trained, and 2 with other hyperparameters; 3 has made one step more."""
+def partly_trained(heap: symmoe.SymmetricHeap, seed: int, weights: str) -> tuple:
+    """A model of two layers, in which only routers and experts 2 and 3 are trained. Expert 2 has other hyperparameters;
+    expert 3 has made one more step."""
     torch.manual_seed(seed)
     first = heap.rank * (EXPERTS // heap.num_ranks)
     sizes = (EXPERTS // heap.num_ranks, HIDDEN, FFN)
@@ -788,29 +812,31 @@ def some_experts(heap: symmoe.SymmetricHeap, seed: int, weights: str) -> tuple:
     return model, optimizer
 
 
-def some_experts_on(rank: int, num_ranks: int, directory: str, *, saves: bool) -> Bits:
-    """State by (layer, matrix, expert)."""
+def states_of_experts(rank: int, num_ranks: int, directory: str, *, saves: bool) -> Bits:
+    """The optimizer's states on this rank, by layer, matrix and global expert."""
     seed = 5 if saves else 6
-    with opened(num_ranks, some_experts, seed, "discrete") as (group, model, optimizer):
+    with opened(num_ranks, partly_trained, seed, "discrete") as (group, model, optimizer):
         if saves:
             save_checkpoint(directory, 1, model=model, optimizer=optimizer, group=group)
         else:
             load_checkpoint(directory, model=model, optimizer=optimizer, group=group)
-        first, found = rank * (EXPERTS // num_ranks), {}
+        first, states = rank * (EXPERTS // num_ranks), {}
         for name, parameter in model.named_parameters():
             for kind, value in optimizer.state.get(parameter, {}).items():
-                at = f"{name[:-1]}{first + int(name[-1])}" if name[-1].isdigit() else name
-                found[f"{at}/{kind}"] = raw(value)
-        return found
+                expert_name = f"{name[:-1]}{first + int(name[-1])}" if name[-1].isdigit() else name
+                states[f"{expert_name}/{kind}"] = raw(value)
+        return states
 
 
 @pytest.mark.parametrize(("source", "target"), [(2, 1), (2, 2), (1, 2)])
-def test_some_experts_are_trained_others_frozen(cluster, tmp_path: Path, source: int, target: int):
-    """The optimizers of ranks have other parameters, and experts other counts of steps."""
+def test_states_of_partly_frozen_experts_load_on_any_number_of_ranks(
+    cluster, tmp_path: Path, source: int, target: int
+):
+    """Ranks' optimizers have different parameters, and experts different counts of steps."""
     saved, loaded = (
-        {key: bits for of_rank in found for key, bits in of_rank.items()}
-        for found in (
-            cluster(ranks).run(some_experts_on, str(tmp_path), saves=ranks_save)
+        {key: bits for states in results for key, bits in states.items()}
+        for results in (
+            cluster(ranks).run(states_of_experts, str(tmp_path), saves=ranks_save)
             for ranks, ranks_save in ((source, True), (target, False))
         )
     )
@@ -835,7 +861,7 @@ def factored(heap: symmoe.SymmetricHeap, kind: str, seed: int, *, bias: bool) ->
     return model, FACTORED[kind](model.parameters())
 
 
-def factored_goes_on(
+def check_factored_continues(
     rank: int,
     num_ranks: int,
     heap: symmoe.SymmetricHeap,
@@ -846,27 +872,27 @@ def factored_goes_on(
     model, optimizer = factored(heap, kind, 1, bias=bias)
     step(model, optimizer, 7 + rank)
     save_checkpoint(directory, 1, model=model, optimizer=optimizer)
-    other, its_optimizer = factored(heap, kind, 2, bias=bias)
-    load_checkpoint(directory, model=other, optimizer=its_optimizer)
-    for each in ((model, optimizer), (other, its_optimizer)):
-        step(*each, 7 + rank)
-    assert state_bits(other, its_optimizer) == state_bits(model, optimizer)
+    second_model, second_optimizer = factored(heap, kind, 2, bias=bias)
+    load_checkpoint(directory, model=second_model, optimizer=second_optimizer)
+    for pair in ((model, optimizer), (second_model, second_optimizer)):
+        step(*pair, 7 + rank)
+    assert state_bits(second_model, second_optimizer) == state_bits(model, optimizer)
 
 
 def state_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
-    """Values of other types too."""
+    """The bits of parameters and states, also of states that are no tensors."""
     of_state = [sorted(optimizer.state[parameter].items()) for parameter in model.parameters()]
     return [*map(raw, model.parameters()), repr(of_state)]
 
 
 @pytest.mark.parametrize("kind", FACTORED)
-def test_states_that_have_not_the_shape_of_their_parameter(
+def test_adafactor_states_load_on_as_many_ranks_as_saved(
     cluster, heap: symmoe.SymmetricHeap, tmp_path: Path, kind: str
 ):
-    """Adafactor: those of a rank's experts together go on on as many ranks, and only there; those by expert on any."""
+    """States that a rank's experts share load only on as many ranks as saved; states by expert load on any number."""
     if kind == "transformers":  # here, not on a rank
         pytest.importorskip("transformers")
-    cluster(2).run(factored_goes_on, str(tmp_path / "bias"), kind, True)
+    cluster(2).run(check_factored_continues, str(tmp_path / "bias"), kind, True)
     model, optimizer = factored(heap, kind, 3, bias=True)
     before = state_bits(model, optimizer)
     with pytest.raises(
@@ -876,20 +902,20 @@ def test_states_that_have_not_the_shape_of_their_parameter(
         load_checkpoint(tmp_path / "bias", model=model, optimizer=optimizer)
     assert state_bits(model, optimizer) == before
     if kind == "torch":
-        cluster(2).run(factored_goes_on, str(tmp_path / "none"), kind, False)
+        cluster(2).run(check_factored_continues, str(tmp_path / "none"), kind, False)
         model, optimizer = factored(heap, kind, 3, bias=False)
         load_checkpoint(tmp_path / "none", model=model, optimizer=optimizer)
         assert optimizer.state[model[0].weight]["row_var"].shape == (EXPERTS, 8, 1)
         step(model, optimizer, 7)
 
 
-def test_random_numbers_go_on():
+def test_a_loaded_rng_state_continues_the_sequence():
     state = json.loads(json.dumps(checkpoints.get_rng_state()))
     expected = torch.rand(4).tolist(), random.random(), random.gauss(0, 1)
     checkpoints.set_rng_state(state)
     assert (torch.rand(4).tolist(), random.random(), random.gauss(0, 1)) == expected
     wrong = ({}, {"python": [3, [1], None], "torch": ""}, {**state, "torch": "!"})
-    calls = (partial(checkpoints.set_rng_state, each) for each in wrong)
+    calls = (partial(checkpoints.set_rng_state, invalid) for invalid in wrong)
     assert_refused(
         *((call, "random number") for call in calls), error=symmoe.errors.CheckpointError
     )

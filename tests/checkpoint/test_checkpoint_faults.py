@@ -1,7 +1,8 @@
-"""symmoe.checkpoint on a bad day: ranks that die, hang or are interrupted, full disks, other jobs, odd files."""
+"""symmoe.checkpoint after a fault: ranks that die, hang or are interrupted, full disks, other jobs, odd files."""
 
 import errno
 import fcntl
+import itertools
 import logging
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import FILE, end_of, load_state, names, newest, state
+from checkpoint_cases import FILE, load_state, names, newest, outcome_of, state
 from cluster import FORKS, Cluster, run_on
 from worker import assert_refused
 
@@ -29,9 +30,9 @@ from symmoe.symm_mem.bootstrap import Bootstrap
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
 
 
-def save_both(rank: int, num_ranks: int, directory: str, seed: int) -> str:
-    """Saves step `seed`; how that ended."""
-    return end_of(save_checkpoint, directory, seed, model=state(seed, rank, num_ranks))
+def outcome_of_save(rank: int, num_ranks: int, directory: str, seed: int) -> str:
+    """The outcome of saving step `seed`."""
+    return outcome_of(save_checkpoint, directory, seed, model=state(seed, rank, num_ranks))
 
 
 def wait_for(path: Path) -> None:
@@ -42,20 +43,20 @@ def wait_for(path: Path) -> None:
 
 
 # --- ranks that are lost ---
-def die_in_a_save(rank: int, num_ranks: int, directory: str) -> str:
-    """Rank 1 ends as it is about to write; what the others hear of it."""
+def outcome_without_rank_1(rank: int, num_ranks: int, directory: str) -> str:
+    """The outcome of a save in which rank 1 is killed when it is about to write."""
 
     def die(path: Path, data: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with patch.object(folder, "write", die if rank == 1 else folder.write):
-        return save_both(rank, num_ranks, directory, 2)
+        return outcome_of_save(rank, num_ranks, directory, 2)
 
 
-def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> str:
-    """Rank 1 ends. Rank 0 comes to a meeting when gloo knows that already, and rank 2 later; what they hear of it."""
-    gone = Path(directory, "gone")
-    meetings = Bootstrap(None, timeout_s=60.0)
+def error_of_a_barrier(rank: int, num_ranks: int, directory: str) -> str:
+    """The error of a barrier after rank 1 was killed. Rank 0 enters when gloo has noticed the loss, rank 2 later."""
+    marker = Path(directory, "gone")
+    bootstrap = Bootstrap(None, timeout_s=60.0)
     isend = dist.isend
 
     def refuse(tensor: torch.Tensor, *, group_dst: int, **options):
@@ -64,41 +65,41 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> str:
         return isend(tensor, group_dst=group_dst, **options)
 
     if rank == 1:
-        gone.touch()
+        marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for(gone)
+    wait_for(marker)
     time.sleep(2.0 * (rank // 2))
     with (
         patch.object(dist, "isend", isend if rank else refuse),
         pytest.raises(symmoe.errors.PeerLost) as caught,
     ):
-        meetings.barrier()
+        bootstrap.barrier()
     return str(caught.value)
 
 
-def test_a_rank_that_is_lost_is_named_by_those_who_come_later(tmp_path: Path):
-    heard = Cluster(3).run_without((1,), die_before_a_meeting, str(tmp_path))
-    assert {rank: text.startswith("lost rank 1: ") for rank, text in heard.items()} == {
+def test_a_barrier_names_a_lost_rank_however_late_a_peer_enters(tmp_path: Path):
+    errors = Cluster(3).run_without((1,), error_of_a_barrier, str(tmp_path))
+    assert {rank: text.startswith("lost rank 1: ") for rank, text in errors.items()} == {
         0: True,
         2: True,
-    }, heard
+    }, errors
 
 
-def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
+def test_a_save_names_a_rank_that_dies(tmp_path: Path):
     ranks = Cluster(3)
-    assert ranks.run(save_both, str(tmp_path), 1) == ["saved"] * 3
-    heard = ranks.run_without((1,), die_in_a_save, str(tmp_path))
-    wanted = "CheckpointError: rank 1 is gone: "
-    assert {rank: text.startswith(wanted) for rank, text in heard.items()} == {0: True, 2: True}
+    assert ranks.run(outcome_of_save, str(tmp_path), 1) == ["saved"] * 3
+    errors = ranks.run_without((1,), outcome_without_rank_1, str(tmp_path))
+    expected = "CheckpointError: rank 1 is gone: "
+    assert {rank: text.startswith(expected) for rank, text in errors.items()} == {0: True, 2: True}
     assert names(tmp_path) == ["latest", "step-00000001"]
     assert read_manifest(tmp_path).step == 1
 
 
 @run_on(2)
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
+def test_a_save_names_a_rank_that_hangs_after_the_groups_timeout(
     rank, num_ranks, tmp_path: Path
 ) -> None:
-    """Rank 1 does not come back from writing until rank 0 has given up."""
+    """Rank 1's write returns only after rank 0 has raised."""
     group = dist.new_group(timeout=timedelta(seconds=4))
 
     def hang(path: Path, data: bytes) -> None:
@@ -110,15 +111,16 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
     ):
         save_checkpoint(tmp_path / "c", 1, model=state(1, rank, num_ranks), group=group)
     (tmp_path / "given-up").touch()
-    # Rank 0 has closed its connections when rank 1 comes.
+    # Rank 0 has closed its connections when rank 1 arrives.
     texts = "rank 1 has not come within the process group's timeout: ", "rank 0 is gone: "
     assert str(caught.value).startswith(texts[rank])
     assert type(caught.value.__cause__) is (symmoe.errors.PeerTimeout, symmoe.errors.PeerLost)[rank]
 
 
 # --- interrupts ---
-def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
-    """Saves; rank 1 is interrupted while it waits for rank 0, and lives on. How it ended, and how long it took."""
+def interrupted_save(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
+    """The outcome and the seconds of a save in which rank 1 is interrupted while it waits for rank 0. Rank 1 stays
+    alive."""
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
@@ -135,84 +137,81 @@ def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
     if rank == 1:
         threading.Thread(target=later).start()
     with patch.object(folder, "write", folder.write if rank else slowly):
-        text = save_both(rank, num_ranks, f"{directory}/c", 2)
+        text = outcome_of_save(rank, num_ranks, f"{directory}/c", 2)
     return text, time.monotonic() - began
 
 
-def test_an_interrupt_of_one_rank_that_waits_reaches_its_peers(cluster, tmp_path: Path):
+def test_an_interrupt_of_a_waiting_rank_is_an_error_of_its_peers(cluster, tmp_path: Path):
     ranks = cluster(2)
-    assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 2
-    first, second = ranks.run(interrupted, str(tmp_path))
+    assert ranks.run(outcome_of_save, str(tmp_path / "c"), 1) == ["saved"] * 2
+    first, second = ranks.run(interrupted_save, str(tmp_path))
     assert second[0] == "KeyboardInterrupt: "
     assert first[0] == "CheckpointError: on rank 1: KeyboardInterrupt has ended the call"
     assert first[1] < 60  # the process group waits for 90
-    left = names(tmp_path / "c")
-    # The other one may have gone on, and heard of it when the new one was complete.
-    assert left in (["latest", "step-00000001"], ["latest", "step-00000001", "step-00000002"])
-    assert ranks.run(load_state, str(tmp_path / "c")) == [len(left) - 1] * 2
-    assert ranks.run(save_both, str(tmp_path / "c"), 3) == ["saved"] * 2
+    remaining = names(tmp_path / "c")
+    # Rank 0 may have received the interrupt only after the new checkpoint was complete.
+    assert remaining in (["latest", "step-00000001"], ["latest", "step-00000001", "step-00000002"])
+    assert ranks.run(load_state, str(tmp_path / "c")) == [len(remaining) - 1] * 2
+    assert ranks.run(outcome_of_save, str(tmp_path / "c"), 3) == ["saved"] * 2
     assert ranks.run(load_state, str(tmp_path / "c")) == [3, 3]
 
 
 class Interrupt(KeyboardInterrupt):
-    """Of nobody else's."""
+    """An interrupt that only this test raises."""
 
 
-def interrupted_everywhere(
+def interrupted_saves(
     rank: int, num_ranks: int, directory: str, stride: int
 ) -> list[tuple[int, str]]:
-    """Saves again and again; on rank 1 a signal's handler raises at line 0, `stride`, 2 * `stride`, ... of the save."""
-    reports = []
-    line, has_ended = 0, False
-    while not has_ended:
+    """The outcomes of repeated saves. On rank 1 an interrupt is raised at line 0, `stride`, 2 * `stride`, ... of the
+    save, as a signal's handler would."""
+    reports: list[tuple[int, str]] = []
+    for moment in itertools.count(step=stride):
         lines = 0
-        seed = 1 + line
 
-        def trace(frame, event: str, _, moment: int = line):
+        def trace(frame, event: str, _, moment: int = moment):
             nonlocal lines
             code = frame.f_code
-            # Before the block of Peers begins, nobody could be told; while it is left, a second one would be needed.
+            # Before the block of Peers begins, no peer can receive an error; its exit is not interrupted a second time.
             if not code.co_filename.startswith(SOURCES) or code.co_name in (
                 "__init__",
                 "__enter__",
                 "__exit__",
             ):
                 return None
-            if code.co_name == "save_checkpoint" and not lines:
-                return trace if "peers" in frame.f_locals else first
-            if event == "line":
-                lines += 1
-                if lines == moment + 1:
-                    raise Interrupt
+            if code.co_name == "save_checkpoint" and "peers" not in frame.f_locals:
+                return trace
+            lines += event == "line"
+            if lines == moment + 1:
+                raise Interrupt
             return trace
 
-        def first(frame, event: str, _):
-            return trace if "peers" in frame.f_locals else first
-
-        given = {"model": state(seed, rank, num_ranks), "keep_last": 2}
+        arguments = {"model": state(1 + moment, rank, num_ranks), "keep_last": 2}
         sys.settrace(trace if rank == 1 else None)
-        text = end_of(save_checkpoint, directory, seed, **given)
+        text = outcome_of(save_checkpoint, directory, 1 + moment, **arguments)
         sys.settrace(None)
-        reports.append((seed, text))
-        ended = [None, None]
-        dist.all_gather_object(ended, lines <= line)
-        has_ended = bool(ended[1])
-        line += stride
+        reports.append((1 + moment, text))
+        has_ended = [False, False]
+        dist.all_gather_object(has_ended, lines <= moment)
+        if has_ended[1]:
+            break
     return reports
 
 
-def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
+def test_an_interrupt_at_any_line_of_a_save_ends_it_on_every_rank(cluster, tmp_path: Path):
     ranks = cluster(2)
-    first, second = ranks.run(interrupted_everywhere, str(tmp_path), 31)
+    first, second = ranks.run(interrupted_saves, str(tmp_path), 31)
     assert len(second) > 10
-    assert second[-1][1] == "saved"  # there was no such line
+    assert second[-1][1] == "saved"  # the save has fewer lines
     newest_saved = 0
-    for (seed, told), (_, own) in zip(first[:-1], second[:-1], strict=True):
-        assert own == "Interrupt: ", seed
-        # Late enough, the other one is done already.
-        assert told in ("CheckpointError: on rank 1: Interrupt has ended the call", "saved"), seed
-        assert told == "saved" or not newest_saved, seed
-        newest_saved = seed if told == "saved" else newest_saved
+    for (seed, peer_text), (_, text) in zip(first[:-1], second[:-1], strict=True):
+        assert text == "Interrupt: ", seed
+        # After a late interrupt of rank 1, rank 0 has saved.
+        assert peer_text in ("CheckpointError: on rank 1: Interrupt has ended the call", "saved"), (
+            seed
+        )
+        assert peer_text == "saved" or not newest_saved, seed
+        newest_saved = seed if peer_text == "saved" else newest_saved
     assert ranks.run(load_state, str(tmp_path)) == [second[-1][0]] * 2
 
 
@@ -223,11 +222,11 @@ def test_a_file_that_does_not_fit_is_named_on_every_rank(
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 if rank == 1 else limits[0], limits[1]))
-    text = save_both(rank, num_ranks, str(tmp_path), 2)
+    text = outcome_of_save(rank, num_ranks, str(tmp_path), 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert text.startswith(f"CheckpointError: on rank 1: {tmp_path}/.step-00000002.")
     assert text.endswith("/rank-00001-0000.safetensors cannot be written: File too large")
-    assert save_both(rank, num_ranks, str(tmp_path), 2) == "saved"
+    assert outcome_of_save(rank, num_ranks, str(tmp_path), 2) == "saved"
 
 
 @pytest.mark.parametrize("name", [FILE, "manifest.json", "manifest.json.sha256", ".latest.tmp"])
@@ -238,7 +237,7 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
         if os.readlink(f"/proc/self/fd/{file}").endswith(name):
             raise OSError(
                 errno.ENOSPC, os.strerror(errno.ENOSPC)
-            )  # as the system says it, without a name
+            )  # an error of the system has no file name
         fsync(file)
 
     with monkeypatch.context() as patch:
@@ -253,67 +252,67 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert newest(saved) == 4
 
 
-def nowhere(rank: int, num_ranks: int, directory: str, wrong, loads: bool) -> str:
+def outcome_with_invalid_path(rank: int, num_ranks: int, directory: str, wrong, loads: bool) -> str:
     call = load_checkpoint if loads else save_checkpoint
-    place = directory if rank == 0 else wrong
-    return end_of(call, place, step=2, model=state(2, rank, num_ranks))
+    target = directory if rank == 0 else wrong
+    return outcome_of(call, target, step=2, model=state(2, rank, num_ranks))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
-def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong):
+def test_an_invalid_path_on_one_rank_is_an_error_of_every_rank(cluster, tmp_path: Path, wrong):
     ranks = cluster(2)
     text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
-    assert ranks.run(nowhere, str(tmp_path), wrong, False) == [text] * 2
+    assert ranks.run(outcome_with_invalid_path, str(tmp_path), wrong, False) == [text] * 2
     assert not list(tmp_path.iterdir())
-    assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
-    assert ranks.run(nowhere, str(tmp_path), wrong, True) == [text] * 2
+    assert ranks.run(outcome_of_save, str(tmp_path), 2) == ["saved"] * 2
+    assert ranks.run(outcome_with_invalid_path, str(tmp_path), wrong, True) == [text] * 2
     with pytest.raises(symmoe.errors.ArgumentError, match="directory is"):
         read_manifest(wrong)
 
 
-def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster, tmp_path: Path):
+def test_a_directory_that_cannot_be_created_is_an_error_of_every_rank(cluster, tmp_path: Path):
     (tmp_path / "file").touch()
-    first, second = cluster(2).run(save_both, str(tmp_path / "file" / "c"), 1)
+    first, second = cluster(2).run(outcome_of_save, str(tmp_path / "file" / "c"), 1)
     assert first == second
     assert first.startswith("CheckpointError: on rank 0: NotADirectoryError: ")
     assert f"{tmp_path}/file/c" in first
 
 
 # --- other jobs ---
-def hold(directory: Path, pipe) -> None:
+def keep_locked(directory: Path, pipe) -> None:
     with folder.locked(directory / ".lock"):
         pipe.send("locked")
         pipe.recv()
 
 
-def test_two_jobs_in_one_directory(saved: Path):
-    (saved / ".step-00000003.0123abcd.tmp").mkdir()  # the other's
+def test_a_second_job_cannot_save_to_the_directory(saved: Path):
+    (saved / ".step-00000003.0123abcd.tmp").mkdir()  # of the other job
     before = names(saved)
-    ours, theirs = multiprocessing.Pipe()
-    other = FORKS.Process(target=hold, args=(saved, theirs), daemon=True)
-    other.start()
-    assert ours.recv() == "locked"
+    parent_end, child_end = multiprocessing.Pipe()
+    job = FORKS.Process(target=keep_locked, args=(saved, child_end), daemon=True)
+    job.start()
+    assert parent_end.recv() == "locked"
     with pytest.raises(
         symmoe.errors.CheckpointError,
-        match=f"another job is saving to {saved}: process {other.pid} on .* has .lock",
+        match=f"another job is saving to {saved}: process {job.pid} on .* has .lock",
     ):
         save_checkpoint(saved, 3, model=state(3))
     assert names(saved) == before
     assert newest(saved) == 2  # loading needs no lock
-    other.kill()  # without a chance to clean up
-    other.join()
+    job.kill()  # without a chance to clean up
+    job.join()
     save_checkpoint(saved, 3, model=state(3))
     assert (saved / ".lock").read_bytes() == b""  # nobody is saving
     assert names(saved) == [*before[1:], "step-00000003"]
 
 
-def test_a_file_system_without_locks(
+def test_saving_without_file_locks_logs_a_warning(
     saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def none(file: int, how: int) -> None:
+    def refuse_lock(file: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", refuse_lock)
     with caplog.at_level(logging.WARNING):
         save_checkpoint(saved, 3, model=state(3))
     assert "another job that saves there goes unnoticed" in caplog.text
@@ -321,7 +320,8 @@ def test_a_file_system_without_locks(
 
 
 # --- odd files ---
-def make_odd(path: Path, kind: str) -> None:
+def replace_by(path: Path, kind: str) -> None:
+    """Replaces a file by something that is no plain file."""
     content = path.read_bytes()
     path.unlink()
     if kind == "pipe":
@@ -336,16 +336,16 @@ def make_odd(path: Path, kind: str) -> None:
         path.symlink_to(outside)
 
 
-# Instead of waiting for ever.
-in_time = pytest.mark.timeout(60)
+# A reader that opens a pipe like a plain file would wait for ever.
+time_limit = pytest.mark.timeout(60)
 KINDS = ["pipe", "directory", "device", "link"]
 
 
-@in_time
+@time_limit
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", FILE])
-def test_what_is_no_plain_file_is_not_read(saved: Path, name: str, kind: str):
-    make_odd(saved / "step-00000002" / name, kind)
+def test_only_plain_files_are_read(saved: Path, name: str, kind: str):
+    replace_by(saved / "step-00000002" / name, kind)
     with pytest.raises(
         symmoe.errors.CheckpointError,
         match=rf"step-00000002/{name} (is no plain file|cannot be read|has None bytes)",
@@ -353,12 +353,12 @@ def test_what_is_no_plain_file_is_not_read(saved: Path, name: str, kind: str):
         newest(saved)
 
 
-@in_time
+@time_limit
 @pytest.mark.parametrize("kind", KINDS)
-def test_latest_that_is_no_plain_file_is_passed_over(
+def test_a_latest_that_is_no_plain_file_is_ignored(
     saved: Path, caplog: pytest.LogCaptureFixture, kind: str
 ):
-    make_odd(saved / "latest", kind)
+    replace_by(saved / "latest", kind)
     with caplog.at_level(logging.WARNING):
         assert newest(saved) == 2
     assert re.search(
@@ -366,10 +366,10 @@ def test_latest_that_is_no_plain_file_is_passed_over(
     )
 
 
-@in_time
+@time_limit
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
-def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
-    make_odd(saved / ".lock", kind)
+def test_a_lock_that_is_no_plain_file_is_refused(saved: Path, kind: str):
+    replace_by(saved / ".lock", kind)
     with pytest.raises(
         symmoe.errors.CheckpointError, match=r"\.lock (is no plain file|cannot be written)"
     ):
@@ -380,7 +380,7 @@ def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
 def test_a_manifest_of_another_step_is_refused(saved: Path, caplog: pytest.LogCaptureFixture):
     (saved / "step-00000001").rename(
         saved / "step-00000007"
-    )  # everything in it is as it was written
+    )  # the files in the directory are unchanged
     assert_refused(
         (
             lambda: load_checkpoint(saved, model=state(0), step=7),

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import bits, end_of, fill, names
+from checkpoint_cases import bits, fill, names, outcome_of
 from torch import nn
 
 import symmoe
@@ -114,7 +114,7 @@ def save_until_killed(
     begun = time.perf_counter()
     given = {"model": model, "optimizer": optimizer, "extra": label, "keep_last": kill.keep_last}
     sys.settrace(trace if kill.by_line else None)
-    end = end_of(save_checkpoint, directory, kill.step, **given)
+    end = outcome_of(save_checkpoint, directory, kill.step, **given)
     sys.settrace(None)
     yield end, lines, time.perf_counter() - begun
 

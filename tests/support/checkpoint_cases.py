@@ -58,15 +58,15 @@ def parts_of(
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bits:
     """What this rank has, byte for byte."""
-    found = {name: raw(tensor) for name, tensor in model.state_dict().items()}
+    values = {name: raw(tensor) for name, tensor in model.state_dict().items()}
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for kind, value in optimizer.state[parameter].items():
-                found[f"{name}/{kind}"] = raw(value)
-        found["groups"] = repr(
+                values[f"{name}/{kind}"] = raw(value)
+        values["groups"] = repr(
             [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         ).encode()
-    return found
+    return values
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -103,7 +103,7 @@ def newest(directory: Path, step: int | None = None) -> int:
     return load_state(0, 1, directory, step)
 
 
-def end_of(call: Callable[..., object], *arguments, **options) -> str:
+def outcome_of(call: Callable[..., object], *arguments, **options) -> str:
     """How a call ended: "saved", or its error."""
     try:
         call(*arguments, **options)

@@ -59,3 +59,10 @@ def torch_says(monkeypatch: pytest.MonkeyPatch, **others: Callable) -> None:
 
 def wrong(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level != "ok"]
+
+
+def assert_one_wrong(findings: list[Finding], level: str, text: str, fix: str) -> None:
+    """One finding is not ok: it has this level, and contains this text and this fix."""
+    [finding] = wrong(findings)
+    assert (finding.level, text in finding.text, fix in finding.fix) == (level, True, True), finding
+    assert bool(fix) == bool(finding.fix)

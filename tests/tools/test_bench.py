@@ -1,4 +1,4 @@
-"""The benchmarks as users run them, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
+"""The benchmarks as users run them, on 1 and 2 CPU processes. A wrong kernel is not timed."""
 
 import inspect
 import json
@@ -58,7 +58,7 @@ VARIANTS = {
     | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
     | {"packed", "expert-major", "serial packed", "serial expert-major"},
     "precision": {"static", "float8-auto"}
-    | {f"float8-block{how}" for how in ("", ", wire", ", wire, constant weights")},
+    | {f"float8-block{suffix}" for suffix in ("", ", wire", ", wire, constant weights")},
     "plan": CAPACITIES,
     "dispatch": {
         f"{layout}{numbers}"
@@ -71,20 +71,20 @@ VARIANTS = {
     "grouped": {f"{layer}, {choice}" for layer in LAYERS for choice in GROUPED},
     "router": {"ours", "fp32", "tf32", "bf16"},
     "fp8": {
-        f"{product}, {way}"
+        f"{product}, {variant}"
         for products, ways in (
             (("fc1", "fc2", "dfc2", "dfc1"), ("fp8", "scattered")),
             (("wgrad1", "wgrad2"), ("fp8", "add fp32", "add to scattered")),
         )
         for product in products
-        for way in ways
+        for variant in ways
     },
     "overhead": {"GroupedMLP packed", "GroupedMLP discrete"}
-    | {f"{way}, one layer" for way in ("copy_data_ptrs_to_device", "copy_host_to_device")}
+    | {f"{variant}, one layer" for variant in ("copy_data_ptrs_to_device", "copy_host_to_device")}
     | {f"pack_weight_ptrs, {loaded}" for loaded in ("both layers", "mxfp8 scales", "nvfp4 scales")}
     | {
-        f"{way}, {loaded}"
-        for way in ("torch.tensor", "a copy each")
+        f"{variant}, {loaded}"
+        for variant in ("torch.tensor", "a copy each")
         for loaded in ("one layer", "both layers", "mxfp8 scales", "nvfp4 scales")
     },
 }
@@ -93,7 +93,7 @@ VARIANTS = {
 def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]:
     """Records and output of benchmarks/bench.py in processes of its own."""
     path = folder / "out.json"
-    said = output_of(
+    output = output_of(
         bench.__file__,
         *arguments,
         *SIZES,
@@ -101,7 +101,7 @@ def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]
         str(path),
         num_ranks=num_ranks if num_ranks > 1 else None,
     )
-    return json.loads(path.read_text()), said
+    return json.loads(path.read_text()), output
 
 
 @pytest.fixture(
@@ -118,7 +118,7 @@ def measured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "arguments", "variants", "wanted"),
+    ("num_ranks", "arguments", "variants", "expected"),
     [
         # Narrow experts hold packed rows, 24 of 32 bytes in blocks of 512; no ordinary memory of CPUs is counted.
         (
@@ -134,17 +134,19 @@ def measured(
             None,
             {"wire_bytes": [1 << 16, 1 << 20, 1 << 24, 1 << 26, 24 * 16 * 2], "nodes": [2] * 5},
         ),
-        # Both ways of a layer, for routings of which the last gives rank 0 all rows.
+        # Both settings of `balance` for three routings, the last of which gives rank 0 all rows.
         (2, ["balance"], ["none", "replicas"] * 3, {"load": [2, 2]}),
     ],
     ids=["memory", "rail", "balance"],
 )
-def test_small_suites(tmp_path: Path, num_ranks: int, arguments: list[str], variants, wanted):
+def test_small_suites_report_the_expected_records(
+    tmp_path: Path, num_ranks: int, arguments: list[str], variants, expected
+):
     records, _ = run(num_ranks, tmp_path, *arguments)
     assert variants in (None, [record["variant"] for record in records])
     if arguments[0] == "rail":
         assert records.pop()["variant"] == "meeting"
-    for field, values in wanted.items():
+    for field, values in expected.items():
         assert [record[field] for record in records[-len(values) :]] == values
     for record in records:
         assert record["command"]
@@ -154,8 +156,8 @@ def test_small_suites(tmp_path: Path, num_ranks: int, arguments: list[str], vari
             assert record["wire_gbs"] == pytest.approx(by_time, rel=1e-4)
 
 
-def test_the_model_of_balance():
-    """It gives what is committed and on the page, and is near to what it was fitted to."""
+def test_the_balance_model_reproduces_committed_figures():
+    """Predictions equal the committed file and the page, and are within 4 % of the fitted measurements."""
     results, page = (
         balance_model.RECORD.parent,
         Path(balance_model.__file__).parents[1] / "docs" / "balance.md",
@@ -172,12 +174,12 @@ def test_the_model_of_balance():
             if row["preset"] == recorded:
                 extra = moving if row["variant"] == "replicas" else rates["slope"] * row["load"]
                 assert rates["base"] + extra == pytest.approx(row["ms_median"], rel=0.04)
-        found = balance_model.predict(name, 8, 0.5, rates)
-        assert found == [
-            one for one in committed if (one["shape"], one["ep"], one["zipf"]) == (name, 8, 0.5)
+        predicted = balance_model.predict(name, 8, 0.5, rates)
+        assert predicted == [
+            row for row in committed if (row["shape"], row["ep"], row["zipf"]) == (name, 8, 0.5)
         ]
         times = [
-            [one[field] / one["uniform_ms"] for field in ("ms", "balanced_ms")] for one in found
+            [row[field] / row["uniform_ms"] for field in ("ms", "balanced_ms")] for row in predicted
         ]
         cells = ["{:.2f} -> {:.2f}".format(*pair) for pair in times]
         assert (
@@ -185,7 +187,7 @@ def test_the_model_of_balance():
         )  # 2 replica slots, random and sorted
 
 
-def test_every_suite_measures(measured: tuple[int, list[dict], str]):
+def test_every_suite_reports_its_variants(measured: tuple[int, list[dict], str]):
     num_ranks, records, output = measured
     for suite, names in VARIANTS.items():
         assert names <= {record["variant"] for record in records if record["suite"] == suite}, suite
@@ -204,8 +206,8 @@ def test_every_suite_measures(measured: tuple[int, list[dict], str]):
         assert record["variant"] in output
 
 
-def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
-    """TFLOP/s by the rows' products, and yardsticks by the records that they are."""
+def test_figures_follow_from_measured_times(measured: tuple[int, list[dict], str]):
+    """TFLOP/s follow from the rows' products, and yardsticks equal the records of their own."""
     num_ranks, records, _ = measured
     by_name = {(r["suite"], r["preset"], r["variant"], r["direction"]): r for r in records}
     rows_flops = 24 * 2 * 2 * 16 * 16
@@ -220,11 +222,11 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
         if suite == "grouped" and choice in GROUPED:
             stock = f"torch._grouped_mm, {layer.removeprefix('Grouped')}"
             assert record["stock_ms"] == by_name[suite, preset, stock, direction]["ms_median"]
-            precision, _, how = choice.partition(", ")
+            precision, _, placement = choice.partition(", ")
             assert record["precision"] == str(PRECISIONS.get(precision, precision))
             assert record["host_us"] > 0
             # Kernels copy nothing, but the twin of the quantiser, which is seen too, makes a packed copy.
-            copies = how == "scattered" and precision != "bf16"
+            copies = placement == "scattered" and precision != "bf16"
             assert record["weight_copy_bytes"] == 2 * EXPERTS_BYTES[layer] // num_ranks * copies
         if suite == "layer" and variant == "static":
             for field, name in (("ceiling_tflops", "gemms alone"), ("stock_tflops", "stock torch")):
@@ -234,7 +236,7 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
             assert record["stock_ms"] == by_name[suite, preset, stock, direction]["ms_median"]
 
 
-def test_bytes_on_the_wire(measured: tuple[int, list[dict], str]):
+def test_wire_bytes_are_those_of_the_routing(measured: tuple[int, list[dict], str]):
     """Every token of rank 1 goes to the hot expert on rank 0, once: no rank can send more."""
     num_ranks, records, _ = measured
     forward = {(r["suite"], r["variant"]): r for r in records if r["direction"] == "forward"}
@@ -256,7 +258,7 @@ def test_bytes_on_the_wire(measured: tuple[int, list[dict], str]):
         assert dispatch[field] == pytest.approx(by_time, rel=1e-4)
 
 
-def test_every_product_of_fp8_is_compared(tmp_path: Path):
+def test_the_fp8_suite_compares_every_product(tmp_path: Path):
     path = tmp_path / "out.json"
     bench.main(["fp8", *SIZES, "--hidden=272", "--ffn=144", "--json", str(path)])
     errors = {record["variant"]: record["error"] for record in json.loads(path.read_text())}
@@ -265,14 +267,14 @@ def test_every_product_of_fp8_is_compared(tmp_path: Path):
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
-    """The twin of that name leaves zeros, or another integer, in `argument`, or in a part of it."""
+    """Replaces a twin by one that leaves zeros, or a wrong integer, in `argument` or in a part of it."""
     kernel = getattr(twin, name)
 
     def spoiled(*args, **kwargs):
         result = kernel(*args, **kwargs)
-        first, *rest = argument.split(".")
+        first, *parts = argument.split(".")
         changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[first]
-        for part in rest:
+        for part in parts:
             changed = changed[int(part)] if part.isdigit() else getattr(changed, part)
         if changed.is_floating_point():
             changed.zero_()
@@ -283,7 +285,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
     monkeypatch.setattr(twin, name, spoiled)
 
 
-SPOILED = {  # of each suite kernels, and the argument, or the part of one, that they spoil
+SPOILED = {  # by suite: kernels, and the argument, or part of an argument, that is spoiled
     "layer": dict.fromkeys(("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"), "out")
     | {"push_rows": "x", "grouped_gemm_act": "results.1"},
     "gemm": {"grouped_gemm": "out", "grouped_gemm_dact": "gradients.2"},
@@ -316,38 +318,38 @@ SPOILED_MODULES = {
     ("suite", "choice", "kernel", "argument"),
     [
         *(
-            pytest.param(suite, "", *spoilt, marks=[pytest.mark.slow] * (place > 0))
-            for suite, its in SPOILED.items()
-            for place, spoilt in enumerate(its.items())
+            pytest.param(suite, "", *kernel_and_argument, marks=[pytest.mark.slow] * (index > 0))
+            for suite, kernels in SPOILED.items()
+            for index, kernel_and_argument in enumerate(kernels.items())
         ),
         *(
-            pytest.param("grouped", choice, kernel, "out", marks=[pytest.mark.slow] * (place > 3))
-            for place, (choice, kernel) in enumerate(SPOILED_MODULES.items())
+            pytest.param("grouped", choice, kernel, "out", marks=[pytest.mark.slow] * (index > 3))
+            for index, (choice, kernel) in enumerate(SPOILED_MODULES.items())
         ),
     ],
 )
-def test_a_wrong_kernel_is_not_timed(
+def test_a_suite_refuses_to_time_a_wrong_kernel(
     suite: str, choice: str, kernel: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ):
-    more = []
+    options = []
     text = "relative error"
     if choice:
         monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
-        more = ["--hidden=32", "--ffn=64", "--skew=zipf"]
+        options = ["--hidden=32", "--ffn=64", "--skew=zipf"]
         text = f"{choice} is wrong"
     _spoil(monkeypatch, kernel, argument)
     with pytest.raises(WrongResult, match=text):
-        bench.main([suite, *SIZES, *more])
+        bench.main([suite, *SIZES, *options])
 
 
-def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+def test_a_suite_refuses_to_time_a_wrong_yardstick(monkeypatch: pytest.MonkeyPatch):
     right = stock_torch.swiglu
     monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
     with pytest.raises(WrongResult, match="stock torch is wrong"):
         bench.main(SIZES)
 
 
-def test_what_a_machine_lacks_is_noted(
+def test_variants_that_the_machine_lacks_are_listed_as_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     monkeypatch.setattr(
@@ -362,18 +364,19 @@ def test_what_a_machine_lacks_is_noted(
     bench.main(["grouped", *SIZES, "--hidden=32", "--ffn=48", "--json", str(path)])
     skipped = json.loads(path.read_text())[0]["skipped"]
     assert set(skipped) == {"GroupedLinear, mxfp8", scaled, engine}
-    for name, why in (
+    for name, reason in (
         ("GroupedLinear, mxfp8", "must be a multiple of 32"),
         (scaled, "_scaled_grouped_mm"),
     ):
-        assert why in skipped[name]
+        assert reason in skipped[name]
     output = capsys.readouterr().out
     assert f"skipped {engine}: " in output
     assert "wire GB/s" not in output  # a column that no record has
 
 
-def test_a_small_number_of_one_row_is_no_mistake():
-    """Numbers of which a row has one are compared over all rows, and rows and weights by group."""
+def test_the_error_of_a_group_is_relative_to_all_rows():
+    """A tensor with one number per row is compared over all rows, other tensors by group: a group of one row with a
+    small number would have a large relative error."""
     spans = [slice(0, 7), slice(7, 8), slice(8, 8)]
     numbers = torch.tensor([3.0, -2.0, 4.0, 1.0, -5.0, 2.0, 3.0, 0.01])
     rows = torch.arange(1.0, 17.0).view(8, 2)
@@ -396,28 +399,28 @@ def test_a_small_number_of_one_row_is_no_mistake():
 
 def test_copies_are_counted_forward_and_backward():
     weight = torch.ones(4, 8, requires_grad=True)
-    other = torch.ones(4, 8)
+    second = torch.ones(4, 8)
 
     class TwoCopies(torch.autograd.Function):
         @staticmethod
         def forward(ctx, weight):
             ctx.save_for_backward(weight)
-            return torch.stack([weight, other]).sum()
+            return torch.stack([weight, second]).sum()
 
         @staticmethod
         def backward(ctx, d_y):
-            d_weight = other.clone()
+            d_weight = second.clone()
             d_weight[:2].copy_(ctx.saved_tensors[0][:2])
             return d_weight
 
     with CopiesOf([weight]) as copies:
         TwoCopies.apply(weight).backward()
-        weight.detach().double() @ other.double().t()
+        weight.detach().double() @ second.double().t()
     assert copies.num_bytes == (4 + 2) * 8 * 4
 
 
 @pytest.mark.parametrize("shape", [(256, 4), (128, 8), (129, 5), (7, 1)])
-def test_the_swizzle_of_pointer_loading_is_that_of_the_package(shape: tuple[int, int]):
+def test_the_suites_swizzle_equals_that_of_the_package(shape: tuple[int, int]):
     scale = torch.randint(256, shape, dtype=torch.uint8)
-    wanted = swizzle_scales(scale, torch.tensor([0, shape[0]], dtype=torch.int32))
-    assert torch.equal(overhead._swizzled(scale), wanted.flatten())
+    expected = swizzle_scales(scale, torch.tensor([0, shape[0]], dtype=torch.int32))
+    assert torch.equal(overhead._swizzled(scale), expected.flatten())

@@ -38,12 +38,12 @@ CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000
 
 
-def chosen(skew: str, seed: int = 0) -> torch.Tensor:
+def experts_of(skew: str, seed: int = 0) -> torch.Tensor:
     case = Case(Shape("tiny", 8, 8, NUM_EXPERTS, TOP_K), NUM_TOKENS, skew)
     return choose_experts(case, torch.Generator().manual_seed(seed))
 
 
-WEIGHTS = {  # of the experts' places, by which first choices are drawn
+WEIGHTS = {  # with which first choices are drawn, by the expert's position
     "uniform": torch.ones(NUM_EXPERTS),
     "zipf": 1 / torch.arange(1, NUM_EXPERTS + 1),
     "hot": torch.eye(NUM_EXPERTS)[0],
@@ -51,9 +51,9 @@ WEIGHTS = {  # of the experts' places, by which first choices are drawn
 
 
 @pytest.mark.parametrize("skew", WEIGHTS)
-def test_routing(skew: str):
-    """Distinct experts, of which the first is drawn by its place, the same on all ranks."""
-    experts = chosen(skew)
+def test_routing_has_distinct_experts_by_weight(skew: str):
+    """The experts of a token are distinct. The first is drawn with the weight of its position."""
+    experts = experts_of(skew)
     assert experts.shape == (NUM_TOKENS, TOP_K)
     assert set(experts.unique().tolist()) == set(range(NUM_EXPERTS))
     assert (experts.sort(dim=1).values.diff(dim=1) > 0).all()
@@ -64,12 +64,12 @@ def test_routing(skew: str):
     if skew == "hot":
         assert counts.argmax() == HOT_EXPERT
     if skew == "zipf":
-        other = torch.bincount(chosen(skew, seed=1)[:, 0]).argsort()[-4:]
-        assert torch.equal(counts.argsort()[-4:], other)
-        assert sorted(other.tolist()) != [0, 1, 2, 3]  # not all of them on the first rank
+        second = torch.bincount(experts_of(skew, seed=1)[:, 0]).argsort()[-4:]
+        assert torch.equal(counts.argsort()[-4:], second)
+        assert sorted(second.tolist()) != [0, 1, 2, 3]  # not all of them on the first rank
 
 
-def test_routing_of_a_hand_made_case():
+def test_routing_and_places_of_a_hand_made_case():
     # Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Rows are ordered expert, source rank, token, k.
     routing = Routing(
         [torch.tensor([[1, 0], [2, 3]]), torch.tensor([[1, 2], [1, 3]])], num_experts=4
@@ -85,7 +85,7 @@ def test_routing_of_a_hand_made_case():
     assert (packed.tolist(), row_to_packed.tolist()) == ([0, 2, 3], [0, 0, 1, 2])
 
 
-def test_several_presets_are_named_at_once():
+def test_preset_accepts_several_names():
     sizes = dict.fromkeys(("hidden", "ffn", "experts", "top_k"))
     for preset, names in {
         "olmoe,qwen3-30b,olmoe": ["olmoe", "qwen3-30b"],
@@ -93,27 +93,27 @@ def test_several_presets_are_named_at_once():
         "": ["olmoe"],
     }.items():
         assert [
-            each.name for each in shapes_of(argparse.Namespace(preset=preset, **sizes), "olmoe")
+            shape.name for shape in shapes_of(argparse.Namespace(preset=preset, **sizes), "olmoe")
         ] == names
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
-class At(float):
-    """A mark that variants choose themselves."""
+class FakeEvent(float):
+    """A timing event whose time is chosen by the test."""
 
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: "At") -> float:
+    def elapsed_time(self, end: "FakeEvent") -> float:
         return end - self
 
 
-def listed(name: str, log: list[str], lengths: list[float]) -> Variant:
-    left = iter(lengths)
+def recording_variant(name: str, log: list[str], lengths: list[float]) -> Variant:
+    remaining = iter(lengths)
 
     def call(clock):
         log.append(name)
-        return [At(0), At(next(left))]
+        return [FakeEvent(0), FakeEvent(next(remaining))]
 
     return Variant(name, ("forward",), call, lambda: 0.0)
 
@@ -122,7 +122,7 @@ def test_variants_take_turns_after_a_warm_up():
     log: list[str] = []
     ranks = Ranks(CPU)
     ranks.barrier = lambda: log.append("barrier")
-    variants = [listed(name, log, list(range(100))) for name in "ab"]
+    variants = [recording_variant(name, log, list(range(100))) for name in "ab"]
     times, _ = measure(Run(ranks, None, 5), variants, align=lambda _: log.append("align"), block=3)
     assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
     blocks = " ".join(log[4 * WARM_UP :]).split("barrier")
@@ -139,12 +139,12 @@ def test_variants_take_turns_after_a_warm_up():
     assert times["b"].tolist() == [[WARM_UP + i] for i in range(5)]
 
 
-def test_marks_that_are_used_again_are_read_in_time():
-    marks = [At(0), At(0)]
+def test_reused_marks_are_read_before_the_next_call():
+    marks = [FakeEvent(0), FakeEvent(0)]
     lengths = iter(range(100))
 
     def call(clock):
-        marks[1] = At(next(lengths))
+        marks[1] = FakeEvent(next(lengths))
         return marks
 
     captured = Variant("captured", ("forward",), call, lambda: 0.0, reuses_marks=True)
@@ -152,7 +152,7 @@ def test_marks_that_are_used_again_are_read_in_time():
     assert times["captured"].squeeze(1).tolist() == [WARM_UP + i for i in range(7)]
 
 
-def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, heap: SymmetricHeap):
+def test_choices_apart_are_measured_alone(monkeypatch: pytest.MonkeyPatch, heap: SymmetricHeap):
     log: list = []
 
     @contextmanager
@@ -171,18 +171,18 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
     records = bench_layer(problem, Run(Ranks(CPU), heap, 1), choices)
     assert log == [["a", CEILING, STOCK], "begin", ["b"], "end", "begin", ["c"], "end"]
     assert [record["variant"] for record in records[::2]] == ["a", CEILING, STOCK, "b", "c"]
-    assert records[-1]["stock_ms"] == 1  # that of all
+    assert records[-1]["stock_ms"] == 1  # the yardstick is measured once for all choices
 
 
 @run_on(2)
 def test_a_repetition_takes_as_long_as_on_its_slowest_rank(rank: int, num_ranks: int) -> None:
     lengths = [0.0] * WARM_UP + ([1.0, 5.0, 2.0] if rank == 0 else [4.0, 3.0, 2.5])
-    times, _ = measure(Run(Ranks(CPU), None, 3), [listed("a", [], lengths)])
+    times, _ = measure(Run(Ranks(CPU), None, 3), [recording_variant("a", [], lengths)])
     assert times["a"].squeeze(1).tolist() == [4.0, 5.0, 2.5]
 
 
 @run_on(2)
-def test_what_is_wrong_on_one_rank_is_wrong_on_all(rank: int, num_ranks: int) -> None:
+def test_an_error_on_one_rank_refuses_the_variant_on_all(rank: int, num_ranks: int) -> None:
     variant = Variant(
         "a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1
     )
@@ -190,7 +190,7 @@ def test_what_is_wrong_on_one_rank_is_wrong_on_all(rank: int, num_ranks: int) ->
         measure(Run(Ranks(CPU), None, 1), [variant])
 
 
-def test_relative_errors():
+def test_relative_errors_of_tensors_and_rows():
     ones = torch.ones(3)
     rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     assert relative_error(ones, ones) == 0
@@ -202,8 +202,8 @@ def test_relative_errors():
 
 
 # -- records and their comparison -------------------------------------------------------------------------------------
-def record(**known) -> dict:
-    about = {
+def record(**fields) -> dict:
+    defaults = {
         "suite": "layer",
         "variant": "static",
         "preset": "olmoe",
@@ -212,12 +212,14 @@ def record(**known) -> dict:
         "skew": "uniform",
     }
     return records.new_record(
-        np.array([1.0, 2.0, 3.0]), **{**about, "direction": "forward", **known}
+        np.array([1.0, 2.0, 3.0]), **{**defaults, "direction": "forward", **fields}
     )
 
 
-def layer(ours: float, ceiling: float, **known) -> dict:
-    return record(tflops=ours, ceiling_tflops=ceiling, yardstick="ceiling_tflops", **known)
+def layer(tflops: float, ceiling_tflops: float, **fields) -> dict:
+    return record(
+        tflops=tflops, ceiling_tflops=ceiling_tflops, yardstick="ceiling_tflops", **fields
+    )
 
 
 def test_ratios_are_better_when_larger():
@@ -269,13 +271,15 @@ def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-def test_no_yardstick_keeps_gradients_of_weights():
+def test_the_yardstick_keeps_no_gradients_of_weights():
     problem = Problem(Case(Shape("tiny", 32, 24, 4, 2), 8, "uniform"), Ranks(CPU))
     variant = experts_only(problem, Reference(problem))
     assert variant.verify() < MAX_ERROR
     variant.call(HostEvent)
-    alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    alive = [
+        tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    ]
     for weight in (problem.w1, problem.w2):
-        assert {each.data_ptr() for each in alive if each.shape == weight.shape} == {
+        assert {tensor.data_ptr() for tensor in alive if tensor.shape == weight.shape} == {
             weight.data_ptr()
         }

@@ -13,7 +13,7 @@ SIZES = "--tiny --layers 2 --context 32 --sequences 2 --steps 2 --warm-up 1 --re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
+def test_trainer_measures_equal_losses_in_all_ways(tmp_path: Path, num_ranks: int):
     pytest.importorskip("transformers", minversion="5.17")
     path = tmp_path / "out.json"
     ways = "--ways", "symmoe,grouped_mm,eager"
@@ -40,14 +40,14 @@ def test_all_ways_learn_the_same_and_are_timed(tmp_path: Path, num_ranks: int):
 @pytest.mark.skipif(
     not find_spec("torchtitan"), reason="needs torchtitan, which only `make test-all` installs"
 )
-def test_torchtitan_learns_the_same_in_all_ways(tmp_path: Path):
+def test_torchtitan_has_equal_losses_in_all_ways(tmp_path: Path):
     path, script = tmp_path / "out.json", FOLDER / "torchtitan_trainer.py"
     sizes = "--tiny --layers 2 --context 32 --steps 20".split()
     for way in ("step", "dispatcher", "standard"):
         output_of(str(script), *sizes, "--way", way, "--json", str(path), num_ranks=2)
-    *ours, theirs = map(json.loads, path.read_text().splitlines())
-    for one, tolerance in zip(
-        ours, (1e-2, 2e-3), strict=True
+    *results, standard = map(json.loads, path.read_text().splitlines())
+    for result, tolerance in zip(
+        results, (1e-2, 2e-3), strict=True
     ):  # a step's experts start from other numbers
-        assert one["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
-    assert theirs["losses"]["20"] < theirs["losses"]["1"]
+        assert result["losses"] == pytest.approx(standard["losses"], rel=tolerance)
+    assert standard["losses"]["20"] < standard["losses"]["1"]

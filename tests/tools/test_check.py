@@ -1,6 +1,5 @@
-"""`symmoe check`: the command, and the comparison, on models of transformers and of support/check_models.py. Of the
-latter each defect is named, at its stage and tensor. What is said of tensors that differ is compared by tensors made by
-hand."""
+"""`symmoe check`: the command, and the comparison, on models of transformers and of support/check_models.py. Planted
+defects are named by stage and tensor. Small tensors show the text for each kind of difference."""
 
 import json
 import os
@@ -20,7 +19,7 @@ from symmoe.cli import main
 from symmoe.errors import HeapExhausted
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.check.command import in_options, judge, render
-from symmoe.tools.check.compare import Compared, compare
+from symmoe.tools.check.compare import Comparison, compare
 from symmoe.tools.check.model import BadTarget, make
 from symmoe.tools.check.runs import (
     ACTIVATION,
@@ -32,6 +31,7 @@ from symmoe.tools.check.runs import (
     STAGES,
     START,
     UPDATE,
+    Job,
     Tensors,
     text_of,
 )
@@ -43,12 +43,14 @@ PYTHONPATH = os.pathsep.join((str(ROOT / "tests" / "support"), str(ROOT)))
 # -- the models are compared ------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of the run on one rank, which is made once for all."""
+    """A folder for the files of the run on one rank, which all tests share."""
     return tmp_path_factory.mktemp("one")
 
 
-def against_one(cluster, one_rank: Path, target: str, dtype: str = "fp32") -> list[Compared]:
-    """All tensors of a model on two ranks, and of the right one on one rank."""
+def comparisons_with_one_rank(
+    cluster, one_rank: Path, target: str, dtype: str = "fp32"
+) -> list[Comparison]:
+    """The comparisons of a model on two ranks with the right model on one rank."""
     job = job_of(f"check_models:{target}", one_rank, dtype)
     if not job.file(dtype, 1, 0, LOADED).exists():
         cluster(1).run(run_job, job._replace(target="check_models:plain"))
@@ -56,6 +58,19 @@ def against_one(cluster, one_rank: Path, target: str, dtype: str = "fp32") -> li
         stale.unlink()
     cluster(2).run(run_job, job)
     return judge(job)
+
+
+def run_and_judge(cluster, job: Job) -> list[Comparison]:
+    """The comparisons of a model on several ranks with the same model on one."""
+    for num_ranks in (1, job.ranks):
+        cluster(num_ranks).run(run_job, job)
+    return judge(job)
+
+
+def assert_same(comparisons: list[Comparison]) -> None:
+    """No tensor differs, and every stage was compared."""
+    assert [comparison for comparison in comparisons if comparison.text] == []
+    assert {comparison.stage for comparison in comparisons} == set(STAGES)
 
 
 TIE = "tie of head.weight to embed.weight"
@@ -82,38 +97,39 @@ WELL_TRAINED = ["plain", "loads_by_assignment", "with_masters", "statistics_of_r
 @pytest.mark.parametrize(
     ("target", "stage", "name", "text"), PLANTED, ids=[defect[0] for defect in PLANTED]
 )
-def test_what_is_planted_is_named(
+def test_check_names_the_planted_defect(
     cluster, one_rank: Path, target: str, stage: str, name: str, text: str
 ):
-    found = against_one(cluster, one_rank, target)
-    first = next(each for each in found if each.text)
+    comparisons = comparisons_with_one_rank(cluster, one_rank, target)
+    first = next(comparison for comparison in comparisons if comparison.text)
     assert (first.stage, first.name) == (stage, name)
     assert text in first.text
-    assert f"{stage} of {name}: {first.text}" in render(found, "").splitlines()[-1]
+    assert f"{stage} of {name}: {first.text}" in render(comparisons, "").splitlines()[-1]
 
 
 @pytest.mark.parametrize("target", WELL_TRAINED)
-def test_what_is_well_trained_passes(cluster, one_rank: Path, target: str):
-    found = against_one(cluster, one_rank, target, "bf16")
-    assert [each for each in found if each.text] == []
-    assert {each.stage for each in found} == set(STAGES)
-    assert {each.name for each in found if each.note} <= {"running_mean (a rank's own)"}
+def test_check_passes_a_right_model(cluster, one_rank: Path, target: str):
+    comparisons = comparisons_with_one_rank(cluster, one_rank, target, "bf16")
+    assert_same(comparisons)
+    assert {comparison.name for comparison in comparisons if comparison.note} <= {
+        "running_mean (a rank's own)"
+    }
 
 
 @pytest.mark.parametrize(
     ("target", "dtype", "changes"),
     [("drawn_and_loaded", "fp32", {"ranks": 4, "length": 5}), ("sharded", "bf16", {})],
 )
-def test_ranks_load_what_one_rank_has_drawn(
+def test_check_passes_models_that_load_or_shard_weights(
     cluster, tmp_path: Path, target: str, dtype: str, changes: dict
 ):
     job = job_of(f"check_models:{target}", tmp_path, dtype)._replace(**changes)
-    for num_ranks in (1, job.ranks):
-        cluster(num_ranks).run(run_job, job)
-    found = judge(job)
-    assert [each for each in found if each.text or each.error is None] == []
-    assert {(each.dtype, each.stage) for each in found} == {
-        (its, stage) for its in ("fp32", dtype) for stage in STAGES
+    comparisons = run_and_judge(cluster, job)
+    assert [
+        comparison for comparison in comparisons if comparison.text or comparison.error is None
+    ] == []
+    assert {(comparison.dtype, comparison.stage) for comparison in comparisons} == {
+        (dtype_of_run, stage) for dtype_of_run in ("fp32", dtype) for stage in STAGES
     }
 
 
@@ -124,23 +140,19 @@ def test_ranks_load_what_one_rank_has_drawn(
         for family in FAMILIES
     ],
 )
-def test_every_family_passes(cluster, tmp_path: Path, family: str):
+def test_check_passes_every_family_of_transformers(cluster, tmp_path: Path, family: str):
     random_model(family).config.save_pretrained(tmp_path / "model")  # and no weights
     job = job_of(str(tmp_path / "model"), tmp_path, "bf16")
-    for num_ranks in (1, 2):
-        cluster(num_ranks).run(run_job, job)
-    found = judge(job)
-    assert [each for each in found if each.text] == []
-    assert {each.stage for each in found} == set(STAGES)
+    assert_same(run_and_judge(cluster, job))
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- texts about differences ------------------------------------------------------------------------------------------
 W = torch.tensor([[1.0, -2.0, 3.0], [4.0, 0.5, -1.0], [-3.0, 2.0, 5.0], [0.25, 7.0, -6.0]])
 OTHER = W.roll(1, 1)
 LOW, HIGH = W.chunk(2)
 ONE = torch.tensor(1)
 DECAY = torch.tensor(0.01, dtype=OPTION)
-DIFFERENCES = [  # stage; what one rank has, and what two have, the same or their parts; what is said of it
+DIFFERENCES = [  # stage; the tensor on one rank; the tensors on two ranks, copies or parts; the text
     (START, W, (W[0::2], W[1::2]), "experts are in another order: [0, 2, 1, 3]"),
     (START, W, (1.125 * W, 0.875 * W), "ranks have factors of their own: 1.125 on rank 0"),
     (START, W, (W.double(), W), "has torch.float64 on rank 0, torch.float32 on the last, and"),
@@ -162,19 +174,19 @@ DIFFERENCES = [  # stage; what one rank has, and what two have, the same or thei
 ]
 
 
-@pytest.mark.parametrize(("stage", "one", "ranks", "text"), DIFFERENCES)
-def test_what_is_said_of_a_difference(
-    stage: str, one: torch.Tensor, ranks: tuple[torch.Tensor, ...], text: str
+@pytest.mark.parametrize(("stage", "reference", "ranks", "text"), DIFFERENCES)
+def test_a_difference_is_explained(
+    stage: str, reference: torch.Tensor, ranks: tuple[torch.Tensor, ...], text: str
 ):
-    def found(its: torch.Tensor) -> dict[str, Tensors]:
+    def stages_of(tensor: torch.Tensor) -> dict[str, Tensors]:
         before = STAGES[: STAGES.index(stage)]
-        return {**{each: {} for each in before}, stage: {"w": its}}
+        return {**{earlier: {} for earlier in before}, stage: {"w": tensor}}
 
-    (told,) = compare("fp32", found(one), {}, [found(its) for its in ranks])
-    assert text in told.text
+    (result,) = compare("fp32", stages_of(reference), {}, [stages_of(tensor) for tensor in ranks])
+    assert text in result.text
 
 
-LOADS = [  # what two ranks load instead of W, their parts of it or all of it; what is said of it
+LOADS = [  # saved tensors of two ranks, copies or parts; loaded tensors; the text
     ((W, W), (OTHER, OTHER), "is what other was: names are exchanged on rank 0, 1"),
     ((W, W), (-W, -W), "is as it was before the step: a checkpoint of an older step, on rank 0, 1"),
     (
@@ -193,99 +205,105 @@ LOADS = [  # what two ranks load instead of W, their parts of it or all of it; w
 
 
 @pytest.mark.parametrize(("saved", "loaded", "text"), LOADS)
-def test_what_is_said_of_a_load(
+def test_a_difference_after_load_is_explained(
     saved: tuple[torch.Tensor, ...], loaded: tuple[torch.Tensor, ...], text: str
 ):
     ranks = []
-    for its, now in zip(saved, loaded, strict=True):
-        found: dict[str, Tensors] = {each: {} for each in STAGES}
-        found[START] = {"w": -its}
-        found[SAVED] = {"w": its, "other": OTHER}
-        found[LOADED] = {} if now is its else {"w": now}
-        ranks.append(found)
-    told = {
-        each.name: each.text
-        for each in compare("fp32", ranks[0], {}, ranks)
-        if each.stage == LOADED
+    for initial, final in zip(saved, loaded, strict=True):
+        stages: dict[str, Tensors] = {stage: {} for stage in STAGES}
+        stages[START] = {"w": -initial}
+        stages[SAVED] = {"w": initial, "other": OTHER}
+        stages[LOADED] = {} if final is initial else {"w": final}
+        ranks.append(stages)
+    texts = {
+        comparison.name: comparison.text
+        for comparison in compare("fp32", ranks[0], {}, ranks)
+        if comparison.stage == LOADED
     }
-    assert text in told["w"]
-    assert told["other"] == ""
+    assert text in texts["w"]
+    assert texts["other"] == ""
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_router_that_chooses_otherwise(dtype: str):
-    """In bf16 it may be rounding. What follows is not compared; in another order choices are the same. Ranks have every
-    other row, as they have of [S, B, H]."""
+def test_tensors_after_a_differing_router_are_not_compared(dtype: str):
+    """In bf16 the difference is a note: it may be rounding. Choices in another order are equal. Ranks have every second
+    row, as of [S, B, H]."""
     choices = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
     y = torch.randn(4, 3)
-    one = {START: {"w": y}, ACTIVATION: {"router": choices, "y": y}}
+    reference = {START: {"w": y}, ACTIVATION: {"router": choices, "y": y}}
     for chosen, is_same in (([[1, 0], [5, 4]], True), ([[0, 1], [4, 6]], False)):
         routers = torch.tensor(chosen), choices[1::2]
         ranks = [
             {START: {"w": y}, ACTIVATION: {"router": routers[rank], "y": y[rank::2]}}
             for rank in (0, 1)
         ]
-        weight, router, after = compare(dtype, one, {}, ranks)
+        weight, router, after = compare(dtype, reference, {}, ranks)
         assert [weight.text, router.error, after.error] == ["", *[0.0 if is_same else None] * 2]
         assert [bool(router.text), bool(router.note)] == [
-            not is_same and dtype == each for each in ("fp32", "bf16")
+            not is_same and dtype == name for name in ("fp32", "bf16")
         ]
 
 
-def test_masked_scores():
-    """Infinities that are equal hide no other difference, of theirs or of other tensors, and are none."""
+def test_equal_infinities_are_no_difference():
+    """Equal infinities, e.g. of masked scores, also hide no other difference in this or another tensor."""
     mask = torch.tensor([[-torch.inf, 1.0], [2.0, 3.0]])
     y = torch.ones(2, 2)
-    for scores, other, texts in (
+    for scores, values, texts in (
         (mask, y, ["", ""]),
         (mask, 2 * y, ["", "2 times the one-rank value on all ranks"]),
         (2 * mask, y, ["2 times the one-rank value on all ranks", ""]),
         (y, y, ["is not finite on one rank alone", ""]),
         (mask * torch.nan, y, ["is not finite on rank 0 and on one rank alone", ""]),
     ):
-        one, ranks = (
-            {START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, other))
+        reference, ranks = (
+            {START: {}, ACTIVATION: {"mask": m, "y": v}} for m, v in ((mask, y), (scores, values))
         )
-        assert [each.text[:45] for each in compare("fp32", one, {}, [ranks])] == [
+        assert [comparison.text[:45] for comparison in compare("fp32", reference, {}, [ranks])] == [
             text[:45] for text in texts
         ]
 
 
 def test_a_gradient_that_is_only_rounding_is_not_compared():
-    """E.g. of a bias that shifts all logits: another machine or another number of ranks rounds it otherwise."""
+    """A bias that shifts all logits has such a gradient. Another machine or number of ranks rounds it differently."""
     for size, is_compared in ((2e-8, False), (2e-5, True)):
-        one, ranks = (
+        reference, ranks = (
             {START: {}, ACTIVATION: {}, GRADIENT: {"w": W, "shift": size * W[0] * factor}}
             for factor in (1, 5)
         )
-        shift, _ = compare("fp32", one, {}, [ranks])
+        shift, _ = compare("fp32", reference, {}, [ranks])
         assert bool(shift.text) == is_compared
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_the_command_on_what_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_the_command_passes_the_example_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     """The program of docs/check.md, as its reader would run it."""
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     monkeypatch.chdir(tmp_path)
     assert main(["check", "train.py:make", "--json", "check.json"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the same: no tensor differs beyond rounding"
-    found = json.loads(Path("check.json").read_text())
-    assert (found["target"], found["num_ranks"], found["same"], found["failure"]) == (
+    report = json.loads(Path("check.json").read_text())
+    assert (report["target"], report["num_ranks"], report["same"], report["failure"]) == (
         "train.py:make",
         2,
         True,
         "",
     )
-    assert {each["stage"] for each in found["tensors"] if each["dtype"] == "bf16"} == set(STAGES)
+    assert {tensor["stage"] for tensor in report["tensors"] if tensor["dtype"] == "bf16"} == set(
+        STAGES
+    )
     assert all(
-        each["error"] <= each["tolerance"] for each in found["tensors"] if each["stage"] == GRADIENT
+        tensor["error"] <= tensor["tolerance"]
+        for tensor in report["tensors"]
+        if tensor["stage"] == GRADIENT
     )
 
 
 @pytest.mark.slow
-def test_the_place_is_shown_where_a_rank_raises(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_the_command_prints_the_line_where_a_rank_raises(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     assert main(["check", "check_models:raises_on_rank_1", "--dtype=fp32"]) == 2
     text = r"failed, with 2 rank\(s\): NotImplementedError: rank 1: .*check_models.py:\d+\)"
@@ -305,14 +323,14 @@ def without_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_what_a_rank_raises_is_shown(without_gradient: Path, capsys):
+def test_the_command_prints_the_error_of_a_rank(without_gradient: Path, capsys):
     assert main(["check", f"{without_gradient}:make", "--dtype=fp32"]) == 2
     text = r"failed, with 1 rank\(s\): ArgumentError: rank 0: backward has left no parameter"
     assert re.search(text, capsys.readouterr().out)
 
 
 @run_on(1)
-def test_a_full_heap_names_the_option(rank: int, num_ranks: int, heap: SymmetricHeap):
+def test_the_error_of_a_full_heap_names_the_option(rank: int, num_ranks: int, heap: SymmetricHeap):
     with pytest.raises(HeapExhausted) as raised:
         heap.lease((64 << 20,), torch.uint8, name="rows")
     assert "a heap with --heap-mib=65 (now 16) has room" in in_options(str(raised.value))
@@ -321,24 +339,14 @@ def test_a_full_heap_names_the_option(rank: int, num_ranks: int, heap: Symmetric
 @pytest.mark.parametrize(
     ("module", "extra"), [("transformers", "transformers"), ("safetensors", "checkpoint")]
 )
-def test_a_package_that_is_missing_names_its_extra(module: str, extra: str):
+def test_the_error_of_a_missing_package_names_the_extra(module: str, extra: str):
     with pytest.raises(ModuleNotFoundError) as raised:
         raise ModuleNotFoundError(f"No module named '{module}'", name=module)
     assert text_of(1, raised.value).endswith(f": pip install '.[{extra}]'")
 
 
-@pytest.mark.parametrize(
-    "target", ["missing.py:make", "model", "train.py", "/missing/model", "./model"]
-)
-def test_a_bad_target_is_a_usage_error(target: str, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["check", target])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"symmoe: error: target ({target}) is no file with :function")
-
-
 def test_a_missing_function_is_a_usage_error(without_gradient: Path, capsys):
-    """A rank notices it."""
+    """Only a rank can find this: the command does not import the file."""
     with pytest.raises(SystemExit, match="2"):
         main(["check", f"{without_gradient}:mkae"])
     last = capsys.readouterr().err.splitlines()[-1]
@@ -356,6 +364,6 @@ def test_a_missing_function_is_a_usage_error(without_gradient: Path, capsys):
         ),
     ],
 )
-def test_a_target_makes_a_model(target: str, text: str):
+def test_a_target_without_a_model_is_refused(target: str, text: str):
     with pytest.raises(BadTarget, match=text):
         make(target, None, None)

@@ -1,4 +1,5 @@
-"""Wrong arguments of symmoe and benchmarks: one line that says what is wrong, and exit status 2; never a traceback."""
+"""Wrong arguments of symmoe and benchmarks: one line names the argument and its value, the exit status is 2, and there
+is no traceback."""
 
 import os
 import re
@@ -14,8 +15,8 @@ from symmoe.cli import main
 from symmoe.tools.shapes import PRESETS
 
 
-def complaint(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
-    """The line that it ends with."""
+def last_line_of_error(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The last line on stderr of a program that ends with status 2."""
     program = {"bench.py": bench.main, "trace_layer.py": trace_layer.main}.get(arguments[0], main)
     with pytest.raises(SystemExit) as ended:
         program(arguments if program is main else arguments[1:])
@@ -100,6 +101,10 @@ WRONG = [
     ("plan LARGE --capacity-factor 0", "--capacity-factor: 0 must be"),
     ("plan LARGE --top-k 200", "top_k (200) must be at most num_experts (128)"),
     ("check missing.py:make --ranks 1", "--ranks: 1 must be an integer greater than 1"),
+    *(
+        (f"check {target}", f"target ({target}) is no file with :function")
+        for target in ("missing.py:make", "model", "train.py", "/missing/model", "./model")
+    ),
 ]
 
 
@@ -108,13 +113,13 @@ def test_wrong_arguments_are_named(command: str, text: str, monkeypatch, capsys)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     words = command.replace("CUSTOM", " ".join(CUSTOM)).replace("LARGE", LARGE).split()
-    assert text in complaint(words, capsys)
+    assert text in last_line_of_error(words, capsys)
 
 
 SIZES = ["--ranks=8", "--tokens=8192"]
 
 
-def test_a_plan_of_a_preset_is_that_of_its_sizes(capsys: pytest.CaptureFixture):
+def test_a_plan_by_preset_equals_the_plan_by_sizes(capsys: pytest.CaptureFixture):
     shape = PRESETS["qwen3-30b"]
     sizes = [
         f"--hidden={shape.hidden}",
@@ -122,23 +127,23 @@ def test_a_plan_of_a_preset_is_that_of_its_sizes(capsys: pytest.CaptureFixture):
         f"--experts={shape.num_experts}",
         "--top-k=8",
     ]
-    shown = []
+    output = []
     for layer in (["--preset=qwen3-30b"], sizes):
         for layout in ([], ["--layout=packed"], ["--layout=expert-major"]):
             assert main(["plan", *layer, *layout, *SIZES]) == 0
-            shown.append(capsys.readouterr().out)
-    assert shown[:3] == shown[3:]
-    assert len(set(shown)) == 2  # "auto" is one of the two
+            output.append(capsys.readouterr().out)
+    assert output[:3] == output[3:]
+    assert len(set(output)) == 2  # "auto" is one of the two
 
 
-def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixture):
+def test_help_lists_options_and_an_example(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--help"])
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "before any allocation" in shown
-    assert "symmoe plan --preset qwen3-30b --layout packed" in shown
-    assert "--preset PRESET       one: qwen3-30b, " in shown
+    output = capsys.readouterr().out
+    assert "before any allocation" in output
+    assert "symmoe plan --preset qwen3-30b --layout packed" in output
+    assert "--preset PRESET       one: qwen3-30b, " in output
 
 
 @pytest.mark.parametrize(
@@ -148,11 +153,13 @@ def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixtu
         pytest.param("plan --help", marks=pytest.mark.slow),
     ],
 )
-def test_output_that_nobody_reads_ends_without_a_traceback(words: str):
+def test_a_closed_pipe_ends_the_command_without_a_traceback(words: str):
     """As `symmoe plan | head -1` does once head has ended."""
     command = [sys.executable, "-m", "symmoe", *words.split()]
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run(command, stdout=writes, stderr=-1, timeout=HANG_S, text=True, check=False)
+    process = subprocess.run(
+        command, stdout=writes, stderr=-1, timeout=HANG_S, text=True, check=False
+    )
     os.close(writes)
-    assert done.stderr == ""
+    assert process.stderr == ""

@@ -1,4 +1,4 @@
-"""`symmoe doctor --read` on records made by hand; those of real ranks are in test_flight.py."""
+"""`symmoe doctor --read` on records made by hand; test_flight.py has records of real ranks."""
 
 import json
 import random
@@ -19,7 +19,7 @@ def call(epoch: int, phase: str, at_s: float) -> dict:
     return {"launch": epoch, "epoch": epoch, "phase": phase, "launched_unix_s": START + at_s}
 
 
-def record(rank: int, num_ranks: int, error: dict, calls: list[dict], **more) -> dict:
+def record(rank: int, num_ranks: int, error: dict, calls: list[dict], **overrides) -> dict:
     status = {
         "kind": "timeout",
         "phase": "start-up",
@@ -29,7 +29,7 @@ def record(rank: int, num_ranks: int, error: dict, calls: list[dict], **more) ->
         "epoch": 0,
         "where": 0,
     }
-    known = {
+    defaults = {
         "format": FORMAT,
         "rank": rank,
         "num_ranks": num_ranks,
@@ -37,19 +37,24 @@ def record(rank: int, num_ranks: int, error: dict, calls: list[dict], **more) ->
         "status": status,
         "calls": calls,
     }
-    return {**known, "epoch_of_rank": [7] * num_ranks, "written_unix_s": START + 50 + rank, **more}
+    return {
+        **defaults,
+        "epoch_of_rank": [7] * num_ranks,
+        "written_unix_s": START + 50 + rank,
+        **overrides,
+    }
 
 
 def timeout(
     rank: int, *, phase: str = "dispatch: ready", expected: int = 8, reported_by: int | None = None
 ) -> dict:
-    known = {
+    fields = {
         "type": "PeerTimeout",
         "text": f"rank {rank} did not reach '{phase}'",
         "rank": rank,
         "phase": phase,
     }
-    return {**known, "expected": expected, "seen": 7, "reported_by": reported_by}
+    return {**fields, "expected": expected, "seen": 7, "reported_by": reported_by}
 
 
 def diagnose(records: list[dict]) -> Diagnosis:
@@ -63,7 +68,7 @@ LATE = [call(7, "plan: counts", 1.0), call(8, "close", 40.0)]
 TOLD = {"type": "PeerAborted", "text": "rank 0 gave up: rank 1 did not reach", "rank": 0}
 OLDER = record(0, 2, {"type": "ExpertIdError", "text": "an id"}, CALLS, written_unix_s=START)
 FOR_EPOCH_900 = timeout(1, expected=900)
-DIAGNOSES: dict[str, tuple[list[dict], dict, str]] = {  # of records, fields and words of what is found
+DIAGNOSES: dict[str, tuple[list[dict], dict, str]] = {  # records; fields and words of the diagnosis
     "one missing rank": (
         [record(r, 4, timeout(3, reported_by=None if r else 1), CALLS) for r in (0, 1, 2)],
         {"kind": "timeout", "culprits": [3], "witnesses": [0, 1, 2], "without_record": [3]},
@@ -103,21 +108,21 @@ DIAGNOSES: dict[str, tuple[list[dict], dict, str]] = {  # of records, fields and
 
 
 @pytest.mark.parametrize("name", DIAGNOSES)
-def test_what_records_say(name: str):
+def test_records_have_the_expected_diagnosis(name: str):
     records, fields, words = DIAGNOSES[name]
-    found = diagnose(records)
-    assert {field: getattr(found, field) for field in fields} == fields
-    assert words in found.sentence
+    diagnosis = diagnose(records)
+    assert {field: getattr(diagnosis, field) for field in fields} == fields
+    assert words in diagnosis.sentence
 
 
-def test_files_that_are_no_records(tmp_path: Path, capsys):
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, capsys):
     good = record(0, 2, timeout(1), CALLS)
     error = good["error"]
     status = good["status"]
     without = {
         name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")
     }
-    cases: dict = {  # text of a file, or what it holds
+    cases: dict = {  # by text of the error: content of the file, as bytes, text or JSON values
         "no JSON": "{",
         "is no JSON: 'utf-8' codec": b"\x00\xff\xfe",
         "no flight record": {**good, "format": "another"},
@@ -154,36 +159,41 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
 
 
 def parts_of(value) -> list[tuple]:
-    """Every place of a JSON value, as what holds it and the key there."""
-    places = []
+    """Every part of a JSON value, as its container and its key."""
+    parts = []
     for key in (
         value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
     ):
-        places += [(value, key), *parts_of(value[key])]
-    return places
+        parts += [(value, key), *parts_of(value[key])]
+    return parts
 
 
-def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys):
-    """Records with parts replaced, cut off, repeated, and of bytes: a sentence, or one line that names the file."""
-    draw = random.Random(0)
+def test_random_files_raise_no_traceback(tmp_path: Path, capsys):
+    """Records are changed at random; the command prints a diagnosis, or one line that names the file."""
+    generator = random.Random(0)
     numbers = (None, True, -1, 0, 1, 1 << 70, 1.5, float("nan"), float("inf"), 1e300)
     texts = ("", "\ud800", "x" * 1000, "PeerAborted", "PeerTimeout", "this rank gave up: x")
-    odd = [*numbers, *texts, [], {}, [[]] * 3, {"rank": 1}]
+    replacements = [*numbers, *texts, [], {}, [[]] * 3, {"rank": 1}]
     sentences = 0
     for _ in range(150):
-        given = [
+        records = [
             json.loads(json.dumps(record(rank, 2, timeout(1 - rank), CALLS))) for rank in range(2)
         ]
-        for _ in range(draw.randrange(4)):
-            holder, key = draw.choice(parts_of(given))
-            holder[key] = draw.choice(odd)
+        for _ in range(generator.randrange(4)):
+            holder, key = generator.choice(parts_of(records))
+            holder[key] = generator.choice(replacements)
         paths = []
-        for number, each in enumerate(given):
-            data = json.dumps(each).encode()
-            if draw.random() < 0.1:
-                start = draw.randrange(len(data))
-                data = draw.choice(
-                    [data[:start], data[:start] + draw.randbytes(3) + data[start + 3 :], b"", b"\0"]
+        for number, record_values in enumerate(records):
+            data = json.dumps(record_values).encode()
+            if generator.random() < 0.1:
+                start = generator.randrange(len(data))
+                data = generator.choice(
+                    [
+                        data[:start],
+                        data[:start] + generator.randbytes(3) + data[start + 3 :],
+                        b"",
+                        b"\0",
+                    ]
                 )
             (tmp_path / f"{number}.json").write_bytes(data)
             paths.append(str(tmp_path / f"{number}.json"))
@@ -191,20 +201,20 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys):
             status = main(["doctor", "--read", *paths])
         except SystemExit as ended:
             status = ended.code
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         if status == 0:
-            said.out.encode()
+            output.out.encode()
             sentences += 1
         else:
             assert status == 2
-            *_, last = said.err.strip().splitlines()
+            *_, last = output.err.strip().splitlines()
             assert last.startswith("symmoe: error: ")
             assert str(tmp_path) in last or "the records are of groups" in last
     assert 25 < sentences < 140
 
 
 @pytest.mark.parametrize(
-    ("variables", "does_it"),
+    ("variables", "is_first"),
     [
         ({"RANK": "5", "LOCAL_RANK": "1"}, False),
         ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # the first of the second node
@@ -213,8 +223,8 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys):
         ({}, True),
     ],
 )
-def test_one_process_of_a_node_does_it(
-    variables: dict, does_it: bool, monkeypatch: pytest.MonkeyPatch, capsys
+def test_doctor_runs_in_the_first_process_of_a_node(
+    variables: dict, is_first: bool, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     examined: list = []
     monkeypatch.setattr(
@@ -225,4 +235,4 @@ def test_one_process_of_a_node_does_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
-    assert len(examined) == bool("".join(capsys.readouterr())) == does_it
+    assert len(examined) == bool("".join(capsys.readouterr())) == is_first

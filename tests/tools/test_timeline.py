@@ -36,8 +36,8 @@ def event(
     return Event(lane, phase, direction, name, begin, end)
 
 
-def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
-    """Events at whole microseconds on two streams, which may overlap and touch as they like."""
+def random_timeline(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
+    """Events at whole microseconds on two streams, which may overlap and touch."""
     choose = random.Random(seed)
 
     def any_event() -> Event:
@@ -66,59 +66,61 @@ def cells(events: Iterable[Event], end_us: int = 400) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
-    made = made_up(seed)
-    found = {(times.phase, times.direction): times for times in made.phases()}
-    assert set(found) == {(e.phase, e.direction) for events in made.ranks for e in events}
-    last = int(max(e.end_us for each in made.ranks for e in each))
-    for rank, events in enumerate(made.ranks):
+def test_exposed_times_equal_a_count_of_microseconds(seed: int):
+    timeline_ = random_timeline(seed)
+    times_by_key = {(times.phase, times.direction): times for times in timeline_.phases()}
+    assert set(times_by_key) == {
+        (e.phase, e.direction) for events in timeline_.ranks for e in events
+    }
+    last = int(max(e.end_us for events in timeline_.ranks for e in events))
+    for rank, events in enumerate(timeline_.ranks):
         gemms = cells(e for e in events if e.phase in GEMMS)
-        for key, times in found.items():
-            mine = cells(e for e in events if (e.phase, e.direction) == key)
+        for key, times in times_by_key.items():
+            running = cells(e for e in events if (e.phase, e.direction) == key)
             assert (times.busy_us[rank], times.exposed_us[rank]) == (
-                mine.sum(),
-                (mine & ~gemms).sum(),
+                running.sum(),
+                (running & ~gemms).sum(),
             )
-        exposed = made.exposed_communication(rank)
+        exposed = timeline_.exposed_communication(rank)
         communication = cells(e for e in events if e.phase in COMMUNICATION)
         assert (cells(event("push", *span) for span in exposed) == (communication & ~gemms)).all()
-        assert all(left[1] < right[0] for left, right in pairwise(exposed))
-        assert made.idle_us(rank) == last - cells(events).sum()
+        assert all(first[1] < second[0] for first, second in pairwise(exposed))
+        assert timeline_.idle_us(rank) == last - cells(events).sum()
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
-def met_barriers(
+def barriers_of_clocks(
     offsets_us: list[float], seed: int, rounds: int = 16
 ) -> list[list[tuple[float, float]]]:
-    """What ranks see of barriers, each on a clock that is ahead by its offset; some come late, some leave late."""
+    """The barriers of ranks whose clocks are ahead by an offset; ranks enter and exit at random times."""
     choose = random.Random(seed)
     now = 0.0
-    seen = [[] for _ in offsets_us]
+    barriers = [[] for _ in offsets_us]
     for _ in range(rounds):
         entered = [now + choose.expovariate(1 / 30) for _ in offsets_us]
-        left = [max(entered) + 2 + choose.expovariate(1 / 5) for _ in offsets_us]
-        for mine, offset, begin, end in zip(seen, offsets_us, entered, left, strict=True):
-            mine.append((begin + offset, end + offset))
-        now = max(left)
-    return seen
+        exited = [max(entered) + 2 + choose.expovariate(1 / 5) for _ in offsets_us]
+        for spans, offset, begin, end in zip(barriers, offsets_us, entered, exited, strict=True):
+            spans.append((begin + offset, end + offset))
+        now = max(exited)
+    return barriers
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_clocks_are_found_within_the_error_that_is_stated(seed: int):
-    true = [0.0, 1e6 * (seed - 10), -37.5, 3.25e9]
-    offsets, errors = align(met_barriers(true, seed))
-    for offset, error, known in zip(offsets, errors, true, strict=True):
-        assert abs(offset - known) <= error + 1e-3
+def test_align_finds_clock_offsets_within_the_stated_error(seed: int):
+    true_offsets = [0.0, 1e6 * (seed - 10), -37.5, 3.25e9]
+    offsets, errors = align(barriers_of_clocks(true_offsets, seed))
+    for offset, error, true_offset in zip(offsets, errors, true_offsets, strict=True):
+        assert abs(offset - true_offset) <= error + 1e-3
         assert error < 60
-    wrong = met_barriers(true, seed)
-    wrong[1] = [(begin + 500, end + 500) for begin, end in wrong[1]]
-    assert abs(align(wrong)[0][1] - true[1]) > errors[1]
+    shifted = barriers_of_clocks(true_offsets, seed)
+    shifted[1] = [(begin + 500, end + 500) for begin, end in shifted[1]]
+    assert abs(align(shifted)[0][1] - true_offsets[1]) > errors[1]
 
 
-def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
-    true, ranks = [0.0, 7000.0], []
-    for mine, offset in zip(met_barriers(true, 3), true, strict=True):
-        barriers = [event("wait", *span, name="barrier_kernel") for span in mine]
+def test_a_timeline_has_one_clock_and_no_aligning_barriers():
+    true_offsets, ranks = [0.0, 7000.0], []
+    for spans, offset in zip(barriers_of_clocks(true_offsets, 3), true_offsets, strict=True):
+        barriers = [event("wait", *span, name="barrier_kernel") for span in spans]
         begin = 9000 + offset
         ranks.append(
             [
@@ -127,17 +129,17 @@ def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
                 event("wait", begin + 5, begin + 6, name="barrier_kernel"),
             ]
         )
-    found = timeline_of(ranks, "cpu", 16)
-    assert [[e.phase for e in events] for events in found.ranks] == [["push", "wait"]] * 2
-    begins = [events[0].begin_us for events in found.ranks]
-    assert abs(begins[0] - begins[1]) <= found.clock_error_us[1] < 60
+    aligned = timeline_of(ranks, "cpu", 16)
+    assert [[e.phase for e in events] for events in aligned.ranks] == [["push", "wait"]] * 2
+    begins = [events[0].begin_us for events in aligned.ranks]
+    assert abs(begins[0] - begins[1]) <= aligned.clock_error_us[1] < 60
     assert min(begins) > 0
-    assert found.ranks[1][0].end_us - found.ranks[1][0].begin_us == pytest.approx(5)
+    assert aligned.ranks[1][0].end_us - aligned.ranks[1][0].begin_us == pytest.approx(5)
 
 
 # -- the table of phases ----------------------------------------------------------------------------------------------
 def launched_kernels() -> set[str]:
-    """Functions of the package that a GPU runs by themselves: jitted, and not called only by others in device code."""
+    """The kernels of the package: jitted functions that the host launches."""
     paths = [*KERNELS.rglob("*.py")]
     trees = [ast.parse(path.read_bytes()) for path in paths if b"jit" in path.read_bytes()]
     return {
@@ -146,7 +148,7 @@ def launched_kernels() -> set[str]:
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")
-        and any("jit" in ast.unparse(each) for each in node.decorator_list)
+        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
 
 
@@ -158,8 +160,8 @@ def test_every_kernel_and_every_operator_has_a_phase():
     assert {"FC1", "FC2", "FC1 dgrad", "FC2 dgrad", "wgrad", "GEMM"} == GEMMS < set(PHASES)
     travel = {"plan", "push", "replicas", "index", "fan-out", "send sums", "sum at home", "wait"}
     assert travel == COMMUNICATION < set(PHASES)
-    for own in (1, 2):  # an operator has one phase, and so has a kernel
-        names = [name for row in _TABLE.values() for name in f"{row[0]} {row[own]}".split()]
+    for column in (1, 2):  # an operator has one phase, and so has a kernel
+        names = [name for row in _TABLE.values() for name in f"{row[0]} {row[column]}".split()]
         assert len(names) == len(set(names))
 
 
@@ -198,7 +200,7 @@ def annotation(name: str, begin: float, end: float, thread: int) -> dict:
     return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": thread, **times}
 
 
-def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
+def test_kernels_have_the_phase_of_the_range_of_their_launch():
     items = [
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "python"}},
         annotation("symmoe/forward/grouped_gemm", 10, 20, thread=1),
@@ -208,7 +210,7 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         annotation("symmoe/forward/push_rows", 60, 70, thread=1),
         launch(12, 1, thread=1),
         launch(13, 2, thread=2, category="cuda_runtime"),
-        launch(25, 3, thread=1),  # after the range on its own thread, within the one of the other
+        launch(25, 3, thread=1),  # after the range of its thread, within the range of thread 2
         launch(45, 4, thread=1),
         launch(61, 5, thread=1),
         kernel("hopper_gemm_kernel", 1000, 1),
@@ -216,12 +218,12 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         kernel("hopper_gemm_kernel", 1020, 3),
         kernel("barrier_kernel", 1030, 4),
         kernel("void at::native::vectorized_elementwise_kernel<4>" + "x" * 500, 990, 5),
-        kernel("sum_home_kernel", 1040, 99),  # of a graph: no launch of its own
+        kernel("sum_home_kernel", 1040, 99),  # of a CUDA graph: the trace has no launch
         kernel("ncclDevKernel_AllReduce", 1050, 98),
         kernel("Memcpy DtoH (Device -> Pinned)", 1060, 97, category="gpu_memcpy"),
     ]
-    found = events_of({"traceEvents": items}, on_gpu=True)
-    assert [(e.phase, e.direction, e.lane) for e in found] == [
+    events = events_of({"traceEvents": items}, on_gpu=True)
+    assert [(e.phase, e.direction, e.lane) for e in events] == [
         ("push", "forward", "stream 7"),  # torch's kernel, launched by an operator of ours
         ("FC2", "forward", "stream 7"),
         ("FC1 dgrad", "backward", "stream 13"),
@@ -231,12 +233,12 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         ("other", "", "stream 7"),
         ("other", "", "stream 7"),
     ]
-    assert (found[1].begin_us, found[1].end_us) == (1000.0, 1004.0)
-    assert max(len(e.name) for e in found) <= 120
+    assert (events[1].begin_us, events[1].end_us) == (1000.0, 1004.0)
+    assert max(len(e.name) for e in events) <= 120
 
 
-def test_what_was_launched_before_the_start_is_left_out():
-    """By when the host launched it: the GPU's clock and the host's are not one."""
+def test_launches_before_the_start_are_excluded():
+    """The time of the launch decides: the clocks of GPU and host differ."""
     items = [
         annotation("symmoe/forward/push_rows", 10, 20, thread=1),
         launch(11, 1, thread=1),
@@ -250,7 +252,9 @@ def test_what_was_launched_before_the_start_is_left_out():
         kernel("push_sums_kernel", 62, 2),
         kernel("barrier_kernel", 39, 3),
         kernel("fan_out_kernel", 60, 4),
-        kernel("gather_values_kernel", 38, 98),  # of no launch that is known: by its own time
+        kernel(
+            "gather_values_kernel", 38, 98
+        ),  # without a launch in the trace: the kernel's time decides
         kernel("lay_out_kernel", 61, 99),
     ]
     assert [e.phase for e in events_of({"traceEvents": items}, on_gpu=True)] == [
@@ -262,7 +266,7 @@ def test_what_was_launched_before_the_start_is_left_out():
 
 # -- replays ----------------------------------------------------------------------------------------------------------
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
-REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: phase, direction, lane
+REPLAY = (  # begin, end, phase by the kernel's name, name; then the expected phase, direction, lane
     ((0, 1, "other", SPIN), None),
     ((1, 5, "route", "choose_experts_kernel"), ("route", "forward", "compute")),
     ((5, 20, "push", "hopper_push_kernel"), ("push", "forward", "communication")),
@@ -281,52 +285,55 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
 
 
 def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]]:
-    """(what a profiler sees of replays, on streams as they come, what is right: phase, direction, lane, begin)."""
-    seen = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")]
-    right = [("wait", "", "communication", -9.0)]
+    """The events of replays, on streams in turn, and the expected phase, direction, lane and begin."""
+    events = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")]
+    expected = [("wait", "", "communication", -9.0)]
     for turn in range(turns):
-        for place, ((begin, end, phase, name), known) in enumerate(REPLAY):
-            seen.append(
+        for index, ((begin, end, phase, name), labels) in enumerate(REPLAY):
+            events.append(
                 event(
                     phase,
                     100 * turn + begin,
                     100 * turn + end,
                     name=name,
-                    lane=f"stream {place % 5}",
+                    lane=f"stream {index % 5}",
                 )
             )
-            if known is not None:
-                right.append((*known, 100.0 * turn + begin))
-    return seen, right
+            if labels is not None:
+                expected.append((*labels, 100.0 * turn + begin))
+    return events, expected
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_phase(turns: int):
-    seen, right = replayed(turns)
-    made = trace_layer.directed(
-        Timeline(ranks=(tuple(seen),) * 2, clock_error_us=(0.0, 1.0), device="made up")
+def test_kernels_of_replays_have_a_direction_and_a_lane(turns: int):
+    replay, expected = replayed(turns)
+    directed = trace_layer.directed(
+        Timeline(ranks=(tuple(replay),) * 2, clock_error_us=(0.0, 1.0), device="made up")
     )
-    for events in made.ranks:
-        assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == right
-    assert lanes_of(made, 0) == ["compute", "compute 2", "communication", "communication 2"]
-    for lane in lanes_of(made, 1):  # Perfetto and pictures show no two at a time
+    for events in directed.ranks:
+        assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == expected
+    assert lanes_of(directed, 0) == ["compute", "compute 2", "communication", "communication 2"]
+    for lane in lanes_of(directed, 1):  # Perfetto and pictures show no two at a time
         assert all(
             a.end_us <= b.begin_us
-            for a, b in pairwise([e for e in made.ranks[1] if e.lane == lane])
+            for a, b in pairwise([e for e in directed.ranks[1] if e.lane == lane])
         )
-    assert made.clock_error_us == (0.0, 1.0)
-    assert problems_of(chrome_trace(made)) == []
+    assert directed.clock_error_us == (0.0, 1.0)
+    assert problems_of(chrome_trace(directed)) == []
 
 
-def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(
-            MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap
-        )
-        with record(tmp_path / "replays.json", heap, trace_layer.directed) as recording:
-            recording.start()
-            layer(torch.randn(8, 16))[0]
-        lanes = {e.lane for e in recording.timeline.ranks[0]}
+@pytest.fixture
+def layer(heap: SymmetricHeap) -> MoELayer:
+    """A layer whose rows have a width of 16."""
+    config = MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped")
+    return MoELayer(config, heap)
+
+
+def test_written_replays_equal_the_returned_timeline(tmp_path: Path, layer: MoELayer):
+    with record(tmp_path / "replays.json", layer.heap, trace_layer.directed) as recording:
+        recording.start()
+        layer(torch.randn(8, 16))
+    lanes = {e.lane for e in recording.timeline.ranks[0]}
     assert lanes == {"compute", "communication"}
     items = json.loads((tmp_path / "replays.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {item["args"]["name"] for item in items if item["name"] == "thread_name"}
@@ -334,28 +341,25 @@ def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     assert (tmp_path / "replays.txt").read_text(encoding="utf-8").startswith("cpu, 1 ranks")
 
 
-def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: SymmetricHeap):
-    layer = MoELayer(
-        MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap
-    )
+def test_profilers_see_ranges_only_within_annotate(heap: SymmetricHeap, layer: MoELayer):
     x = torch.randn(8, 16, requires_grad=True)
 
-    def seen() -> list[str]:
+    def profiled_ranges() -> list[str]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             layer(x)[0].sum().backward()
         return [e.name for e in profiler.events() if e.name.startswith("symmoe/")]
 
     with timeline.annotate(heap):
-        on = seen()
+        ranges = profiled_ranges()
         with pytest.raises(ArgumentError, match="ranges are on, already"), timeline.annotate(heap):
             pass
     assert (
-        on.count("symmoe/forward/grouped_gemm_act")
-        == on.count("symmoe/backward/grouped_gemm_dgrad")
+        ranges.count("symmoe/forward/grouped_gemm_act")
+        == ranges.count("symmoe/backward/grouped_gemm_dgrad")
         == 1
     )
-    assert on.count("symmoe/backward/grouped_gemm_wgrad") == 2
-    assert seen() == []
+    assert ranges.count("symmoe/backward/grouped_gemm_wgrad") == 2
+    assert profiled_ranges() == []
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
@@ -377,8 +381,12 @@ ORDERS = {
 NUM_LAYERS = 2
 
 
-def recorded(rank: int, num_ranks: int, findings: Findings, way: str, folder: str) -> None:
-    layout, schedule = ("packed", "always-overlapped") if way == "overlapped" else (way, "serial")
+def record_a_step(
+    rank: int, num_ranks: int, findings: Findings, layout_name: str, folder: str
+) -> None:
+    layout, schedule = (
+        ("packed", "always-overlapped") if layout_name == "overlapped" else (layout_name, "serial")
+    )
     with open_heap("cpu") as heap:
         config = MoEConfig(
             hidden=32, ffn=16, num_experts=8, top_k=3, layout=layout, schedule=schedule
@@ -392,42 +400,42 @@ def recorded(rank: int, num_ranks: int, findings: Findings, way: str, folder: st
                 y = layer(y)[0]
             y.sum().backward()
 
-        with timeline.record(f"{folder}/{way}.json", heap) as recording:
-            step()  # is not in it
+        with timeline.record(f"{folder}/{layout_name}.json", heap) as recording:
+            step()  # not recorded: before the start
             recording.start()
-            step()  # nor is this one
+            step()  # not recorded: before the second start
             recording.start()
             findings.equal("not yet", recording.timeline, None)
             step()
-        step()  # nor this one
+        step()  # not recorded: after the end
     findings.equal("no hook is left", kernels.for_device(torch.device("cpu")) is twin, True)
-    made = recording.timeline
-    findings.equal("ranks", len(made.ranks), num_ranks)
-    for place, direction in enumerate(("forward", "backward")):
-        for of, events in enumerate(made.ranks):
+    recorded_timeline = recording.timeline
+    findings.equal("ranks", len(recorded_timeline.ranks), num_ranks)
+    for index, direction in enumerate(("forward", "backward")):
+        for source, events in enumerate(recorded_timeline.ranks):
             phases = [
                 name for name, _ in groupby(e.phase for e in events if e.direction == direction)
             ]
             # Where one layer ends with the phase that the next begins with, the two are one.
             expected = [
                 name.replace("_", " ")
-                for name, _ in groupby(ORDERS[way][place].split() * NUM_LAYERS)
+                for name, _ in groupby(ORDERS[layout_name][index].split() * NUM_LAYERS)
             ]
-            findings.equal(f"{direction} of rank {of}", phases, expected)
-    for events in made.ranks:
+            findings.equal(f"{direction} of rank {source}", phases, expected)
+    for events in recorded_timeline.ranks:
         findings.equal(
             "one after the other", all(a.end_us <= b.begin_us for a, b in pairwise(events)), True
         )
         findings.equal("lanes", {e.lane for e in events}, {"host"})
-    findings.equal("an error is stated", 0 < max(made.clock_error_us) < 1e6, True)
+    findings.equal("an error is stated", 0 < max(recorded_timeline.clock_error_us) < 1e6, True)
 
 
-@pytest.mark.parametrize("way", ORDERS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_a_step_has_every_phase_once_per_layer_and_direction(
-    way: str, cluster: Callable[..., Cluster], tmp_path: Path
+    layout: str, cluster: Callable[..., Cluster], tmp_path: Path
 ):
-    assert cluster(2).run(recorded, way, str(tmp_path)) == [[], []]
-    trace = json.loads((tmp_path / f"{way}.json").read_text(encoding="utf-8"))
+    assert cluster(2).run(record_a_step, layout, str(tmp_path)) == [[], []]
+    trace = json.loads((tmp_path / f"{layout}.json").read_text(encoding="utf-8"))
     assert problems_of(trace) == []
     lanes = {
         (i["pid"], i["args"]["name"]) for i in trace["traceEvents"] if i["name"] == "thread_name"
@@ -435,13 +443,13 @@ def test_a_step_has_every_phase_once_per_layer_and_direction(
     assert lanes == {
         (rank, lane) for rank in range(2) for lane in ("host", "exposed communication")
     }
-    text = (tmp_path / f"{way}.txt").read_text(encoding="utf-8")
+    text = (tmp_path / f"{layout}.txt").read_text(encoding="utf-8")
     assert "\nforward   FC1 " in text
     assert "rank clocks agree within" in text
 
 
 def problems_of(trace: dict) -> list[dict]:
-    """What would keep Perfetto from showing a trace (Trace Event Format, JSON object form)."""
+    """The items of a trace that Perfetto would not show (Trace Event Format, JSON object form)."""
     named = {(item["pid"], item["tid"]) for item in trace["traceEvents"] if item["ph"] == "M"}
 
     def is_shown(item: dict) -> bool:
@@ -452,8 +460,8 @@ def problems_of(trace: dict) -> list[dict]:
     return [item for item in trace["traceEvents"] if item["ph"] != "M" and not is_shown(item)]
 
 
-def test_the_table_says_what_the_timeline_says():
-    made = Timeline(
+def test_the_table_shows_the_timeline():
+    timeline_ = Timeline(
         ranks=(
             (
                 event("push", 0, 10, "forward"),
@@ -465,7 +473,7 @@ def test_the_table_says_what_the_timeline_says():
         clock_error_us=(0.0, 1.5),
         device="made up",
     )
-    lines = table(made).splitlines()
+    lines = table(timeline_).splitlines()
     assert "30.0 us; rank clocks agree within 1.5 us" in lines[0]
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in lines}
     assert rows["forward", "push"] == ["2", "7.0", "5.0", "4.0"]
@@ -475,12 +483,12 @@ def test_the_table_says_what_the_timeline_says():
     assert rows["nothing", "runs"] == ["0.0", "6.0"]
 
 
-# -- what can go wrong ------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 @run_on(2)
-def test_what_is_wrong_is_the_same_error_on_every_rank(
+def test_a_failed_recording_is_the_same_error_on_every_rank(
     rank: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    """A path that is wrong on one rank, one that nobody can write, and no start; then it works."""
+    """The errors: a wrong path on one rank, a path that cannot be written, no start. A later recording succeeds."""
     wrong = {
         "x.png" if rank else "x.json": "must end with .json",
         "missing/x.json": "cannot be written",
@@ -503,8 +511,8 @@ def test_what_is_wrong_is_the_same_error_on_every_rank(
     assert rank or {path.stem for path in tmp_path.iterdir()} == {"x"}
 
 
-def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:
-    """By how much rank 1's first push is behind rank 0's, in microseconds."""
+def lag_of_rank_1(rank: int, num_ranks: int, folder: str, where: str) -> float:
+    """The microseconds from rank 0's first routing to rank 1's."""
     with open_heap("cpu") as heap:
         layer = MoELayer(
             MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, schedule="always-overlapped"), heap
@@ -529,19 +537,19 @@ LATE_S = 2.0
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_ranks_start_together_however_late_one_was_before(
+def test_ranks_start_together_although_one_is_late_before(
     where: str, cluster: Callable[..., Cluster], tmp_path: Path
 ):
-    found = cluster(2).run(starting_late, str(tmp_path), where)
-    assert found[0] == found[1]
+    lags = cluster(2).run(lag_of_rank_1, str(tmp_path), where)
+    assert lags[0] == lags[1]
     if where == "before":  # on a busy machine any rank may be late, but not again and again
-        again = (cluster(2).run(starting_late, str(tmp_path), where) for _ in range(4))
-        assert any(abs(each[0]) < LATE_S * 1e6 / 2 for each in chain([found], again))
-    else:  # and it is seen
-        assert found[0] > LATE_S * 1e6 / 2
+        again = (cluster(2).run(lag_of_rank_1, str(tmp_path), where) for _ in range(4))
+        assert any(abs(lag[0]) < LATE_S * 1e6 / 2 for lag in chain([lags], again))
+    else:  # the timeline shows a delay after the start
+        assert lags[0] > LATE_S * 1e6 / 2
 
 
-def failing_body(rank: int, num_ranks: int, folder: str) -> str:
+def outcome_of_a_failing_body(rank: int, num_ranks: int, folder: str) -> str:
     before = twin.push_rows
     try:
         with SymmetricHeap(num_bytes=4 << 20, backend="host", timeout_s=60.0) as heap:
@@ -554,26 +562,29 @@ def failing_body(rank: int, num_ranks: int, folder: str) -> str:
     return "nothing raised"
 
 
-def test_a_rank_that_fails_does_not_hold_up_the_others(
+def test_a_failing_rank_ends_the_recording_of_its_peers(
     cluster: Callable[..., Cluster], tmp_path: Path
 ):
-    assert cluster(2).run(failing_body, str(tmp_path)) == ["PeerAborted True", "ValueError True"]
+    assert cluster(2).run(outcome_of_a_failing_body, str(tmp_path)) == [
+        "PeerAborted True",
+        "ValueError True",
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
 SIZES = "--hidden 32 --ffn 16 --experts 4 --top-k 2 --tokens 16".split()
 
 
-def traced(rank: int, num_ranks: int, path: str) -> str:
+def trace_small_layer(rank: int, num_ranks: int, path: str) -> str:
     case = Case(Shape("small", 32, 16, 4, 2), 16, "uniform")
     choice = Choice(options={"overflow": "drop", "router": RouterConfig(aux_loss_coef=0.01)})
     return trace_layer.trace_layer(case, choice, path=path)
 
 
-def test_the_program_traces_on_several_ranks_and_on_one(
+def test_the_program_traces_several_ranks_and_one(
     cluster: Callable[..., Cluster], tmp_path: Path, capsys
 ):
-    tables = cluster(2).run(traced, str(tmp_path / "two.json"))
+    tables = cluster(2).run(trace_small_layer, str(tmp_path / "two.json"))
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""
     for options in ([], ["--eager"]):  # the same on CPUs

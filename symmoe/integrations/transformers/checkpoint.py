@@ -54,9 +54,9 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     model = bare(model)
     with Peers(heap_of(model).bootstrap) as peers:
-        layout, pieces = peers.together(lambda: find_pieces(model, folder))
-        peers.together(lambda: _read(folder, layout, pieces))
-        peers.together(lambda: restore(model, pieces), is_last=True)
+        layout, pieces = peers.run(lambda: find_pieces(model, folder))
+        peers.run(lambda: _read(folder, layout, pieces))
+        peers.run(lambda: restore(model, pieces), is_last=True)
 
 
 @torch.no_grad()
@@ -115,23 +115,21 @@ def save_checkpoint(
             },
         )
         try:
-            peers.together(
-                lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like)
-            )
+            peers.run(lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like))
             own = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
-            peers.together(lambda: _write(partial, layout, own))
+            peers.run(lambda: _write(partial, layout, own))
         except SymmoeError:
             if heap.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         # A failure here leaves files without their names in `folder`.
-        peers.together(lambda: None if heap.rank else _publish(partial, folder), is_last=True)
+        peers.run(lambda: None if heap.rank else _publish(partial, folder), is_last=True)
 
 
 def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if replicated tensors differ. Collective."""
     with peers.step() as compared:
-        compared.mine = {key: digest(tensor) for key, tensor in tensors.items()}
+        compared.local = {key: digest(tensor) for key, tensor in tensors.items()}
     agreed(compared.by_rank, REPLICAS)
 
 

@@ -1,4 +1,5 @@
-"""The subcommand `symmoe check`: starts the runs, compares them, and shows the first difference on one screen."""
+"""The subcommand `symmoe check`: starts the runs, compares their tensors, and shows the first difference on one
+screen."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from symmoe.errors import ArgumentError, first_problem, raise_for
-from symmoe.tools.check.compare import Compared, compare
+from symmoe.tools.check.compare import Comparison, compare
 from symmoe.tools.check.model import BadTarget
 from symmoe.tools.check.runs import DTYPES, STAGES, Job, Tensors
 from symmoe.tools.doctor.self_test import run_trial
@@ -107,20 +108,20 @@ def run(args: argparse.Namespace) -> int:
                     f"failed, with {num_ranks} rank(s): {trial.error}: {in_options(trial.text)}"
                 )
                 break
-        tensors = judge(job)
-    if not (tensors or failure):
+        comparisons = judge(job)
+    if not (comparisons or failure):
         failure = "failed: the runs have left nothing to compare"
-    differs = any(each.text for each in tensors)
+    differs = any(comparison.text for comparison in comparisons)
     if args.json:
-        found = {
+        report = {
             "target": args.target,
             "num_ranks": args.ranks,
             "same": not (differs or failure),
             "failure": failure,
-            "tensors": list(map(dataclasses.asdict, tensors)),
+            "tensors": list(map(dataclasses.asdict, comparisons)),
         }
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(render(tensors, failure), flush=True)
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(render(comparisons, failure), flush=True)
     return 1 if differs else 2 * bool(failure)
 
 
@@ -128,17 +129,17 @@ def in_options(text: str) -> str:
     """An error's text, with the command's option for the heap's size."""
     return re.sub(
         r"num_bytes=(\d+) \(now (\d+)\)",
-        lambda found: "--heap-mib={} (now {})".format(
-            *(math.ceil(int(size) / 2**20) for size in found.groups())
+        lambda match: "--heap-mib={} (now {})".format(
+            *(math.ceil(int(size) / 2**20) for size in match.groups())
         ),
         text,
     )
 
 
-def judge(job: Job) -> list[Compared]:
-    """Compares the files of a job's runs."""
+def judge(job: Job) -> list[Comparison]:
+    """The comparisons of all tensors in the files of a job's runs."""
 
-    def found(dtype: str, num_ranks: int, rank: int) -> dict[str, Tensors]:
+    def saved_stages(dtype: str, num_ranks: int, rank: int) -> dict[str, Tensors]:
         return {
             stage: torch.load(file)
             for stage in STAGES
@@ -146,34 +147,36 @@ def judge(job: Job) -> list[Compared]:
         }
 
     dtypes = [*dict.fromkeys(["fp32", job.dtype])]
-    one = [found(dtype, 1, 0) for dtype in dtypes]
-    several = [[found(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in dtypes]
+    references = [saved_stages(dtype, 1, 0) for dtype in dtypes]
+    by_rank = [
+        [saved_stages(dtype, job.ranks, rank) for rank in range(job.ranks)] for dtype in dtypes
+    ]
     return [
-        it
-        for each in zip(dtypes, one, reversed(one), several, strict=True)
-        for it in compare(*each)
+        comparison
+        for run in zip(dtypes, references, reversed(references), by_rank, strict=True)
+        for comparison in compare(*run)
     ]
 
 
-def render(tensors: Sequence[Compared], failure: str) -> str:
+def render(comparisons: Sequence[Comparison], failure: str) -> str:
     """One screen: by stage, counts of tensors and the one with the largest excess, and the first that differs."""
     head = (
         f"{'':6}{'stage':20}{'compared':>9}{'not':>6}{'differ':>8}{'error':>10}{'allowed':>10}  of"
     )
-    stages = itertools.groupby(tensors, lambda each: (each.dtype, each.stage))
+    stages = itertools.groupby(comparisons, lambda comparison: (comparison.dtype, comparison.stage))
     notes = [
-        f"note: {each.dtype}, {each.stage} of {each.name}: {each.note}"
-        for each in tensors
-        if each.note
+        f"note: {comparison.dtype}, {comparison.stage} of {comparison.name}: {comparison.note}"
+        for comparison in comparisons
+        if comparison.note
     ]
     different = [
-        f"different, first in {each.dtype}: {each.stage} of {each.name}: {each.text}"
-        for each in tensors
-        if each.text
+        f"different, first in {comparison.dtype}: {comparison.stage} of {comparison.name}: {comparison.text}"
+        for comparison in comparisons
+        if comparison.text
     ]
     verdict = failure or "the same: no tensor differs beyond rounding" * (not different)
     lines = [
-        *[head] * bool(tensors),
+        *[head] * bool(comparisons),
         *(_stage_line(dtype, stage, list(group)) for (dtype, stage), group in stages),
         *notes[:1],
         *different[:1],
@@ -182,9 +185,11 @@ def render(tensors: Sequence[Compared], failure: str) -> str:
     return "\n".join(lines)
 
 
-def _stage_line(dtype: str, stage: str, its: Sequence[Compared]) -> str:
-    known = [each for each in its if each.error is not None]
-    counts = f"{len(known):9}{len(its) - len(known):6}{sum(bool(each.text) for each in its):8}"
-    worst = max(known, key=Compared.excess, default=its[0])
-    errors = f"{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}"
-    return f"{dtype:6}{stage:20}{counts}{errors}  {worst.name}"
+def _stage_line(dtype: str, stage: str, comparisons: Sequence[Comparison]) -> str:
+    compared = [comparison for comparison in comparisons if comparison.error is not None]
+    num_different = sum(bool(comparison.text) for comparison in comparisons)
+    worst = max(compared, key=Comparison.excess, default=comparisons[0])
+    return (
+        f"{dtype:6}{stage:20}{len(compared):9}{len(comparisons) - len(compared):6}{num_different:8}"
+        f"{worst.error or 0.0:10.1e}{worst.tolerance:10.1e}  {worst.name}"
+    )

@@ -18,7 +18,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 
 class BadTarget(ArgumentError):
-    """The function is missing, or returns no model."""
+    """The target's function is missing, or returns no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +76,17 @@ def make(target: str, context: Context, num_layers: int | None) -> Trained:
     module = importlib.import_module(where)
     if not callable(function := getattr(module, name, None)):
         raise BadTarget(f"target ({target}): {module.__file__} has no function '{name}'")
-    made = function(context)
-    if not isinstance(made, Trained | nn.Module):
+    result = function(context)
+    if not isinstance(result, Trained | nn.Module):
         raise BadTarget(
-            f"target ({target}) returns {type(made).__name__}; it must return a Trained, or a torch Module"
+            f"target ({target}) returns {type(result).__name__}; it must return a Trained, or a torch Module"
         )
-    return made if isinstance(made, Trained) else Trained(model=made)
+    return result if isinstance(result, Trained) else Trained(model=result)
 
 
 def _of_transformers(target: str, context: Context, num_layers: int | None) -> Trained:
-    """Random weights if a folder has only config.json. Evaluation mode disables dropout; the balance loss is off,
-    because each rank computes it for its own tokens."""
+    """A model of transformers, with random weights if the folder has only config.json. Evaluation mode disables
+    dropout. The balance loss is off, because each rank computes it for its own tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM  # needs optional packages
 
     from symmoe.integrations.transformers import (

@@ -31,7 +31,7 @@ START, ACTIVATION, GRADIENT, CLIPPED, UPDATE, SAVED, LOADED = STAGES = (
 )
 OWN = " (a rank's own)"  # suffix of a buffer that may differ by rank
 _EXTRAS = {"transformers": "transformers", "safetensors": "checkpoint"}  # of symmoe, by module
-OPTION = torch.float64  # of an optimizer's options, which must match bit for bit
+OPTION = torch.float64  # dtype of an optimizer's options as tensors, which must match bit for bit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARY = 128
 _MOST, _MOST_OF_ROW = (
@@ -40,11 +40,11 @@ _MOST, _MOST_OF_ROW = (
 )  # numbers kept per parameter, or per matrix of a stack (experts)
 
 Tensors = Mapping[str, torch.Tensor]
-_Way = Callable[[str], object]  # saves to or loads from a folder
+_SaveOrLoad = Callable[[str], object]  # saves to or loads from a folder
 
 
 class Job(NamedTuple):
-    """All ranks' job; fields are options of the command. folder: for files."""
+    """The job of all ranks: options of the command, and the folder for files."""
 
     target: str
     ranks: int
@@ -74,7 +74,7 @@ def run(job: Job, ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 
 def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[tuple[str, Tensors]]:
-    """Stages, and this rank's tensors in each. Collective."""
+    """The stages of a step, and this rank's tensors in each. Collective."""
     first, folder = (Path(job.folder, f"{dtype}-{name}") for name in ("start", ranks.num_ranks))
     first.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
@@ -89,8 +89,8 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     )
     trained = make(job.target, context, job.layers)
     model = trained.model
-    names = {id(its): name for name, its in model.named_parameters()}
-    trains = {name: its for name, its in model.named_parameters() if its.requires_grad}
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    trains = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     start = _values(_state(trained, names))
     yield START, start
     optimizer = trained.optimizer
@@ -110,7 +110,7 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         )
     yield ACTIVATION, outputs
     gradients, experts = _gradients(trains), _experts(model)
-    if ranks.num_ranks == 1 and not any(its.any() for its in gradients.values()):
+    if ranks.num_ranks == 1 and not any(tensor.any() for tensor in gradients.values()):
         raise ArgumentError(
             "backward has left no parameter a gradient, or only zeros: there is nothing to compare"
         )
@@ -118,8 +118,8 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     # Below the norm of all gradients: half the norm of the first replicated gradient.
     norms = (
         gradients[name].float().norm().item()
-        for name, its in trains.items()
-        if id(its) not in experts
+        for name, tensor in trains.items()
+        if id(tensor) not in experts
     )
     (trained.clip or partial(clip_grad_norm, model))(
         next((norm / 2 for norm in norms if norm > 0), 1e-4)
@@ -130,8 +130,8 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     yield (
         UPDATE,
         {
-            name: stepped[name].float() - its.float()
-            for name, its in start.items()
+            name: stepped[name].float() - tensor.float()
+            for name, tensor in start.items()
             if name in stepped
         },
     )
@@ -140,10 +140,10 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
         optimizer = None  # save and load do not use it
     save, load = _save_and_load(trained, optimizer)
     before = _state(trained, names, optimizer)
-    bits = {name: _bits(its) for name, its in before.items()}
+    bits = {name: _bits(tensor) for name, tensor in before.items()}
     save(str(folder))
-    for its in before.values():  # shows tensors that load misses
-        part = local_part(its.detach())
+    for tensor in before.values():  # shows tensors that load misses
+        part = local_part(tensor.detach())
         part.copy_(spoilt(part))
     ranks.barrier()
     load(str(folder))
@@ -152,8 +152,10 @@ def _step(job: Job, ranks: Ranks, heap: SymmetricHeap, dtype: str) -> Iterator[t
     yield LOADED, _values({name: after.get(name, torch.empty(0)) for name in changed})
 
 
-def _save_and_load(trained: Trained, optimizer: torch.optim.Optimizer | None) -> tuple[_Way, _Way]:
-    """From the target, or symmoe.checkpoint."""
+def _save_and_load(
+    trained: Trained, optimizer: torch.optim.Optimizer | None
+) -> tuple[_SaveOrLoad, _SaveOrLoad]:
+    """The functions that save and load: of the target, or of symmoe.checkpoint."""
     if trained.save and trained.load:
         return trained.save, trained.load
     from symmoe import checkpoint  # needs safetensors, which is optional
@@ -171,9 +173,9 @@ def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
 def _experts(model: nn.Module) -> set[int]:
     """The ids of experts' parameters: in modules that hold experts, or with Megatron's mark."""
     return {
-        id(its)
-        for _, its, is_expert in named_parameters(model)
-        if is_expert or not getattr(its, "allreduce", True)
+        id(param)
+        for _, param, is_expert in named_parameters(model)
+        if is_expert or not getattr(param, "allreduce", True)
     }
 
 
@@ -186,11 +188,11 @@ def _state(
     model = trained.model
     state: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
-    for name, its in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(its), name) == name:
-            state[name] = its
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) == name:
+            state[name] = param
         else:
-            state[f"tie of {name} to {first[id(its)]}"] = torch.tensor(True)
+            state[f"tie of {name} to {first[id(param)]}"] = torch.tensor(True)
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in persistent:
@@ -205,65 +207,66 @@ def _state(
             for key, value in group.items()
             if isinstance(value, float)
         }
-        for its in group["params"]:
-            name = names.get(id(its), f"weight {len(state) - num_of_model} of the optimizer")
-            if id(its) not in names:
-                state[name] = its
+        for param in group["params"]:
+            name = names.get(id(param), f"weight {len(state) - num_of_model} of the optimizer")
+            if id(param) not in names:
+                state[name] = param
             state |= {
                 f"{key} of {name}": value
-                for key, value in (options | optimizer.state.get(its, {})).items()
+                for key, value in (options | optimizer.state.get(param, {})).items()
                 if isinstance(value, torch.Tensor)
             }
     return state
 
 
 def spoilt(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ everywhere."""
+    """A tensor that differs from the argument in every element."""
     is_of_floats = tensor.is_floating_point() or tensor.is_complex()
     return torch.full_like(tensor, torch.nan) if is_of_floats else ~tensor
 
 
 def _bits(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal if dtype, shape and all bits of this rank's part are equal."""
+    """A value that is equal for tensors whose dtype, shape and bits of this rank's part are equal."""
     part = local_part(tensor.detach()).cpu().contiguous()
     return part.dtype, part.shape, zlib.crc32(part.view(-1).view(torch.uint8).numpy().data)
 
 
 def _values(tensors: Mapping[str, Any]) -> Tensors:
-    """Copies; gathers DTensors; of large tensors every k-th number, the same of an expert on any rank."""
+    """Copies of tensors on the host. DTensors are gathered. A large tensor is sampled: every k-th number, the same
+    numbers of an expert on any rank."""
     values = {}
     for name, tensor in tensors.items():
         value = (tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor).detach().cpu()
-        rows, most = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
-        if (size := value.numel() // max(1, rows)) > most:
-            value = value.reshape(rows, -1)[:, :: size // most | 1]  # odd, to sample many columns
+        rows, limit = (len(value), _MOST_OF_ROW) if value.dim() > 2 else (1, _MOST)
+        if (size := value.numel() // max(1, rows)) > limit:
+            value = value.reshape(rows, -1)[:, :: size // limit | 1]  # odd, to sample many columns
         values[name] = value.clone()
     return values
 
 
-def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
-    """Megatron's `main_grad`, or `grad`, or zeros."""
+def _gradients(params: Mapping[str, nn.Parameter]) -> Tensors:
+    """The gradients: Megatron's `main_grad`, or `grad`, or zeros."""
     gradients = {}
-    for name, its in parameters.items():
-        main = getattr(its, "main_grad", None)
-        gradient = its.grad if main is None else main
-        gradients[name] = torch.zeros_like(its) if gradient is None else gradient
+    for name, param in params.items():
+        main = getattr(param, "main_grad", None)
+        gradient = param.grad if main is None else main
+        gradients[name] = torch.zeros_like(param) if gradient is None else gradient
     return _values(gradients)
 
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Results of modules' first calls, in the order of return. Excludes modules within experts, whose rows depend on
-    the ranks."""
+    """A dict that receives the outputs of modules' first calls in the context, in the order of return. Excludes modules
+    within experts, whose rows depend on the number of ranks."""
     outputs: dict[str, torch.Tensor] = {}
     experts = _experts(model)
     hidden = list[str]()
 
-    def note(path: str, module: nn.Module, args: object, output: object) -> None:
-        for key, each in pytree.tree_flatten_with_path(output)[0]:
-            if isinstance(each, torch.Tensor):
+    def record(path: str, module: nn.Module, args: object, output: object) -> None:
+        for key, value in pytree.tree_flatten_with_path(output)[0]:
+            if isinstance(value, torch.Tensor):
                 outputs.setdefault(
-                    f"{path or 'the model'}{pytree.keystr(key)}", each.detach().cpu().clone()
+                    f"{path or 'the model'}{pytree.keystr(key)}", value.detach().cpu().clone()
                 )
 
     with ExitStack() as hooks:
@@ -272,21 +275,21 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             if ids and ids <= experts and path and not isinstance(module, ExpertParallelModule):
                 hidden.append(f"{path}.")
             if not f"{path}.".startswith(tuple(hidden)):
-                hooks.callback(module.register_forward_hook(partial(note, path)).remove)
+                hooks.callback(module.register_forward_hook(partial(record, path)).remove)
         yield outputs
 
 
 def text_of(rank: int, error: Exception) -> str:
-    """An error with its rank and its place, and missing packages."""
+    """The text of an error with the rank, the user's line and, for a missing package, the command that installs it."""
     if isinstance(error, BadTarget):
         return f"{error}"
     frames = traceback.extract_tb(error.__traceback__)[::-1]
-    at = next(
-        (it for it in frames if "site-packages" not in it.filename), frames[0]
+    user_frame = next(
+        (frame for frame in frames if "site-packages" not in frame.filename), frames[0]
     )  # the caller's, not torch's
     extra = _EXTRAS.get(error.name or "") if isinstance(error, ImportError) else None
     fix = f": pip install '.[{extra}]'" if extra else ""
-    return f"rank {rank}: {error} ({at.filename}:{at.lineno}){fix}"
+    return f"rank {rank}: {error} ({user_frame.filename}:{user_frame.lineno}){fix}"
 
 
 if __name__ == "__main__":

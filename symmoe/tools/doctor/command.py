@@ -50,9 +50,9 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and prints. Returns the exit status."""
+    """Runs the command and prints its findings. Returns the exit status."""
 
-    def tell(findings: list[Finding]) -> None:
+    def publish(findings: list[Finding]) -> None:
         as_json = {
             "level": worst_level(findings),
             "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
         if args.read:
             raise ArgumentError("--nodes and --read exclude each other")
         findings = join_and_examine(
-            os.environ, tell, args.ranks_per_node, sends=not args.no_self_test
+            os.environ, publish, args.ranks_per_node, sends=not args.no_self_test
         )
-        # In every process, so that torchrun on every node returns it.
+        # Every process returns the status, so that torchrun on every node does.
         return int(worst_level(findings) == "problem")
-    # torchrun has started one per rank; they would disturb each other.
+    # torchrun has started a process per rank: self-tests of several would disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
     if args.read:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     findings = examine(dict(os.environ), self_test=not args.no_self_test)
-    tell(findings)
+    publish(findings)
     return int(worst_level(findings) == "problem")
 
 
@@ -94,8 +94,8 @@ def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]
     system, versions, smi = read_system(environment), read_versions(), ask()
     gpus, visible = read_gpus(smi), environment.get("CUDA_VISIBLE_DEVICES")
     has_gpu, used = bool(gpus.gpus), [smi.index_of(gpu) for gpu in gpus.gpus]
-    links = {index: each for index, each in smi.links.items() if index in used}
-    found = [
+    links = {index: link for index, link in smi.links.items() if index in used}
+    findings = [
         *check_system(system, has_gpu=has_gpu),
         *check_versions(versions, has_gpu=has_gpu),
         *check_gpus(gpus, smi, torch_cuda=versions.torch_cuda, visible=visible),
@@ -104,10 +104,10 @@ def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]
         *check_environment(environment, has_gpu=has_gpu, num_cores=system.num_cores),
     ]
     if self_test:
-        slowest = min((each.gbs for each in links.values()), default=0.0) if len(links) > 1 else 0.0
-        found += check_trial(
+        slowest = min((link.gbs for link in links.values()), default=0.0) if len(links) > 1 else 0.0
+        findings += check_trial(
             run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment),
             on_gpus=has_gpu,
             link_gbs=slowest or None,
         )
-    return found
+    return findings

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVELS = ("ok", "note", "problem")
-Said = tuple[object, str, str, str]  # condition, level, text, fix
+Row = tuple[object, str, str, str]  # condition, level, text, fix
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a subject. Levels: "ok"; "note": it works, but could be better, or users should know the text;
-    "problem": it does not work. `fix` is the command or setting that helps; every problem has one."""
+    """A finding about a subject. Levels: "ok"; "note": the subject works, but could be better, or users should know the
+    text; "problem": the subject does not work. `fix` is the command or setting that helps; every problem has one."""
 
     level: str
     subject: str
@@ -25,14 +25,19 @@ class Finding:
         assert self.fix or self.level != "problem", self.text
 
 
-def findings_about(subject: str, *rows: Said) -> list[Finding]:
+def findings_about(subject: str, *rows: Row) -> list[Finding]:
     """The rows with a true condition, as findings about a subject."""
     return [Finding(level, subject, text, fix) for is_so, level, text, fix in rows if is_so]
 
 
-def first(*rows: Said) -> list[Said]:
+def first(*rows: Row) -> list[Row]:
     """The first row with a true condition, or none."""
     return [row for row in rows if row[0]][:1]
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text: the texts of torch and NCCL have many."""
+    return str(error).split("\n", 1)[0]
 
 
 def worst_level(findings: Sequence[Finding]) -> str:
@@ -41,7 +46,7 @@ def worst_level(findings: Sequence[Finding]) -> str:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """One screen of text. Fixes are not wrapped, so that users can copy them."""
+    """The findings on one screen of text. Lines of fixes are not wrapped: users copy them."""
     lines = []
     for finding in findings:
         head = f"{finding.level:<9}{finding.subject:<13}"

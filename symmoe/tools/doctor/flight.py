@@ -18,7 +18,7 @@ MAX_BYTES = 16 << 20  # a record has some 30 KB
 
 @dataclass(frozen=True)
 class Call:
-    """A barrier, or (with signal_of) a wait for a signal."""
+    """A barrier; with signal_of, a wait for a signal."""
 
     phase: str
     epoch: int
@@ -28,7 +28,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Error:
-    """The rank's exception; for PeerTimeout and PeerAborted also the rank that it names."""
+    """The rank's exception. rank: the rank that a PeerTimeout or PeerAborted names."""
 
     type: str
     text: str
@@ -68,12 +68,12 @@ Records = dict[int, Record]  # by rank
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The records' diagnosis; None: in no record."""
+    """The diagnosis of records. A value of None is in no record."""
 
     kind: str  # "timeout" (ranks waited for others), "abort" (a rank aborted), or "error" (all ranks raised one)
     culprits: list[int]  # first causes: missing ranks, or the rank that aborted or raised
     witnesses: list[int]  # ranks that waited for the culprits, or received the abort
-    phase: str | None  # where they waited
+    phase: str | None  # of the witnesses' wait
     epoch: int | None
     since_unix_s: float | None  # when the first witness began to wait
     last_call: (
@@ -88,22 +88,22 @@ def read_record(path: str) -> Record:
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        said = json.loads(data) if len(data) <= MAX_BYTES else None
+        value = json.loads(data) if len(data) <= MAX_BYTES else None
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from error
     if len(data) > MAX_BYTES:
         raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
-    return parse_record(said, path)
+    return parse_record(value, path)
 
 
-def parse_record(said: Any, path: str) -> Record:
+def parse_record(value: Any, path: str) -> Record:
     """A flight record from JSON values. Raises ArgumentError."""
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ArgumentError(f"{path} is no flight record of this version ({FORMAT!r})")
     try:
-        record: Record = typed(Record, said, path, exactly=False)
+        record: Record = typed(Record, value, path, exactly=False)
     except ValueError as error:
         raise ArgumentError(str(error)) from error
     peer = record.error.rank if record.error.type in ("PeerTimeout", "PeerAborted") else 0
@@ -134,37 +134,39 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
     sizes = sorted({record.num_ranks for record in by_rank.values()})
     if len(sizes) > 1:
         raise ArgumentError(f"the records are of groups of {sizes} ranks: give those of one group")
-    waits, told = (
-        {rank: its.error.rank for rank, its in by_rank.items() if its.error.type == kind}
+    waits, aborted = (
+        {rank: record.error.rank for rank, record in by_rank.items() if record.error.type == kind}
         for kind in ("PeerTimeout", "PeerAborted")
     )
-    gave_up = [
+    aborting = [
         rank
         for rank, record in by_rank.items()
         if record.error.text.startswith("this rank gave up: ")
     ]
     without = sorted(set(range(sizes[0])) - set(by_rank))
     if waits:
-        found = _timeout(by_rank, waits)
+        diagnosis = _timeout(by_rank, waits)
     else:
-        found = _abort(by_rank, told, gave_up) if told or gave_up else _error(by_rank)
+        diagnosis = _abort(by_rank, aborted, aborting) if aborted or aborting else _error(by_rank)
     tail = f"; {_ranks(without)} left no record." if without else "."
-    return replace(found, without_record=without, sentence=found.sentence + tail)
+    return replace(diagnosis, without_record=without, sentence=diagnosis.sentence + tail)
 
 
 def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
-    # A rank whose own wait timed out is not the cause, unless ranks waited for each other in a cycle.
+    # A rank whose own wait timed out is no culprit, unless ranks waited for each other in a cycle.
     culprits = sorted(set(waits.values()) - set(waits)) or sorted(set(waits.values()))
     witnesses = sorted(rank for rank, missing in waits.items() if missing in culprits)
-    # Prefers ranks whose own wait timed out, if they left a record: the others received an abort.
-    own = [rank for rank in witnesses if by_rank[rank].error.reported_by is None] or witnesses
-    error, culprit = by_rank[own[0]].error, culprits[0]
+    # A rank whose own wait timed out knows more than ranks that received its abort.
+    first_witnesses = [
+        rank for rank in witnesses if by_rank[rank].error.reported_by is None
+    ] or witnesses
+    error, culprit = by_rank[first_witnesses[0]].error, culprits[0]
     since = _since(by_rank, witnesses, error.phase, error.expected)
     last_call = _last_call(by_rank, culprit, error.expected, error.seen, witnesses)
-    its_calls = by_rank[culprit].calls if culprit in by_rank else []
+    calls = by_rank[culprit].calls if culprit in by_rank else []
     late = [
         f", and it came to '{call.phase}' too late, {_time(call.launched_unix_s)}"
-        for call in its_calls
+        for call in calls
         if call.epoch >= error.expected
     ]
     sentence = (
@@ -176,17 +178,17 @@ def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
     )
 
 
-def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagnosis:
-    culprits = sorted(set(gave_up) | set(told.values()))
-    witnesses = sorted(set(told) - set(culprits))
+def _abort(by_rank: Records, aborted: dict[int, int], aborting: list[int]) -> Diagnosis:
+    culprits = sorted(set(aborting) | set(aborted.values()))
+    witnesses = sorted(set(aborted) - set(culprits))
     status = by_rank[witnesses[0]].status if witnesses else None
     phase, epoch = (status.phase, status.epoch) if status else (None, None)
     source = by_rank[next(rank for rank in (*culprits, *witnesses) if rank in by_rank)].error.text
     reason = source.partition("gave up: ")[2].partition(" (flight record")[0] or source
     last_call = _last_call(by_rank, culprits[0]) if culprits[0] in by_rank else None
-    found_out = f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
+    received = f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
     last = f"; {_last_known(culprits[0], last_call)}" if last_call else ""
-    sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}{found_out}{last}"
+    sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}{received}{last}"
     return Diagnosis(
         "abort",
         culprits,
@@ -203,7 +205,7 @@ def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagno
 def _error(by_rank: Records) -> Diagnosis:
     rank, record = max(by_rank.items(), key=lambda item: item[1].written_unix_s)
     status, error = record.status, record.error
-    # A plan's status has other words: its epoch is at another position.
+    # The status of a plan has another word at the position of the epoch.
     epoch = status.epoch if status.kind in ("fault", "mismatch") else record.barrier_epoch
     text = error.text.partition(" (flight record")[0].rstrip(". ")
     sentence = (
@@ -225,15 +227,15 @@ def _error(by_rank: Records) -> Diagnosis:
 def _since(
     by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None
 ) -> float | None:
-    """The first of these ranks' launch time of the call; of its last call in that phase if epochs do not match, as
-    after CUDA graphs."""
+    """The time at which the first of these ranks launched the call. If no epoch matches, as after CUDA graphs, the
+    last call in that phase counts."""
     of_phase = [[call for call in by_rank[rank].calls if call.phase == phase] for rank in ranks]
-    found = [
+    calls_found = [
         ([call for call in calls if call.epoch == epoch] or calls)[-1]
         for calls in of_phase
         if calls
     ]
-    return min((call.launched_unix_s for call in found), default=None)
+    return min((call.launched_unix_s for call in calls_found), default=None)
 
 
 def _last_call(
@@ -245,12 +247,12 @@ def _last_call(
 ) -> dict[str, Any] | None:
     """A rank's last known call (before that epoch), from its own record or from other ranks' records."""
     if rank in by_rank:
-        own = (
+        calls = (
             {"phase": c.phase, "epoch": c.epoch, "at_unix_s": c.launched_unix_s, "own": True}
             for c in reversed(by_rank[rank].calls)
             if before is None or c.epoch < before
         )
-        return next(own, None)
+        return next(calls, None)
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
     phases = (  # all ranks make the same calls
         call.phase

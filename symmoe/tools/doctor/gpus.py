@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symmoe.kernels import architectures
-from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
+from symmoe.tools.doctor.findings import Finding, Row, findings_about, first, first_line
 from symmoe.tools.doctor.versions import output_of, release
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
@@ -34,7 +34,8 @@ Device = Mapping[str, str]  # nvidia-smi's data of a GPU: a value for each of _F
 
 
 class Links(NamedTuple):
-    """NVLinks of one GPU: gigabytes (1e9) per second and direction of all that are up; how many are up, and down."""
+    """The NVLinks of one GPU: gigabytes (1e9) per second and direction of all links that are up together; the numbers
+    of links that are up and down."""
 
     gbs: float
     num_up: int
@@ -42,8 +43,8 @@ class Links(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All answers of nvidia-smi, whose indices may differ from torch's: the machine's GPUs, by index; the connection of
-    two GPUs (NV18, PIX, PHB...) by pair of indices, smaller first; NVLinks by index."""
+    """The answers of nvidia-smi: the machine's GPUs, by index; the connection of two GPUs (NV18, PIX, PHB...) by pair
+    of indices, smaller first; NVLinks by index. The indices may differ from torch's."""
 
     devices: Mapping[int, Device] = {}
     topology: Mapping[tuple[int, int], str] = {}
@@ -54,9 +55,9 @@ class Report(NamedTuple):
         uuid = str(gpu.uuid).removeprefix("GPU-").lower()
         return next(
             (
-                i
-                for i, each in self.devices.items()
-                if each["uuid"].removeprefix("GPU-").lower() == uuid
+                index
+                for index, device in self.devices.items()
+                if device["uuid"].removeprefix("GPU-").lower() == uuid
             ),
             None,
         )
@@ -73,7 +74,7 @@ class Pair(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """The properties of torch's GPUs, all pairs of them, and why a CUDA build of torch sees none."""
+    """The properties of torch's GPUs, all pairs of GPUs, and the error if a CUDA build of torch sees no GPU."""
 
     gpus: tuple[Any, ...] = ()
     pairs: tuple[Pair, ...] = ()
@@ -81,28 +82,30 @@ class Gpus(NamedTuple):
 
 
 def read_gpus(smi: Report) -> Gpus:
-    """torch's GPUs. Uses no GPU: a GPU may allow only one process, which the self-test needs."""
+    """torch's GPUs. Creates no CUDA context: a GPU may allow only one process, which the self-test needs."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if not torch.cuda.is_available():
-                return Gpus(error=" ".join(str(each.message) for each in caught))
+                return Gpus(error=" ".join(str(warning.message) for warning in caught))
             gpus = [
                 torch.cuda.get_device_properties(index)
                 for index in range(torch.cuda.device_count())
             ]
             pairs, indices = [], [smi.index_of(gpu) for gpu in gpus]
-            for two in itertools.combinations(range(len(gpus)), 2):
-                known = sorted(index for at in two if (index := indices[at]) is not None)
-                connection = smi.topology.get((known[0], known[1])) if len(known) == 2 else None
-                access = (torch.cuda.can_device_access_peer(*order) for order in (two, two[::-1]))
-                pairs.append(Pair(*two, connection, all(access)))
+            for pair in itertools.combinations(range(len(gpus)), 2):
+                in_smi = sorted(
+                    index for position in pair if (index := indices[position]) is not None
+                )
+                connection = smi.topology.get((in_smi[0], in_smi[1])) if len(in_smi) == 2 else None
+                access = (torch.cuda.can_device_access_peer(*order) for order in (pair, pair[::-1]))
+                pairs.append(Pair(*pair, connection, all(access)))
             return Gpus(tuple(gpus), tuple(pairs))
     except (
         RuntimeError,
         AssertionError,
     ) as error:  # e.g. a GPU off the bus, a replaced driver
-        return Gpus(error=str(error).split("\n", 1)[0])
+        return Gpus(error=first_line(error))
 
 
 def check_gpus(
@@ -110,9 +113,9 @@ def check_gpus(
 ) -> list[Finding]:
     """The GPUs, and whether torch can use them. torch_cuda: torch's CUDA version, None for a CPU build; visible:
     CUDA_VISIBLE_DEVICES, None if not set."""
-    version = next((each["driver_version"] for each in smi.devices.values()), "")
+    version = next((device["driver_version"] for device in smi.devices.values()), "")
     needed = _DRIVERS.get(release(torch_cuda)[0], (0,)) if torch_cuda else (0,)
-    driver: Said = (
+    driver: Row = (
         version and release(version) < needed,
         "problem",
         f"driver {version} is too old for torch's CUDA {torch_cuda}: {needed[0]} or newer",
@@ -160,27 +163,27 @@ def check_gpus(
     )
 
 
-def _check_kind(index: int, gpu: Any) -> list[Said]:
+def _check_kind(index: int, gpu: Any) -> list[Row]:
     capability = gpu.major, gpu.minor
     status = architectures.status(capability)
-    known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
+    label = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
     return first(
         (
             capability < architectures.LEAST,
             "problem",
-            f"{known} below 8.0",
+            f"{label} below 8.0",
             "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer",
         ),
         (
             status != "measured",
             "note",
-            f"{known} (docs/doctor.md); measured is 9.0 (Hopper)",
+            f"{label} (docs/doctor.md); measured is 9.0 (Hopper)",
             "",
         ),
     )
 
 
-def _check_device(index: int, device: Device) -> list[Said]:
+def _check_device(index: int, device: Device) -> list[Row]:
     label = f"GPU {index} (as nvidia-smi numbers it)"
     used_mib = int(device["memory.used"]) if device["memory.used"].isdigit() else 0
     return [
@@ -206,9 +209,9 @@ def _check_device(index: int, device: Device) -> list[Said]:
 
 
 def _check_none(
-    error: str, smi: Report, torch_cuda: str | None, visible: str | None, driver: Said
-) -> list[Said]:
-    name = next((each["name"] for each in smi.devices.values()), "")
+    error: str, smi: Report, torch_cuda: str | None, visible: str | None, driver: Row
+) -> list[Row]:
+    name = next((device["name"] for device in smi.devices.values()), "")
     listed = f"nvidia-smi lists {len(smi.devices)} x {name}, torch sees none"
     return first(
         (
@@ -255,7 +258,9 @@ def check_links(
     slow = [pair for pair in reached if pair.connection and pair not in fast]
     fine = [pair for pair in reached if pair not in slow]
     down = [
-        f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up
+        f"{link.num_down} of GPU {index}"
+        for index, link in links.items()
+        if link.num_down and link.num_up
     ]
     group = _largest_group(reached, visible)
     reach = (
@@ -266,7 +271,7 @@ def check_links(
     fastest = _largest_group(fast, visible)
     which = "each pair" if len(fine) == len(pairs) else f"GPUs {_listed(fine)}"
     kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
-    rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
+    rates = sorted({f"{link.gbs:.0f}" for link in links.values() if link.num_up})
     rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
     return findings_about(
         "links",
@@ -293,7 +298,7 @@ def check_links(
 
 
 def ask() -> Report:
-    """Starts nvidia-smi up to three times, at most 10 s each."""
+    """The answers of nvidia-smi, from up to three calls of at most 10 s each."""
 
     def answer(*arguments: str) -> str:
         return output_of("nvidia-smi", *arguments, timeout_s=_TIMEOUT_S)
@@ -311,11 +316,11 @@ def ask() -> Report:
 def parse_devices(text: str) -> dict[int, Device]:
     """The devices in the answer to a query of all fields, as CSV without a header and without units."""
     lines = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
-    found = [
+    devices = [
         dict(zip(_FIELDS, values, strict=True)) for values in lines if len(values) == len(_FIELDS)
     ]
     return {
-        int(each["index"]): each for each in found if each["index"].isdigit()
+        int(device["index"]): device for device in devices if device["index"].isdigit()
     }  # and no warnings
 
 

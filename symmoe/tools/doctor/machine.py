@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from symmoe.symm_mem import host_backend
-from symmoe.tools.doctor.findings import Finding, Said, findings_about, first
+from symmoe.tools.doctor.findings import Finding, Row, findings_about, first
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default, minus used space
@@ -110,12 +110,12 @@ class System(NamedTuple):
 
 
 def read_system(environment: Mapping[str, str]) -> System:
-    """This host."""
+    """The facts of this host."""
     shm = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
-    found = (shutil.which(name, path=environment.get("PATH")) for name in compilers)
+    paths = (shutil.which(name, path=environment.get("PATH")) for name in compilers)
     files, processes = (
-        resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+        resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
     )
     problem = host_backend.preflight()
     try:
@@ -137,13 +137,13 @@ def read_system(environment: Mapping[str, str]) -> System:
         max_files=None if files == resource.RLIM_INFINITY else files,
         max_processes=min(
             (
-                each
-                for each in (processes, *host_backend.left_by_groups("pids"))
-                if each != resource.RLIM_INFINITY
+                limit
+                for limit in (processes, *host_backend.left_by_groups("pids"))
+                if limit != resource.RLIM_INFINITY
             ),
             default=None,
         ),
-        compiler=next((path for path in found if path), None),
+        compiler=next((path for path in paths if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
     )
 
@@ -201,7 +201,7 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
     free = system.shm_free_bytes or 0
     total = system.shm_bytes or 0
     without_shm = "problem" if has_gpu else "note"
-    found: list[Said] = [
+    rows: list[Row] = [
         (
             system.free_bytes is not None and system.free_bytes < _NEEDED_MEMORY_BYTES,
             "problem",
@@ -243,14 +243,14 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
         ),
     ]
     fine = f"/dev/shm {_size(free)} of {_size(total)} free, open files {files or 'no limit'}"
-    return findings_about("limits", *found, (not first(*found), "ok", fine, ""))
+    return findings_about("limits", *rows, (not first(*rows), "ok", fine, ""))
 
 
 def check_environment(
     environment: Mapping[str, str], *, has_gpu: bool, num_cores: int
 ) -> list[Finding]:
-    """Problems of relevant variables, then one line with their values. symmoe sets NVSHMEM's variables unless the
-    environment already has them: its values win."""
+    """Problems of relevant variables, then one line with their values. symmoe sets NVSHMEM's variables only if the
+    environment has not set them."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
     values = {name: environment[name].encode("unicode_escape").decode() or "''" for name in matters}
     shown = {
@@ -306,9 +306,9 @@ def _is_harmful(value: str, wrong: str) -> bool:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be created there; for a missing folder, whether it can be created."""
+    """Whether files can be created in the folder; for a missing folder, whether the folder can be created."""
     existing = next(
-        (each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/")
+        (path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/")
     )
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 

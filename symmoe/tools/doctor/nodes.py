@@ -26,7 +26,14 @@ from symmoe.nodes.rail import GlooRail, Payload
 from symmoe.nodes.reach import DEVICE_VARIABLE, REACH_S, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_domain, find_machine, find_topology
 from symmoe.symm_mem.host_backend import text_of
-from symmoe.tools.doctor.findings import Finding, Said, findings_about, first, worst_level
+from symmoe.tools.doctor.findings import (
+    Finding,
+    Row,
+    findings_about,
+    first,
+    first_line,
+    worst_level,
+)
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
@@ -39,23 +46,23 @@ _SHOWN = 3  # entries of a long list
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A rank's facts about itself."""
+    """The facts of one rank."""
 
     host: str
     machine: str  # equal for ranks on one machine
     domain: str  # equal for ranks that can access each other's memory
     endpoint: Endpoint  # gloo's address
-    problem: str = ""  # why gloo cannot
+    problem: str = ""  # why gloo has no address
     versions: Mapping[str, str]
-    gpu: str = ""  # name of its GPU
-    nics_up: Sequence[str] = ()  # its machine's RDMA devices with a link
+    gpu: str = ""  # the GPU's name
+    nics_up: Sequence[str] = ()  # the machine's RDMA devices with a link
     nics_down: Sequence[str] = ()
     launch_order: str = ""  # value of NCCL_LAUNCH_ORDER_IMPLICIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """A rank's result for its rail: GB/s that it sends, infinite if not measured; or the error."""
+    """The result of one rank's rail: GB/s that the rank sends, infinite if not measured; or the error."""
 
     gbs: float = 0.0
     error: str = ""
@@ -66,8 +73,8 @@ class RanksMissing(Exception):
 
 
 class Board(NamedTuple):
-    """This process with torchrun's ranks, and a torch store where every rank publishes its findings and reads those of
-    other ranks. Collective."""
+    """This process among torchrun's ranks, and a torch store in which ranks publish values for each other.
+    Collective."""
 
     store: Any
     rank: int
@@ -75,32 +82,32 @@ class Board(NamedTuple):
     local_rank: int
     wait_s: float = _WAIT_S
 
-    def gather(self, what: str, mine: Any, ranks: Iterable[int] | None = None) -> list[Any]:
-        """Values that every rank (or each of `ranks`) published under that name, as JSON, in rank order. Raises
+    def gather(self, name: str, value: Any, ranks: Iterable[int] | None = None) -> list[Any]:
+        """Publishes a JSON value under a name; the values of all ranks (or of `ranks`), in rank order. Raises
         RanksMissing."""
-        self.store.set(f"symmoe-doctor/{what}/{self.rank}", json.dumps(mine))
-        deadline, said, missing = time.monotonic() + self.wait_s, [], []
+        self.store.set(f"symmoe-doctor/{name}/{self.rank}", json.dumps(value))
+        deadline, values, missing = time.monotonic() + self.wait_s, [], []
         for rank in range(self.num_ranks) if ranks is None else ranks:
-            key, left_s = f"symmoe-doctor/{what}/{rank}", max(1e-3, deadline - time.monotonic())
+            key, left_s = f"symmoe-doctor/{name}/{rank}", max(1e-3, deadline - time.monotonic())
             try:
                 self.store.wait([key], timedelta(seconds=left_s))
-                said.append(json.loads(self.store.get(key)))
+                values.append(json.loads(self.store.get(key)))
             except RuntimeError:  # some stores raise a DistError, others do not
                 missing.append(rank)
         if missing:
-            raise RanksMissing(f"ranks {listed(missing)} did not answer in time, at '{what}'")
-        return said
+            raise RanksMissing(f"ranks {listed(missing)} did not answer in time, at '{name}'")
+        return values
 
 
 def join_and_examine(
     environment: Mapping[str, str],
-    tell: Callable[[list[Finding]], None],
+    publish: Callable[[list[Finding]], None],
     ranks_per_node: int | None,
     *,
     sends: bool,
 ) -> list[Finding]:
-    """Runs :func:`examine_nodes` in torchrun's job. Rank 0 reports; if ranks do not find each other, each node's first
-    rank reports. Raises ArgumentError without torchrun."""
+    """Runs :func:`examine_nodes` in torchrun's job. Rank 0 publishes the findings; if a rank cannot reach the store or
+    the other ranks, the first rank of each node does. Raises ArgumentError without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if missing := [name for name in names if not environment.get(name, "").isdigit()]:
         raise ArgumentError(
@@ -112,13 +119,13 @@ def join_and_examine(
         board = Board(store, rank, num_ranks, local_rank)
         findings = examine_nodes(board, environment, ranks_per_node, sends=sends)
         if rank == 0:
-            tell(findings)
+            publish(findings)
         # Rank 0 may host the store, and torchrun ends a node's ranks when one fails: all exit together.
         with contextlib.suppress(RanksMissing):
             board.gather("leaves", None, None if rank == 0 else [0])
         return findings
     except RanksMissing as error:
-        found = Finding(
+        finding = Finding(
             "problem",
             "nodes",
             str(error),
@@ -126,16 +133,16 @@ def join_and_examine(
         )
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        found = Finding(
+        finding = Finding(
             "problem",
             "nodes",
             f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT={where}: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more",
         )
     if local_rank == 0:
-        tell([found])
-    return [found]
+        publish([finding])
+    return [finding]
 
 
 def examine_nodes(
@@ -150,13 +157,13 @@ def examine_nodes(
             endpoint = stack.enter_context(Listener()).endpoint
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
-        mine = read_facts(board.local_rank, environment, endpoint, problem)
+        local = read_facts(board.local_rank, environment, endpoint, problem)
         facts = [
-            Facts(**each | {"endpoint": Endpoint(*each["endpoint"])})
-            for each in board.gather("facts", asdict(mine))
+            Facts(**item | {"endpoint": Endpoint(*item["endpoint"])})
+            for item in board.gather("facts", asdict(local))
         ]
         try:
-            topology = find_topology([each.domain for each in facts], board.rank, ranks_per_node)
+            topology = find_topology([item.domain for item in facts], board.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
             fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
             return [Finding("problem", "nodes", str(error), fix)]
@@ -165,24 +172,24 @@ def examine_nodes(
             for rank in topology.rail
             if rank != board.rank and facts[rank].endpoint.port
         }
-        made, refuse = connect(mates, REACH_S)
-        for each in made.values():
-            stack.callback(each.close)
-        refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
-    found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
-    if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
+        connections, failures = connect(mates, REACH_S)
+        for item in connections.values():
+            stack.callback(item.close)
+        refused = [dict(item) for item in board.gather("reach", [*failures.items()])]
+    findings = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
+    if sends and topology.num_nodes > 1 and worst_level(findings) != "problem":
         with contextlib.ExitStack() as stack:
-            said = board.gather(
-                "rails", asdict(try_rail(board, topology, stack, has_gpu=bool(mine.gpu)))
+            rails = board.gather(
+                "rails", asdict(try_rail(board, topology, stack, has_gpu=bool(local.gpu)))
             )
-        found += check_rails(topology, [Rail(**each) for each in said])
-    return found
+        findings += check_rails(topology, [Rail(**item) for item in rails])
+    return findings
 
 
 def read_facts(
     local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str
 ) -> Facts:
-    """This rank's facts."""
+    """The facts of this rank."""
     smi = ask()
     gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
@@ -202,7 +209,7 @@ def read_facts(
 
 
 def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
-    """RDMA devices, such as "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", and whether they have a link."""
+    """By RDMA device, e.g. "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", whether a link is up."""
     nics = {}
     for device in sorted(folder.glob("*")):
         about = [text_of(device / "ports/1" / name).strip() for name in ("link_layer", "rate")]
@@ -216,7 +223,8 @@ def try_rail(
     board: Board, topology: Topology, stack: contextlib.ExitStack, *, has_gpu: bool
 ) -> Rail:
     """Connects the ranks of a rail like a heap; on GPUs also sends messages, compares and measures them. Collective
-    over the rail; the result contains errors. The rail stays until the stack ends: peers may still use it."""
+    over the rail. The result contains an error, if any. The rail is open until the stack ends: peers may still use
+    it."""
     options: dict[str, Any] = {
         "node": topology.node,
         "num_nodes": topology.num_nodes,
@@ -230,7 +238,7 @@ def try_rail(
             NcclRail(Nccl(), store, **options) if has_gpu else GlooRail(store, **options)
         )
     except (BackendUnavailable, RuntimeError) as error:
-        return Rail(error=_first_line(error))
+        return Rail(error=first_line(error))
     stack.callback(payload.close)
     return Rail(gbs=payload.bytes_per_s / 1e9)
 
@@ -241,11 +249,11 @@ def try_rail(
 def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
     """The placement of ranks, and differences in software."""
     versions = {
-        name: _ranks_by([each.versions.get(name, "none") for each in facts])
-        for name in sorted({name for each in facts for name in each.versions})
+        name: _ranks_by([fact.versions.get(name, "none") for fact in facts])
+        for name in sorted({name for fact in facts for name in fact.versions})
     }
-    without = [rank for rank, each in enumerate(facts) if not each.gpu]
-    num_machines = len({each.machine for each in facts})
+    without = [rank for rank, fact in enumerate(facts) if not fact.gpu]
+    num_machines = len({fact.machine for fact in facts})
     places = [
         f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}"
         for node, ranks in enumerate(topology.nodes)
@@ -262,15 +270,16 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
         "nodes",
         *(
             (
-                len(its) > 1,
+                len(ranks_by_version) > 1,
                 "problem",
                 f"{name} is not the same everywhere: "
                 + "; ".join(
-                    f"ranks {listed(ranks)} have {version}" for version, ranks in its.items()
+                    f"ranks {listed(ranks)} have {version}"
+                    for version, ranks in ranks_by_version.items()
                 ),
                 f"pip install {name}==... on every node",
             )
-            for name, its in versions.items()
+            for name, ranks_by_version in versions.items()
         ),
         (
             0 < len(without) < len(facts),
@@ -298,8 +307,8 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
 def check_network(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> list[Finding]:
-    """RDMA devices of every machine; network devices between hosts, and pairs of ranks that cannot connect (refused: by
-    rank, why it cannot connect to some of its rail); settings for NCCL."""
+    """RDMA devices of every machine; network devices between hosts, and pairs of ranks that cannot connect; settings
+    for NCCL. refused: by rank, the ranks of its rail that the rank cannot connect to, and why."""
     return [
         *findings_about("nics", *_nic_rows(facts)),
         *_check_sockets(facts, topology, refused),
@@ -307,9 +316,9 @@ def check_network(
     ]
 
 
-def _nic_rows(facts: Sequence[Facts]) -> Iterator[Said]:
-    has_gpu = any(each.gpu for each in facts)
-    by_nics = _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts])
+def _nic_rows(facts: Sequence[Facts]) -> Iterator[Row]:
+    has_gpu = any(fact.gpu for fact in facts)
+    by_nics = _ranks_by([(tuple(fact.nics_up), tuple(fact.nics_down)) for fact in facts])
     for (up, down), ranks in by_nics.items():
         where = ", ".join(dict.fromkeys(facts[rank].host for rank in ranks))
         yield (
@@ -332,8 +341,10 @@ def _nic_rows(facts: Sequence[Facts]) -> Iterator[Said]:
 def _check_sockets(
     facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]
 ) -> list[Finding]:
-    problems = _ranks_by([each.problem for each in facts])
-    pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
+    problems = _ranks_by([fact.problem for fact in facts])
+    pairs = [
+        (rank, mate, why) for rank, failures in enumerate(refused) for mate, why in failures.items()
+    ]
     where = _places(topology, len(facts))
     shown = [
         f"{where[a]} cannot connect to {where[b]} at {facts[b].endpoint}: {why}"
@@ -364,7 +375,7 @@ def _check_sockets(
 
 
 def _check_nccl(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
-    unordered = [rank for rank, each in enumerate(facts) if each.gpu and each.launch_order != "1"]
+    unordered = [rank for rank, fact in enumerate(facts) if fact.gpu and fact.launch_order != "1"]
     return findings_about(
         "nccl",
         (
@@ -381,21 +392,21 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> list[Finding]:
     """Findings about rails: which connect, their speed, and the slowest one. rails: each rank's result."""
     where = _places(topology, len(rails))
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
-    failed = [f"{where[rank]}: {each.error}" for rank, each in enumerate(rails) if each.error]
+    failed = [f"{where[rank]}: {rail.error}" for rank, rail in enumerate(rails) if rail.error]
     slowest = [
         min(ranks, key=lambda rank: rails[rank].gbs) for ranks in zip(*topology.nodes, strict=True)
     ]
     gbs = [rails[rank].gbs for rank in slowest]
     usual = median(gbs)
     last = gbs.index(min(gbs))
-    place = where[slowest[last]]
-    speeds = "; ".join(f"rail {number}: {each:.3g} GB/s" for number, each in enumerate(gbs))
+    slowest_rank = where[slowest[last]]
+    speeds = "; ".join(f"rail {number}: {speed:.3g} GB/s" for number, speed in enumerate(gbs))
     return findings_about(
         "rails",
         (
             not failed and gbs[last] < _SLOW * usual < math.inf,
             "note",
-            f"rail {last} is slow: {gbs[last]:.3g} GB/s at {place}, the median rail has {usual:.3g}",
+            f"rail {last} is slow: {gbs[last]:.3g} GB/s at {slowest_rank}, the median rail has {usual:.3g}",
             f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}",
         ),
         *first(
@@ -414,7 +425,7 @@ def check_rails(topology: Topology, rails: Sequence[Rail]) -> list[Finding]:
             (
                 True,
                 "ok",
-                f"{speeds} (each rank sends and receives; of its slowest); slowest: {place}",
+                f"{speeds} (each rank sends and receives; of its slowest); slowest: {slowest_rank}",
                 "",
             ),
         ),
@@ -426,22 +437,20 @@ def _places(topology: Topology, num_ranks: int) -> list[str]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """ "0-3, 8": joins ranges of three and more."""
+    """Numbers as text, with ranges of three and more joined: "0-3, 8"."""
     # Numbers minus their indices are equal within a range.
     ranges = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    parts = [[number for _, number in its] for _, its in ranges]
+    parts = [[number for _, number in run] for _, run in ranges]
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
 
 
 def _ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
-    return {value: [rank for rank, each in enumerate(values) if each == value] for value in values}
+    return {
+        value: [rank for rank, entry in enumerate(values) if entry == value] for value in values
+    }
 
 
 def _some(texts: Sequence[str]) -> str:
     return "; ".join(
         [*texts[:_SHOWN], *[f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)]
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

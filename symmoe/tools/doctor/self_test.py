@@ -45,8 +45,8 @@ _LOADS = {"cpu": (512, 1024, torch.float32), "cuda": (8192, 7168, torch.bfloat16
 
 
 class Trial(NamedTuple):
-    """The result of the self-test: figures from :func:`run`, or the type of an exception (or the way a process ended)
-    and its text (or the process's last printed line); seconds until the last process had ended."""
+    """The result of the self-test: figures from :func:`run`, or the type and text of an exception, or the end of a
+    process and the process's last printed line; seconds until the last process had ended."""
 
     num_ranks: int
     took_s: float
@@ -63,9 +63,9 @@ def run_trial(
     command: Sequence[str] = _RANK,
     job: Any = None,
 ) -> Trial:
-    """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
-    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, and passes its
-    last argument to :func:`be_rank`, with the job in it."""
+    """Runs the self-test on this machine, and returns after the end of all its processes. They are killed after
+    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` starts one rank, and passes the
+    last argument, which contains the job, to :func:`be_rank`."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     deadline_s = (
         DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
@@ -79,7 +79,7 @@ def run_trial(
     }
     start, ranks = time.monotonic(), range(num_ranks)
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
-        known = {
+        arguments = {
             rank: {
                 "rank": rank,
                 "num_ranks": num_ranks,
@@ -93,7 +93,7 @@ def run_trial(
         processes = start_processes(
             "symmoe-doctor",
             command[0],
-            {rank: (*command[1:], json.dumps(known[rank])) for rank in ranks},
+            {rank: (*command[1:], json.dumps(arguments[rank])) for rank in ranks},
             dict.fromkeys(ranks, variables),
             DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
@@ -115,31 +115,34 @@ def run_trial(
 def _first_error(
     folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int
 ) -> tuple[str, str]:
-    """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
-    causes: list[tuple[tuple[int, int], tuple[str, str]]] = []  # distance from the cause, and time
-    for rank in failures or range(num_ranks):
-        path = folder / f"found-{rank}"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        if "error" in found:
-            distance = 2 if found["error"].startswith("Peer") else 0
-            causes.append(((distance, path.stat().st_mtime_ns), (found["error"], found["text"])))
-            continue
-        logs = "".join(
-            log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log"))
-        )
-        last = next(
-            (line.strip() for line in reversed(logs.split("\n")) if line.strip()),
-            "it has printed nothing",
-        )
-        code = failures[rank].exitcode if rank in failures else None
-        how = f"ended with status {code}" if code else "did not end in time"
-        if code and code < 0:
-            how = f"was ended by {failures[rank].signal_name()}"
-        # After one fails, torch ends the others by SIGTERM.
-        causes.append(
-            ((3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {how}", last))
-        )
+    """The error and the text that are nearest to the cause."""
+    causes = (_cause_of(folder, rank, failures.get(rank)) for rank in failures or range(num_ranks))
     return min(causes, key=lambda cause: cause[0])[1]
+
+
+def _cause_of(
+    folder: Path, rank: int, failure: ProcessFailure | None
+) -> tuple[tuple[int, int], tuple[str, str]]:
+    """A rank's distance from the cause, and time; its error and text. The nearest is a rank's own exception, then a
+    process's sudden end, then the exception of a rank that lost a peer."""
+    path = folder / f"found-{rank}"
+    output = json.loads(path.read_text()) if path.exists() else {}
+    if "error" in output:
+        distance = 2 if output["error"].startswith("Peer") else 0
+        return (distance, path.stat().st_mtime_ns), (output["error"], output["text"])
+    logs = "".join(
+        log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log"))
+    )
+    last = next(
+        (line.strip() for line in reversed(logs.split("\n")) if line.strip()),
+        "it has printed nothing",
+    )
+    code = failure.exitcode if failure else None
+    ending = f"ended with status {code}" if code else "did not end in time"
+    if failure and failure.exitcode < 0:
+        ending = f"was ended by {failure.signal_name()}"
+    # After the first failure, torch ends the remaining processes by SIGTERM.
+    return (3 if code in (None, -signal.SIGTERM) else 1, 0), (f"rank {rank} {ending}", last)
 
 
 def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
@@ -173,7 +176,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
                 ),
             ),
         )
-    # One rank moves no rows: it has no such figures.
+    # One rank sends no rows: it has no such figures.
     dispatch, combine, copy = (
         trial.figures.get(f"{name}_gbs", 0.0) for name in ("dispatch", "combine", "copy")
     )
@@ -204,31 +207,37 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
 
 
 def be_rank(
-    known: str,
+    payload: str,
     work: Callable[[Ranks, float, Any], dict[str, float]],
     text_of: Callable[[int, Exception], str] = lambda _, error: str(error),
 ) -> int:
-    """Joins the others, works, and writes the result, or the error and its text by rank, to a file as JSON. known: what
-    :func:`run_trial` passes to a rank, in JSON. work: receives the ranks, the time limit of a wait on a heap, and the
-    job. Returns the exit status."""
-    its = json.loads(known)
-    signal.alarm(its["deadline_s"])  # ends this process even if its parent is gone
+    """The main function of a rank: joins the process group, calls `work`, and writes the result to a file as JSON, or
+    the type and `text_of` the error. Returns the exit status.
+
+    Args:
+        payload: the rank's arguments from :func:`run_trial`, in JSON.
+        work: receives the ranks, the time limit of a wait on a heap, and the job.
+    """
+    arguments = json.loads(payload)
+    signal.alarm(arguments["deadline_s"])  # ends this process even if its parent is gone
     lingers = False
     with contextlib.ExitStack() as stack:
         try:
             ranks = stack.enter_context(
-                join(f"file://{its['store']}", its["rank"], its["num_ranks"])
+                join(f"file://{arguments['store']}", arguments["rank"], arguments["num_ranks"])
             )
-            found: Mapping[str, Any] = work(ranks, its["deadline_s"] / _WAITS, its["job"])
+            output: Mapping[str, Any] = work(
+                ranks, arguments["deadline_s"] / _WAITS, arguments["job"]
+            )
         except Exception as error:  # noqa: BLE001 - the parent process must report any error
-            found = {"error": type(error).__name__, "text": text_of(its["rank"], error)}
+            output = {"error": type(error).__name__, "text": text_of(arguments["rank"], error)}
             lingers = isinstance(error, PeerError)
-        part = Path(f"{its['out']}.part")
-        part.write_text(json.dumps(found), encoding="utf-8")
-        part.replace(its["out"])  # atomic, and before others lose this rank
-    if lingers:  # the culprit must end first: torch ends the others after one fails
+        part = Path(f"{arguments['out']}.part")
+        part.write_text(json.dumps(output), encoding="utf-8")
+        part.replace(arguments["out"])  # atomic, and before this rank leaves the process group
+    if lingers:  # the lost rank must end first: torch ends all ranks after the first that fails
         time.sleep(_GRACE_S)
-    return int("error" in found)
+    return int("error" in output)
 
 
 def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
@@ -236,17 +245,17 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
     `combine_gbs`, `copy_gbs`. A wait on the heap takes at most `wait_s`. Collective."""
     num_tokens, hidden, dtype = _LOADS[ranks.device.type]
     start = time.perf_counter()
-    # Rows, the plain copy's tokens, and in combine a place for sums of as many tokens from each peer.
+    # Rows, the plain copy's tokens, and in combine memory for sums of as many tokens from each peer.
     num_bytes = (3 + ranks.num_ranks - 1) * num_tokens * hidden * dtype.itemsize + _SPARE_BYTES
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
-        found = {"heap_s": ranks.largest(time.perf_counter() - start)}
+        figures = {"heap_s": ranks.largest(time.perf_counter() - start)}
         check(heap, ranks, dtype)
-        return found | (speeds(heap, ranks) if ranks.num_ranks > 1 else {})
+        return figures | (speeds(heap, ranks) if ranks.num_ranks > 1 else {})
 
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Sends small integers, exact in every dtype, to one or two experts that multiply them, and back. Collective.
-    Raises WrongResult on every rank if an element is wrong on any."""
+    """Dispatches tokens of small integers, exact in every dtype, to one or two experts, which multiply the rows, and
+    combines the products. Collective. Raises WrongResult on every rank if an element is wrong on any."""
     rank, num_experts, device = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks, heap.device
     token = torch.arange(60 + 5 * rank, device=device)
     x = ((31 * rank + 7 * token[:, None] + torch.arange(_HIDDEN, device=device)) % 8).to(dtype)
@@ -269,11 +278,11 @@ def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
 def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
     """GB/s per rank and direction of dispatch, combine and a plain copy, all ranks at once. Collective."""
     num_tokens, hidden, dtype = _LOADS[ranks.device.type]
-    token, others = torch.arange(num_tokens), ranks.num_ranks - 1
-    destination = (ranks.rank + 1 + token % others) % ranks.num_ranks  # one expert per rank
+    token, num_peers = torch.arange(num_tokens), ranks.num_ranks - 1
+    destination = (ranks.rank + 1 + token % num_peers) % ranks.num_ranks  # one expert per rank
     plan = make_plan(destination[:, None].to(heap.device), num_experts=ranks.num_ranks, heap=heap)
     x = torch.ones((num_tokens, hidden), dtype=dtype, device=heap.device)
-    share = num_tokens // others  # tokens that the copy sends to each rank
+    share = num_tokens // num_peers  # tokens that the copy sends to each rank
     peers = [
         (ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)
     ]  # spreads destinations at any time
@@ -281,8 +290,8 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
         heap.lease((plan.row_capacity, hidden), dtype, name="rows") as rows,
         heap.lease((ranks.num_ranks * share, hidden), dtype, name="copy") as copied,
     ):
-        out, here = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
-        targets = [copied.peer(peer)[here] for peer in peers]
+        out, region = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
+        targets = [copied.peer(peer)[region] for peer in peers]
 
         *_, handle = dispatch_tokens(x, plan, out=out)
         steps = {
@@ -291,8 +300,8 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
         return {
-            f"{name}_gbs": x.nbytes / float(np.median(taken)) / 1e6
-            for name, taken in times_in_a_row_ms(steps, ranks, _REPETITIONS).items()
+            f"{name}_gbs": x.nbytes / float(np.median(times_ms)) / 1e6
+            for name, times_ms in times_in_a_row_ms(steps, ranks, _REPETITIONS).items()
         }
 
 

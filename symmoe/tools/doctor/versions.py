@@ -1,4 +1,4 @@
-"""What this machine's programs and packages say: versions of symmoe's dependencies, and conflicts between them."""
+"""Versions of symmoe's dependencies on this machine, and conflicts between them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Versions(NamedTuple):
 
 def read_versions() -> Versions:
     """The installed versions of this Python. Imports only torch."""
-    found = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
-    found["torch"] = torch.__version__  # includes the build's label, unlike some distributions
+    installed = {name: version for name in _DISTRIBUTIONS if (version := version_of(name))}
+    installed["torch"] = torch.__version__  # includes the build's label, unlike some distributions
     try:
         of_torch = {
             match[1]: match[3] if match[2] == "==" else match[3].rpartition(".")[0] + ".*"
@@ -54,11 +54,11 @@ def read_versions() -> Versions:
         }
     except metadata.PackageNotFoundError:
         of_torch = {}
-    return Versions(found, torch.version.cuda, of_torch)
+    return Versions(installed, torch.version.cuda, of_torch)
 
 
 def output_of(*command: str, timeout_s: float = 30.0) -> str:
-    """A command's output; "" if it is missing, fails or times out."""
+    """A command's output; "" if the command is missing, fails or times out."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout_s
@@ -82,7 +82,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
-    """Problems of the versions, then one line that lists them."""
+    """Problems of the versions, then one line that lists the versions."""
     installed, pins, cuda = versions.installed, versions.torch_pins, versions.torch_cuda
     torch_version, triton = installed["torch"], installed.get("triton", "")
     cuda_major = release(cuda)[0] if cuda else 13  # of `symmoe[nvshmem]` for a CPU build
@@ -94,8 +94,10 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
     other_triton = "pip install " + shlex.quote("triton==" + (pin or f"{_TRITON[1]}.*"))
     other_library = f"pip install {library}=={pins.get(library, '3.4.5')}"
     newer = f"pip install '{bindings}>=0.4.1,<0.5'"
-    others = [each for each in installed if each.startswith("nvshmem4py-")]
-    besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
+    other_bindings = [name for name in installed if name.startswith("nvshmem4py-")]
+    besides = (
+        f"; {other_bindings[0]} is, which is not for torch's CUDA {cuda}" if other_bindings else ""
+    )
     shown = {
         "symmoe": "symmoe",
         "torch": "torch",
@@ -139,7 +141,7 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
                 "note",
                 f"Triton {triton} has not been tested, {_TRITON[0]} to {_TRITON[1]} have: Hopper's own kernels are not "
                 "used, and Triton's JIT makes every launch, which takes the host 34 us instead of 2 to 6",
-                # If torch requires such a version, others conflict with it.
+                # If torch requires an untested Triton, only another torch helps.
                 _OLDER if pin and release(pin)[:2] not in TRITON_VERSIONS else other_triton,
             ),
             (
