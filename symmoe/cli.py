@@ -157,14 +157,14 @@ def _run(argv: Sequence[str] | None) -> int:
         ("doctor", doctor.HELP, doctor.DESCRIPTION, doctor.OPTIONS, doctor.run),
         ("check", check.HELP, check.DESCRIPTION, check.OPTIONS, check.run),
     ):
-        its = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=text,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_options(its, options)
-        its.set_defaults(run=run)
+        add_options(subparser, options)
+        subparser.set_defaults(run=run)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -220,14 +220,14 @@ def _forward(plan: NetworkPlan) -> str:
     lines = [
         f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}",
         *(
-            f"{label:40}{it.rows:16.2f}{it.num_bytes / 1e6:10.0f}{it.seconds * 1e6:10.0f}"
-            for label, it in traffic.items()
+            f"{label:40}{link.rows:16.2f}{link.num_bytes / 1e6:10.0f}{link.seconds * 1e6:10.0f}"
+            for label, link in traffic.items()
         ),
         f"{'GEMMs of the forward pass':40}{plan.exact.gemms_s * 1e6:36.0f}",
         *(
-            f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
-            f"bound by {it.bound}"
-            for name, it in (("exact", plan.exact), ("fixed size", plan.fixed))
+            f"forward, {name}: serial {times.serial_s * 1e6:.0f} us; all hidden {times.hidden_s * 1e6:.0f} us, "
+            f"bound by {times.bound}"
+            for name, times in (("exact", plan.exact), ("fixed size", plan.fixed))
         ),
         f"a step, default schedule: forward {plan.step_forward_s * 1e6:.0f} us, "
         f"backward {plan.step_backward_s * 1e6:.0f} us",
@@ -250,9 +250,9 @@ def _reason(layer: MeasuredLayer | None, speed_up: float) -> str:
     """The reason for a precision."""
     if layer is None:
         return f"{AUTO} takes bf16: no layer was measured that is nowhere larger than this one"
-    taken = "float8-block" if speed_up >= LEAST_SPEED_UP else "bf16"
+    chosen = "float8-block" if speed_up >= LEAST_SPEED_UP else "bf16"
     return (
-        f"{AUTO} takes {taken}: on H200s float8-block was {speed_up:.2f} times as fast for the layer of {layer.name} "
+        f"{AUTO} takes {chosen}: on H200s float8-block was {speed_up:.2f} times as fast for the layer of {layer.name} "
         f"(hidden {layer.hidden}, ffn {layer.ffn}, {layer.rows_per_expert} rows per expert), "
         f"and {LEAST_SPEED_UP:.2f} is the least"
     )

@@ -128,11 +128,11 @@ class PeerTimeout(PeerError):
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
         where = "" if node is None else f" on node {node}"
         self.bound, self.bound_s = bound
-        how = (
+        reason = (
             "and has closed its connection" if is_lost else f"within {self.bound}={self.bound_s:g}"
         )
         super().__init__(
-            f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
+            f"rank {rank}{where} did not reach '{phase}' {reason}: expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
         self.phase = phase

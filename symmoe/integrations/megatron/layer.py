@@ -44,13 +44,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchOptions:
-    """How rows travel, as in make_plan; the same on all ranks.
+    """Options of a dispatch, as in make_plan; the same on all ranks.
 
     Attributes:
         order: order of the sums in combine. "rank": least traffic. "slot": a token's experts in ascending order, like
             Megatron's alltoall, the same bits for any number of ranks.
         capacity: rows that fit on a rank, without a host synchronisation per layer; None: exact, one small read.
-        overflow: with a capacity, "raise" or "drop".
+        overflow: with a capacity, "raise" or "drop_tokens".
     """
 
     order: Order = "rank"
@@ -205,11 +205,11 @@ class SymmMoELayer(MoELayer):
         *,
         heap: SymmetricHeap,
         options: DispatchOptions,
-        **others: object,
+        **kwargs: object,
     ) -> None:
         pg_collection = process_groups(pg_collection)
         raise_for(layer_problem(config) or groups_problem(pg_collection, heap))
-        super().__init__(config, submodules, layer_number, pg_collection, **others)
+        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
         self._routed: RoutedExperts | None = None
         if isinstance(self.experts, SymmExperts):
             self._routed = RoutedExperts.of(
@@ -223,7 +223,10 @@ class SymmMoELayer(MoELayer):
         dispatcher = SymmTokenDispatcher if self._routed is None else FusedTokenDispatcher
         self.token_dispatcher = dispatcher(config, pg_collection, heap=heap, options=options)
         self.listeners = Listeners(
-            heap, num_experts=config.num_moe_experts, order=options.order, give=give_routing
+            heap,
+            num_experts=config.num_moe_experts,
+            order=options.order,
+            override_router=override_routing,
         )
         self._recorder = recorder_of(self.router)
         if self.shared_expert_overlap:
@@ -236,14 +239,14 @@ class SymmMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         if self._routed is not None:
             y, load = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
-            self._tell(hidden_states, load)
+            self._notify(hidden_states, load)
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
-        self._tell(rows, begun(dispatcher.handle).plan.load)
+        self._notify(rows, begun(dispatcher.handle).plan.load)
         return dispatcher.combine_preprocess(output), bias
 
-    def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
+    def _notify(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         # The choice before a capacity factor's drops; another action's record may be of an earlier forward.
         recorder = self._recorder
         recorded = (
@@ -252,7 +255,7 @@ class SymmMoELayer(MoELayer):
             else None
         )
         ids = begun(self.token_dispatcher.topk_idx)
-        self.listeners.tell_call(ids, load, rows, is_training=self.training, chosen_idx=recorded)
+        self.listeners.notify(ids, load, rows, is_training=self.training, chosen_idx=recorded)
 
 
 def begun(value: _Value | None) -> _Value:
@@ -303,9 +306,9 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
     return router.router_replay
 
 
-def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
-    """See Give, for SymmMoELayers. The router's statistics spread tokens without an expert over all experts; its map
-    omits these tokens. ArgumentError: the router has no choice by scores to replace."""
+def override_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
+    """An OverrideRouter for SymmMoELayers. The router's statistics spread tokens without an expert over all experts;
+    the router's map omits these tokens. ArgumentError: the router has no choice by scores to replace."""
     router: Any = model.get_submodule(f"{name}.router" if name else "router")
     if (replay := recorder_of(router)) is None:
         raise ArgumentError(
@@ -315,13 +318,13 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
         )
     before = replay.router_replay_action
 
-    def give(_router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def set_choice(_router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         ids = choose(args[0].shape[:-1].numel(), router.topk).long()
         spread = torch.arange(ids.numel(), device=ids.device).view_as(ids) % router.num_experts
         replay.recorded_topk_idx, replay.target_topk_idx = ids, torch.where(ids < 0, spread, ids)
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def drop(
+    def drop_tokens(
         _router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         replay.set_router_replay_action(
@@ -330,7 +333,7 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
         is_none = replay.recorded_topk_idx[:, :1] < 0
         return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
 
-    hooks = router.register_forward_pre_hook(give), router.register_forward_hook(drop)
+    hooks = router.register_forward_pre_hook(set_choice), router.register_forward_hook(drop_tokens)
 
     def end() -> None:
         for hook in hooks:
