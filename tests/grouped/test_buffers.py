@@ -386,15 +386,15 @@ RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches
 def test_a_buffer_that_is_used_again(op, program):
     """Gradients are those without buffers, whatever has been in them meanwhile."""
     want = program(op, None, None)
-    found = []
+    actual = []
     buffers = [buffer(2 * N, H)[:N] for _ in BOTH]  # views stay plain tensors
 
     def compute():
-        found.extend(program(op, *buffers))
+        actual.extend(program(op, *buffers))
 
     def check():
         assert not any(plain.requires_grad for plain in (*buffers, *(b._base for b in buffers)))
-        for got, expected in zip(found, want, strict=True):
+        for got, expected in zip(actual, want, strict=True):
             cases.assert_near(used_rows_of(got), used_rows_of(expected), torch.float32)
 
     if program in ALWAYS_RIGHT:
@@ -455,7 +455,7 @@ def test_what_a_graph_needs_is_written_over(op, result):
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
     case = cases.Case(delayed=True, buffers=())
-    found = []
+    actual = []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner = Op("linear", case)
         outer = Op("linear", case)
@@ -465,14 +465,14 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
                 outer(inner(batch.x, out=out), grad_input_out=d_mid).backward(batch.d_y)
             for layer in (inner.fc1, outer.fc1) * 2:
                 layer.backward_dw()
-            found.append((inner.fc1.weight.grad, outer.fc1.weight.grad))
+            actual.append((inner.fc1.weight.grad, outer.fc1.weight.grad))
 
         def check():
-            for got, want in zip(found[-1], found[0], strict=True):
+            for got, want in zip(actual[-1], actual[0], strict=True):
                 cases.assert_near(got, want, torch.float32)
 
         right_or_error(compute, check)
-    assert found
+    assert actual
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_leases_that_end_before_backward(op, heap, ends):
     error, and memory of somebody else is not written."""
     source = op.inputs.x.nan_to_num().requires_grad_()
     inputs = source, op.fc1.weight
-    wanted = torch.autograd.grad(used_rows_of(op(source)).square().sum(), inputs)
+    expected = torch.autograd.grad(used_rows_of(op(source)).square().sum(), inputs)
     mine = leases(heap, 3)
     of_rows, out, gradient = (lease.tensor for lease in mine)
     y = op(of_rows.copy_(source), out=out, grad_input_out=gradient)
@@ -503,14 +503,14 @@ def test_leases_that_end_before_backward(op, heap, ends):
     mine[:] = itertools.compress(mine, (how == "kept" for how in ends))
     gc.collect()
     others = [lease.tensor.fill_(cases.SENTINEL) for lease in leases(heap, 4)]
-    found = []
+    actual = []
 
     def check():
-        cases.assert_near(*(used_rows_of(of_x) for of_x, _ in (found[0], wanted)), torch.float32)
-        cases.assert_near(found[0][1], wanted[1], torch.float32)
+        cases.assert_near(*(used_rows_of(of_x) for of_x, _ in (actual[0], expected)), torch.float32)
+        cases.assert_near(actual[0][1], expected[1], torch.float32)
 
     def compute():
-        found.append(torch.autograd.grad(loss, inputs))
+        actual.append(torch.autograd.grad(loss, inputs))
 
     if "released" in ends:
         right_or_error(compute, check)
@@ -579,8 +579,8 @@ def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
     x = op.inputs.x.nan_to_num().requires_grad_()
     grad_input_out = heap.lease((N, H), torch.float32).tensor
     for _ in range(2):
-        (found,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
-        assert found.data_ptr() == grad_input_out.data_ptr()
+        (actual,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
+        assert actual.data_ptr() == grad_input_out.data_ptr()
 
 
 # -- with dispatch and combine ----------------------------------------------------------------------------------------
@@ -633,8 +633,8 @@ def test_no_copies_between_the_parts(heap):
     copies = heap.statistics.num_staging_copies
     assert copies > 0
     for _ in range(2):
-        for found, expected in zip(step.run(on_heap=True), want, strict=True):
-            cases.assert_same_bits(found, expected)
+        for actual, expected in zip(step.run(on_heap=True), want, strict=True):
+            cases.assert_same_bits(actual, expected)
     assert heap.statistics.num_staging_copies == copies, (
         "every buffer was read and written in place"
     )

@@ -181,11 +181,11 @@ def test_delayed_gradients_come_from_one_call(main_grad):
         oracle = cases.mlp_oracle(inputs, case)
         for name in ("fc1", "fc2"):
             weight = getattr(model, name).weight
-            found, start = (
+            actual, start = (
                 (weight.main_grad, cases.MAIN_GRAD_START) if main_grad else (weight.grad, 0.0)
             )
-            assert not found.requires_grad
-            cases.assert_near(found, oracle[f"d_{name}.weight"] * count + start, torch.float32)
+            assert not actual.requires_grad
+            cases.assert_near(actual, oracle[f"d_{name}.weight"] * count + start, torch.float32)
     model.backward_dw()
 
 
@@ -198,9 +198,9 @@ def test_first_micro_batch_overwrites_both(first):
     oracle = cases.mlp_oracle(inputs, case)
     start = 0.0 if first else cases.MAIN_GRAD_START
     for name in ("fc1", "fc2"):
-        found = getattr(model, name).weight.main_grad
-        cases.assert_near(found, oracle[f"d_{name}.weight"] + start, torch.float32)
-        assert (found[1] == start).all(), "group 1 has no rows"
+        actual = getattr(model, name).weight.main_grad
+        cases.assert_near(actual, oracle[f"d_{name}.weight"] + start, torch.float32)
+        assert (actual[1] == start).all(), "group 1 has no rows"
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2", "fc", "weight", "x", "scale", "bias", "nothing"])
@@ -218,15 +218,15 @@ def test_some_inputs_take_no_gradient(way, frozen):
     for name, parameter in parameters.items():
         parameter.requires_grad_(frozen not in name)
     call(x, scale, inputs.splits, **vars(buffers)).backward(inputs.d_y)
-    found = {"d_x": x.grad, "d_scale": scale.grad} | {
+    actual = {"d_x": x.grad, "d_scale": scale.grad} | {
         name: p.grad for name, p in parameters.items()
     }
     for name, want in cases.oracle_of(way, PLAIN, inputs).items():
         if frozen in name:
-            assert found[name] is None, name
+            assert actual[name] is None, name
         elif name != "y":
             cases.assert_near(
-                cases.of_groups(name, found[name], cases.TINY), want, torch.float32, name
+                cases.of_groups(name, actual[name], cases.TINY), want, torch.float32, name
             )
     assert (buffers.grad_input_out == cases.SENTINEL).all() == (frozen == "x")
 

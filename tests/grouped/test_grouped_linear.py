@@ -149,10 +149,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "wanted"), WRONG, ids=str)
-def test_wrong_constructor_arguments(name, value, wanted):
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG, ids=str)
+def test_wrong_constructor_arguments(name, value, expected):
     with pytest.raises(
-        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {re.escape(wanted)}"
+        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {re.escape(expected)}"
     ):
         GroupedLinear(**(SIZES | {name: value}))
 
@@ -192,9 +192,9 @@ def test_state_dicts_of_either_form(source, target, bias, prefix):
     state = {name: tensor.clone() for name, tensor in wrapped(theirs).state_dict().items()}
     kept = dict(state)
     ours = GroupedLinear(cases.TINY.num_groups, cases.TINY.hidden, OUT, bias=bias, weights=target)
-    found = wrapped(ours).load_state_dict(state)
-    assert not found.missing_keys
-    assert not found.unexpected_keys
+    actual = wrapped(ours).load_state_dict(state)
+    assert not actual.missing_keys
+    assert not actual.unexpected_keys
     assert state.keys() == kept.keys(), "the caller's state dict is not changed"
     cases.assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
 
@@ -369,10 +369,10 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
     ):
         want = oracles[0][name] + oracles[1][name]
         if main_grad and name == "d_fc.weight":
-            found, want = [p.main_grad for p in parameters], want + cases.MAIN_GRAD_START
+            actual, want = [p.main_grad for p in parameters], want + cases.MAIN_GRAD_START
         else:
-            found = [p.grad for p in parameters]
-        cases.assert_near(torch.stack(found).view(want.shape), want, torch.float32, name)
+            actual = [p.grad for p in parameters]
+        cases.assert_near(torch.stack(actual).view(want.shape), want, torch.float32, name)
     want = torch.zeros(12, cases.TINY.hidden, dtype=torch.float64)
     for oracle in oracles:
         want[: len(oracle["d_x"])] += oracle["d_x"]
@@ -389,11 +389,11 @@ def test_main_grad_of_groups_without_rows(dtype, weights, how):
     for parameter in layer.weight_parameters():
         parameter.overwrite_main_grad = how == "attribute"
     layer(inputs.x, inputs.splits, is_first_microbatch=how == "call").backward(inputs.d_y)
-    found = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
+    actual = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
     before = cases.MAIN_GRAD_START if how == "accumulate" else 0.0
-    assert found.dtype == torch.float32
-    assert (found[1] == before).all(), "group 1 has no rows"
-    cases.assert_near(found, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
+    assert actual.dtype == torch.float32
+    assert (actual[1] == before).all(), "group 1 has no rows"
+    cases.assert_near(actual, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
 
 
 def test_main_grad_accumulates_in_fp32():
@@ -509,10 +509,10 @@ def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
     for batch in inputs:
         layer.backward_dw()
         want = want + cases.linear_oracle(batch, case)["d_fc.weight"]
-        found = torch.stack(trainers).view(want.shape)
-        cases.assert_near(found, want, torch.float32)
+        actual = torch.stack(trainers).view(want.shape)
+        cases.assert_near(actual, want, torch.float32)
     layer.backward_dw()  # nothing is left
-    cases.assert_same_bits(torch.stack(trainers).view(want.shape), found)
+    cases.assert_same_bits(torch.stack(trainers).view(want.shape), actual)
     for parameter, gradient in zip(layer.weight_parameters(), trainers, strict=True):
         assert parameter.grad is gradient, "a gradient buffer of the trainer stays the one in use"
 

@@ -426,8 +426,8 @@ def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tens
     return [tensor.clone() for tensor in (*(row[: TINY.num_used] for row in rows), *gradients)]
 
 
-def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for pair in zip(found, want, strict=True):
+def assert_same(actual: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for pair in zip(actual, want, strict=True):
         assert_same_bits(*pair)
 
 
@@ -604,7 +604,7 @@ def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
     call(Sequential(*modules), INPUTS.x)
     model(INPUTS.x, SPLITS, INPUTS.scale)
     assert all(
-        found is want for found, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True)
+        actual is want for actual, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True)
     )
     assert len(num_fused) == 2, "its own modules run fused all the same"
 
@@ -668,14 +668,14 @@ class Chain:
         )
         with torch.set_grad_enabled(self.trains):
             y = model(x, *extra, op_kwargs=at)
-        found = [y.detach()[: TINY.num_used].clone()]
+        actual = [y.detach()[: TINY.num_used].clone()]
         if self.trains:
             y.backward(INPUTS.d_y.nan_to_num())
             for module in modules:
                 if self.delays and isinstance(module, GroupedLinear):
                     module.backward_dw()
-            found += [x.grad[: TINY.num_used], *(its.grad for its in model.parameters())]
-        return found
+            actual += [x.grad[: TINY.num_used], *(its.grad for its in model.parameters())]
+        return actual
 
     def stages(self, buffers: dict[int, dict[str, torch.Tensor]]) -> list[int]:
         """The number of each module's stage: linear, activation, linear are one, if nobody looks between them."""

@@ -57,9 +57,9 @@ def compare(
 ) -> None:
     """What is asked for has the same bits; what is not is neither computed nor sent."""
     needs_x, needs_probs = needs
-    wanted = [full.dx if needs_x else None, full.dprobs if needs_probs else None]
+    expected = [full.dx if needs_x else None, full.dprobs if needs_probs else None]
     findings.same_bits(
-        [got.dx, got.dprobs, *got.parameters], [*wanted, *full.parameters], "gradients"
+        [got.dx, got.dprobs, *got.parameters], [*expected, *full.parameters], "gradients"
     )
     findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
     for name, is_needed in {
@@ -189,12 +189,12 @@ def test_the_mlp_computes_what_is_asked_for(
                 with counted_kernels(heap) as launches:
                     y.backward(dy)
                     heap.synchronize()
-                found = [p.grad for p in mlp.parameters()]
+                actual = [p.grad for p in mlp.parameters()]
                 passes[needs] = Backward(
-                    leaf.grad, weights.grad, found, heap.epoch - epoch, launches
+                    leaf.grad, weights.grad, actual, heap.epoch - epoch, launches
                 )
                 findings.check(
-                    any(p is not None for p in found) != is_frozen, "the parameters' gradients"
+                    any(p is not None for p in actual) != is_frozen, "the parameters' gradients"
                 )
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 compare(findings, passes[needs], passes[FULL], needs, option.get("order", "rank"))
@@ -255,16 +255,16 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
                     heap.epoch - epoch,
                     barriers - 2 * (not trains_x and not trains_router),
                 )
-                found = [
+                actual = [
                     leaf.grad,
                     layer.router.weight.grad,
                     *(p.grad for p in layer.experts.parameters()),
                 ]
-                of_x, of_router, *others = results.setdefault("full", found)
-                wanted = [of_x if trains_x else None, of_router if trains_router else None]
-                findings.same_bits(found, [*wanted, *others], "gradients")
+                of_x, of_router, *others = results.setdefault("full", actual)
+                expected = [of_x if trains_x else None, of_router if trains_router else None]
+                findings.same_bits(actual, [*expected, *others], "gradients")
                 findings.check(
-                    sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients"
+                    sum(p is not None for p in actual[2:]) >= 4, "the adapters' gradients"
                 )
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -309,8 +309,8 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
                     ]
                     where = "combine: ready" if parts else "dispatch: ready"
                     text = f"gradients differs at '{where}': rank 0 has {shown[0]}, rank {culprit or 1} has {shown[1]}"
-                    found = outcome(step, other if rank == culprit else usual, parts)
-                    findings.equal("error", found, ("ConfigMismatch", text))
+                    actual = outcome(step, other if rank == culprit else usual, parts)
+                    findings.equal("error", actual, ("ConfigMismatch", text))
                     findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                     mlp.zero_grad(set_to_none=True)
                     step(usual, parts)

@@ -83,16 +83,16 @@ def way_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
         return {}
     assert forward.num_before_kernel is not None
     num_files = len(forward.files | backward.files)
-    found = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
-    return dict(zip(OF_A_STEP, found, strict=True))
+    actual = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
+    return dict(zip(OF_A_STEP, actual, strict=True))
 
 
 @pytest.mark.parametrize("programs", ["on", "off"])
 def test_a_steady_step_stays_within_its_bounds(cluster, programs: str):
-    found = cluster(2).run(way_of_a_step, programs)[0]
-    assert min(found.values()) > 5
+    actual = cluster(2).run(way_of_a_step, programs)[0]
+    assert min(actual.values()) > 5
     assert not {
-        name: number for name, number in found.items() if number > max(budgets.BUDGETS[name])
+        name: number for name, number in actual.items() if number > max(budgets.BUDGETS[name])
     }
 
 

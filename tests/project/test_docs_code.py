@@ -133,10 +133,10 @@ def program_of(text: str) -> str:
 def commands_of(text: str) -> list[list[str]]:
     """What the page says to start train.py with: lines and code spans that begin with a launcher and end with it."""
     begins = "|".join(LAUNCHERS)
-    found = re.findall(
+    actual = re.findall(
         rf"(?:^    |`)((?:{begins}) (?:[^`\n]* )?train\.py)(?=$|`| )", text, re.MULTILINE
     )
-    return [shlex.split(command) for command in dict.fromkeys(found)] or [["python", "train.py"]]
+    return [shlex.split(command) for command in dict.fromkeys(actual)] or [["python", "train.py"]]
 
 
 def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:

@@ -29,7 +29,7 @@ def speed_rows(text: str) -> list[list[str]]:
 
 
 def wrong_speeds(text: str) -> list[str]:
-    found = {
+    actual = {
         (one["preset"], str(one["tokens"]), one["variant"]): f"{one['tflops']:.0f}"
         for name in ("steps-h200-ep2", "deepep-h200-ep2")
         for one in record(name)
@@ -39,7 +39,7 @@ def wrong_speeds(text: str) -> list[str]:
         f"{preset}, {tokens} tokens, {variant}: {cell}"
         for preset, tokens, *cells in speed_rows(text)
         for variant, cell in zip(COLUMNS, cells, strict=True)
-        if found.get((preset, tokens, variant), "") != cell
+        if actual.get((preset, tokens, variant), "") != cell
     ]
 
 
@@ -97,9 +97,9 @@ def faults(kind: str) -> dict:
 
 
 def suite(name: str) -> dict:
-    found = record(f"reliability-cpu-{name}")
-    assert (found["cases_failed"], found["cases_run"]) == (0, found["cases_wanted"])
-    return found
+    actual = record(f"reliability-cpu-{name}")
+    assert (actual["cases_failed"], actual["cases_run"]) == (0, actual["cases_wanted"])
+    return actual
 
 
 def promises() -> list[str]:
@@ -203,13 +203,13 @@ def wrong_places(page: str) -> list[str]:
     wrong = []
     for change, word, package, tests in rows:
         listed = set(re.findall(r"`([\w/]+\.py)`", package))
-        found = {
+        actual = {
             path.relative_to(ROOT / "symmoe").as_posix()
             for path in (ROOT / "symmoe").rglob("*.py")
             if word.strip() and word.strip(" `") in path.read_text(encoding="utf-8")
         }
         paths = [ROOT / "tests" / path for path in re.findall(r"`([\w/]+\.py)`", tests)]
-        if found != listed or not paths or not all(path.exists() for path in paths):
+        if actual != listed or not paths or not all(path.exists() for path in paths):
             wrong.append(change.strip())
     return wrong
 

@@ -48,15 +48,15 @@ def nodes_of(path: Path) -> list[ast.AST]:
 def imports_of(path: Path) -> list[str]:
     """Dotted names of everything a file imports, wherever in the file; `from a import b` counts as a.b as well. But
     `from package import module` needs the module, not what the package's own file imports."""
-    found = []
+    actual = []
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            actual += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             members = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
-    return found
+            actual += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
+    return actual
 
 
 EXTRAS = {  # by module, a package that it imports, and the extra that brings that
@@ -240,7 +240,7 @@ def test_every_kernel_has_the_signature_of_its_twin():
     tuning = {"num_sms", "num_ctas"}
     for name in twin.__all__:
         parameters = inspect.signature(getattr(gpu, name)).parameters
-        found = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
-        wanted = inspect.signature(getattr(twin, name)).parameters.values()
-        assert found == [(p.name, p.kind, p.default) for p in wanted], name
+        actual = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
+        expected = inspect.signature(getattr(twin, name)).parameters.values()
+        assert actual == [(p.name, p.kind, p.default) for p in expected], name
         assert all(parameters[p].default is None for p in tuning & set(parameters)), name

@@ -223,9 +223,9 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
 @pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.13.1", "2.15.0", "2.99.0"])
 def test_doctor_knows_the_range_of_torch(release: Release, version: str):
     (requirement,) = release.requirements("torch")
-    found = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
+    actual = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
     refused = [
-        finding for finding in found if finding.level == "problem" and "torch" in finding.text
+        finding for finding in actual if finding.level == "problem" and "torch" in finding.text
     ]
     assert bool(refused) == (version not in requirement.specifier)
 

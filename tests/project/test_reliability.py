@@ -87,15 +87,15 @@ def test_fault(launcher: Launcher, number: int, num_ranks: int):
 def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
     all_victims = {2: {(0,), (1,)}, 3: {(0,), (1,), (2,), (0, 2)}, 8: {(0,), (4,), (7,), (0, 7)}}
     for num_ranks, victims in all_victims.items():
-        found = [
+        actual = [
             faults.fault_of(number, Run((), num_ranks)) for number in range(faults.NUM_GPU_CASES)
         ]
         for kind in faults.KINDS:
-            combinations = {(fault.phase, fault.victims) for fault in found if fault.kind == kind}
+            combinations = {(fault.phase, fault.victims) for fault in actual if fault.kind == kind}
             assert combinations == {
                 (phase, chosen) for phase in faults.PHASES for chosen in victims
             }
-            few = [fault for fault in found[:24] if fault.kind == kind]
+            few = [fault for fault in actual[:24] if fault.kind == kind]
             assert {fault.phase for fault in few} == set(faults.PHASES)
             assert {fault.victims for fault in few} == victims
 

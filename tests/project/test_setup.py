@@ -110,12 +110,12 @@ def test_what_make_installs_resolves(registry: None, sources: Path, python: str)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert report["environment"]["python_version"] == python
-    found = {item["metadata"]["name"].lower(): item for item in report["install"]}
+    actual = {item["metadata"]["name"].lower(): item for item in report["install"]}
     requirements = (ROOT / "requirements-train.txt").read_text(encoding="utf-8")
     (torch,) = re.findall(r"^torch==(\S+)", requirements, re.MULTILINE)
-    assert found["torch"]["metadata"]["version"] == torch  # no "+cpu"
-    assert found["torch"]["download_info"]["url"].startswith("https://")
-    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(found)
+    assert actual["torch"]["metadata"]["version"] == torch  # no "+cpu"
+    assert actual["torch"]["download_info"]["url"].startswith("https://")
+    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(actual)
 
 
 @pytest.mark.slow
@@ -131,9 +131,9 @@ def test_a_users_torch_stays(registry: None, sources: Path, torch: str, extra: s
     done = dry_run(place, f"torch=={torch}", f"{sources}[{extra},dev]", cwd=sources)
     assert done.returncode == 0, done.stderr[-3000:]
     everything = [item["metadata"] for item in json.loads(done.stdout)["install"]]
-    found = {each["name"].lower(): each["version"] for each in everything}
-    assert found["torch"].partition("+")[0] == torch
-    assert {"symmoe", bindings} <= set(found)
+    actual = {each["name"].lower(): each["version"] for each in everything}
+    assert actual["torch"].partition("+")[0] == torch
+    assert {"symmoe", bindings} <= set(actual)
 
 
 # Stands for an interpreter: writes down how it was called, and makes environments that have itself.

@@ -66,17 +66,17 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
 
 def private_names(nodes: list[ast.AST], own: set[str]) -> list[str]:
     """What a module reads of torch, or of whom the names do not say; what a class inherits is its own."""
-    found = []
+    actual = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("symmoe"):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [name for name in names if is_private(name)]
+            actual += [name for name in names if is_private(name)]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             inherited = of_self(node, "cls") or ast.unparse(node.value) == "super()"
             theirs = any(hasattr(each, node.attr) for each in TORCHS)
             if not inherited and (theirs or node.attr not in own):
-                found.append(node.attr)
-    return found
+                actual.append(node.attr)
+    return actual
 
 
 def insides_of_triton(nodes: list[ast.AST]) -> list[str]:
@@ -105,14 +105,14 @@ def test_private_names_stand_behind_one_module():
     }
     own = own_names([node for each in nodes.values() for node in each])
     used = set()
-    found = []
+    actual = []
     for name, each in nodes.items():
         private = set(private_names(each, own)) if name not in BEHIND | BEHIND_TRITON else set()
         used |= private & set(ALLOWED)
-        found += [f"{name}: {other}" for other in private - set(ALLOWED)]
+        actual += [f"{name}: {other}" for other in private - set(ALLOWED)]
         if name not in BEHIND_TRITON:
-            found += [f"{name}: {inside}" for inside in insides_of_triton(each)]
-    assert found == []
+            actual += [f"{name}: {inside}" for inside in insides_of_triton(each)]
+    assert actual == []
     assert set(ALLOWED) - used <= {"_gradients"}, "nobody reads what is allowed"
 
 
@@ -165,10 +165,10 @@ def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPat
 def test_memory_of_a_tensor_without_the_private_name(without):
     base = torch.arange(24)[4:]
     for made in (torch_internals, without(torch._C._dynamo.guards, "_reinterpret_tensor")):
-        found = made.over_memory_of(base, (2, 3), (8, 2), 1)
-        assert found.tolist() == [[5, 7, 9], [13, 15, 17]]
-        assert (found.data_ptr(), found._base) == (base[1:].data_ptr(), None)
-        assert found.mul_(1)._version > base._version == 0
+        actual = made.over_memory_of(base, (2, 3), (8, 2), 1)
+        assert actual.tolist() == [[5, 7, 9], [13, 15, 17]]
+        assert (actual.data_ptr(), actual._base) == (base[1:].data_ptr(), None)
+        assert actual.mul_(1)._version > base._version == 0
 
 
 def test_what_is_gone_has_another_way_or_an_error(without):

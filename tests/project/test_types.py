@@ -38,11 +38,11 @@ def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> No
     assert _mypy(tmp_path, python, program) == (0, "Success: no issues found in 1 source file\n")
     status, printed = _mypy(tmp_path, python, wrong)
     assert status == 1
-    found = [
+    actual = [
         (int(line), code)
         for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)
     ]
-    assert found == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
+    assert actual == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
     (installed / "py.typed").unlink()
     status, printed = _mypy(tmp_path, python, program)
     assert status == 1

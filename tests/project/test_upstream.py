@@ -110,8 +110,8 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
 def test_green_without_symmoe_is_an_error():
     passed = {"outcome": "passed", "reason": ""}
     assert run.problems({"sum": passed | {"num_calls": 1}}, {"sum": passed}) == []
-    found = run.problems({"untouched": passed | {"num_calls": 0}}, {"untouched": passed})
-    assert found == ["symmoe has run in no test that passed"]
+    actual = run.problems({"untouched": passed | {"num_calls": 0}}, {"untouched": passed})
+    assert actual == ["symmoe has run in no test that passed"]
 
 
 MEGATRON = """

@@ -52,11 +52,11 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             if skewed and turn % num_ranks == rank:
                 time.sleep(_SKEW_S)
             with heap.lease((1 + 512 * (number % 7),), torch.uint8, name="shift"):
-                found = hash_of(heap, step, seed)
+                actual = hash_of(heap, step, seed)
             problems = (
                 []
-                if found == first[step]
-                else [f"step {step} hashes to {found}, the first time {first[step]}"]
+                if actual == first[step]
+                else [f"step {step} hashes to {actual}, the first time {first[step]}"]
             )
             yield 1e3 * (time.perf_counter() - start), problems, {}
 
@@ -74,28 +74,28 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
             Run(repeats, run.num_ranks, run.device, run.seed), launcher, check, deadline_s=60.0
         )
     restarts = [number for number in run.numbers if number >= _FIRST_RESTART]
-    wanted = None
+    expected = None
     for number in [None, *restarts] if restarts else []:
         start = time.perf_counter()
         try:
             with launcher.start(run.num_ranks, run.device) as job:
-                found = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
+                actual = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
         except JobFailure as failure:
             yield Outcome(
                 _FIRST_RESTART if number is None else number, float("nan"), [str(failure)]
             )
             continue
-        if wanted is None:
-            wanted = found
+        if expected is None:
+            expected = actual
             continue
         ms = 1e3 * (time.perf_counter() - start)
         yield merged(
-            number, [(ms, differences(a, b), {}) for a, b in zip(found, wanted, strict=True)]
+            number, [(ms, differences(a, b), {}) for a, b in zip(actual, expected, strict=True)]
         )
 
 
-def differences(found: list[str], wanted: list[str]) -> list[str]:
-    pairs = enumerate(zip(found, wanted, strict=True))
+def differences(actual: list[str], expected: list[str]) -> list[str]:
+    pairs = enumerate(zip(actual, expected, strict=True))
     return [
         f"step {step} hashes to {a}, in another process to {b}" for step, (a, b) in pairs if a != b
     ]

@@ -264,7 +264,7 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
     try:
         deadline = time.monotonic() + run.seconds(30.0)
         streams = {rank: job.received(rank, deadline=deadline) for rank in range(run.num_ranks)}
-        found = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
+        actual = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
         struck = {
             victim: at for victim, report in reports.items() if (at := _time_in(report)) is not None
         }
@@ -275,10 +275,10 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
         job.dump_stacks()
         logs = [job.log(victim) for victim in fault.victims]
         return [
-            f"the fault never happened; survivors have {found}; logs of the victims: {logs}"
+            f"the fault never happened; survivors have {actual}; logs of the victims: {logs}"
         ], facts
     for rank in (rank for rank in streams if rank not in struck):
-        facts_of = found[rank] if rank in found else next(streams[rank], None)
+        facts_of = actual[rank] if rank in actual else next(streams[rank], None)
         if facts_of is None:
             job.dump_stacks()
             problems.append(f"survivor {rank} raised nothing: {job.log(rank)}")
@@ -320,20 +320,20 @@ def _time_in(report: int) -> float | None:
         return None
 
 
-def wrong_error(rank: int, found: dict, kind: str, victims: Iterable[int]) -> list[str]:
+def wrong_error(rank: int, actual: dict, kind: str, victims: Iterable[int]) -> list[str]:
     """Nothing if a survivor's error is of the right class and names a victim."""
-    shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
+    shown = f"survivor {rank} raised {actual['raised']}: {actual['text']}"
     # In the middle of a call the peers are told of an exception, elsewhere of a heap that is left.
-    told = found["raised"] == "SymmoeError" and UsersError.__name__ in found["text"]
+    told = actual["raised"] == "SymmoeError" and UsersError.__name__ in actual["text"]
     expected = (
-        found["raised"] == "PeerAborted" or told
+        actual["raised"] == "PeerAborted" or told
         if kind == "raise"
-        else found["raised"] == "PeerTimeout"
+        else actual["raised"] == "PeerTimeout"
     )
     if not expected:
         return [shown]
     named = any(
-        found["rank"] == victim or re.search(rf"rank {victim}\b", found["text"])
+        actual["rank"] == victim or re.search(rf"rank {victim}\b", actual["text"])
         for victim in victims
     )
     return [] if named else [f"no victim is named: {shown}"]

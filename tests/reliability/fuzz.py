@@ -18,10 +18,10 @@ ONLY_ON_CPUS = ("nested", "quint8", "(Wrapper)", "sparse_csr")
 
 def mistakes_for(num_ranks: int, device: str) -> list[tuple[str, Bad]]:
     """(call, mistake), all that there are."""
-    found = [(call, bad) for call, mistakes in MISTAKES.items() for bad in mistakes(num_ranks)]
+    actual = [(call, bad) for call, mistakes in MISTAKES.items() for bad in mistakes(num_ranks)]
     return [
         (call, bad)
-        for call, bad in found
+        for call, bad in actual
         if device == "cpu" or not any(w in bad.parts[0] for w in ONLY_ON_CPUS)
     ]
 

@@ -187,13 +187,13 @@ class Job:
 
     def processes(self) -> list[int]:
         """Processes in the sessions of this job's ranks."""
-        sessions, found = set(self.pids), []
+        sessions, actual = set(self.pids), []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[3]) in sessions and fields[0] != "Z":  # state, parent, group, session
-                    found.append(int(stat.parent.name))
-        return found
+                    actual.append(int(stat.parent.name))
+        return actual
 
     def close(self, *, grace_s: float | None = None) -> None:
         """Ends the ranks: those that wait for a function by themselves, those that still run after a grace by SIGKILL.

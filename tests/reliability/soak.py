@@ -57,7 +57,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
         )  # no later call needs more
         step.forward_backward(layers[1], fixed)
-        wanted = [step.hash_of_step(layer, fixed) for layer in layers]
+        expected = [step.hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []
         for turn, number in enumerate(numbers):
             start, problems, facts = time.perf_counter(), [], {}
@@ -72,9 +72,9 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 number % CHECK_EVERY == 0 or number == numbers[-1]
             ):  # so that gradients are of one size in every sample
                 problems += wrong_values(layer, x, y, weights)
-                found = [step.hash_of_step(layer, fixed) for layer in layers]
-                if found != wanted:
-                    problems.append(f"the fixed step hashes to {found}, at first to {wanted}")
+                actual = [step.hash_of_step(layer, fixed) for layer in layers]
+                if actual != expected:
+                    problems.append(f"the fixed step hashes to {actual}, at first to {expected}")
             del x, y
             if turn >= WARM_UP and (turn % CHECK_EVERY == 0 or number == numbers[-1]):
                 samples.append((turn, step.resident_bytes(), *footprint(heap)))
@@ -121,7 +121,7 @@ def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
 
 def num_tensor_maps() -> int:
     """Of all launches (symmoe/kernels/launch/player.py, which bounds them). By name: the module needs Triton."""
-    return sum(len(found) for found in gc.get_objects() if type(found).__name__ == "_TensorMaps")
+    return sum(len(actual) for actual in gc.get_objects() if type(actual).__name__ == "_TensorMaps")
 
 
 def settled(samples: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -81,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def recorder_of(config: pytest.Config) -> Recorder:
     """The recorder of this run."""
-    found: Recorder = config.pluginmanager.get_plugin("symmoe-recorder")
-    return found
+    actual: Recorder = config.pluginmanager.get_plugin("symmoe-recorder")
+    return actual
 
 
 def _reason(report: pytest.TestReport) -> str:
