@@ -158,7 +158,7 @@ def prepare_for_ddp(model: nn.Module) -> None:
     modules_of(model, ExpertParallelModule, needs="MoELayer, whose experts DDP must not touch")
     if not isinstance(model, ExpertParallelModule):
         names = vars(model).get(DDP_IGNORED, ())
-        other_names = names.others if isinstance(names, _ExpertNames) else names
+        other_names = names.other_names if isinstance(names, _ExpertNames) else names
         vars(model)[DDP_IGNORED] = _ExpertNames(model, other_names)
 
 
@@ -270,15 +270,15 @@ class _ExpertNames:
 
     def __init__(self, model: nn.Module, other_names: Iterable[str]) -> None:
         self._model = weakref.ref(model)
-        self.others = tuple(other_names)
+        self.other_names = tuple(other_names)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.others
+        yield from self.other_names
         if (model := self._model()) is not None:
             yield from _expert_names(model)
 
     def __deepcopy__(self, memo: dict[int, nn.Module]) -> _ExpertNames:
-        return _ExpertNames(memo[id(self._model())], self.others)
+        return _ExpertNames(memo[id(self._model())], self.other_names)
 
 
 def _expert_names(model: nn.Module) -> Iterator[str]:

@@ -172,7 +172,7 @@ class _Replay:
             self._graph = owner.make_graph(function, owner.heaps)
         self._gradients = [parameter.grad for parameter in self._parameters]
         owner.modules.settings()
-        self.addresses = owner.modules.places
+        self.addresses = owner.modules.addresses
 
     def run(self, inputs: list[torch.Tensor]) -> Any:
         """Replays the step on new inputs, and returns the result."""
@@ -257,7 +257,7 @@ class CapturedStep(Generic[R]):
             return self._run_eagerly(arguments)
         for heap in self.heaps:
             heap.check()  # a rank may be lost: a replay would use closed connections
-        if kind in self._replays and self._replays[kind].addresses != self.modules.places:
+        if kind in self._replays and self._replays[kind].addresses != self.modules.addresses:
             self._end(kind)
         if kind not in self._replays:
             self._replays[kind] = _Replay(self, arguments)

@@ -231,7 +231,7 @@ class Modules:
             parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
         ]
         # Unknown until `settings`.
-        self.places: list[list[Any]] = []  # tensor addresses
+        self.addresses: list[list[Any]] = []  # tensor addresses
         self._trained: list[tuple[Any, ...]] = []
         self._values: list[Any] = []
 
@@ -248,7 +248,7 @@ class Modules:
         ]
         if (
             trained == self._trained
-            and addresses == self.places
+            and addresses == self.addresses
             and all(map(operator.is_, values, self._values))
         ):
             return self._settings
@@ -257,7 +257,7 @@ class Modules:
             return self.settings()
         self._trained = trained
         self._values = values
-        self.places = addresses
+        self.addresses = addresses
         tokens = [
             (type(value), repr(value) if type(value) in _CONSTANTS else id(value))
             for value in values

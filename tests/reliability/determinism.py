@@ -20,7 +20,7 @@ _SKEW_S = 0.1
 
 
 def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
-    """Of step number `step`: sizes, order, layout, schedule and capacity all follow from it."""
+    """The hash of step number `step`, which determines sizes, order, layout, schedule and capacity."""
     number = seed * SEED_STRIDE + step
     options: dict = {
         "order": ("rank", "slot")[step % 2],
@@ -40,7 +40,7 @@ def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per repeat."""
+    """Yields an outcome for each repeat."""
     first: dict[int, str] = {}
     with open_heap(device) as heap:
         for number in numbers:
@@ -62,7 +62,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
 
 
 def hashes(rank: int, num_ranks: int, seed: int, device: str) -> Iterator[list[str]]:
-    """Of every step, once."""
+    """The hashes of all steps, each run once."""
     with open_heap(device) as heap:
         yield [hash_of(heap, step, seed) for step in range(NUM_STEPS)]
 

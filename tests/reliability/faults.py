@@ -30,7 +30,7 @@ from shared_memory import left_in_shared_memory, shared_memory
 from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, side_by_side
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, in_parallel
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
 from symmoe.kernels import control
 
@@ -49,7 +49,7 @@ NUM_CASES, NUM_GPU_CASES = 192, 96  # the latter: every kind in every phase with
 
 
 class UsersError(Exception):
-    """What a victim raises: no error of the package."""
+    """The exception that a victim raises; it is no error of the package."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Fault:
 
 
 def fault_of(number: int, run: Run) -> Fault:
-    """Case `number`: kinds in turn, and so are phases and victims of a kind; the rest is random."""
+    """Case `number`: kinds in turn, and so are phases and victims of a kind; the other fields are random."""
     index, kind = divmod(number, len(KINDS))
     last = run.num_ranks - 1
     named = {
@@ -102,7 +102,8 @@ def fault_of(number: int, run: Run) -> Fault:
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 class Step:
-    """A step that says where it is: calls `at(phase)` before, between and in close, and kernels do so for the rest."""
+    """A step that reports its phases: it calls `at(phase)` before, between and in close, and kernels report the
+    others."""
 
     def __init__(self, heap: SymmetricHeap, fault: Fault, at: Callable[[str], None]) -> None:
         self._heap, self._fault, self._at = heap, fault, at
@@ -130,7 +131,7 @@ class Step:
         return combine_tokens(rows * 2, handle)
 
     def before_kernel(self, name: str) -> None:
-        """Hook: the phase that a kernel belongs to."""
+        """Hook: reports the phase of a kernel."""
         if name == "push_replicas":
             self._at("while weights travel")
         elif name == "add_from_replicas":
@@ -149,8 +150,8 @@ class Step:
 def take_part(
     rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None
 ) -> Iterator[dict]:
-    """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
-    turns: a file that the first victim locks before the steps that matter, until its process ends."""
+    """Yields the pipe, in which a victim announces its fault; then the raised error and its time. turns: a file that
+    the first victim locks before the last steps, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
 
     def strike(phase: str) -> None:
@@ -219,11 +220,11 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         used_before = gpu_mib(run)
         with tempfile.NamedTemporaryFile() as turns:
             outcomes = list(
-                side_by_side(
+                in_parallel(
                     [partial(run_case, number, run, launcher, turns.name) for number in numbers]
                 )
             )
-        problems = what_is_left(run, shm_before, used_before) + new_job_problems(launcher, run)
+        problems = leaked_resources(run, shm_before, used_before) + new_job_problems(launcher, run)
         problems = [f"after cases {list(numbers)}: {text}" for text in problems]
         yield from outcomes[:-1]
         yield replace(outcomes[-1], problems=outcomes[-1].problems + problems)
@@ -245,7 +246,7 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
 
 
 def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str], dict]:
-    """What is wrong with what the survivors do, and how long it took them. turns: as for take_part."""
+    """Problems of the survivors' behaviour, and their times. turns: as for take_part."""
     problems, facts = (
         [],
         {"kind": fault.kind, "phase": fault.phase, "detect_ms": [], "exit_ms": [], "errors": []},
@@ -313,7 +314,7 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
 
 
 def _time_in(report: int) -> float | None:
-    """When a victim has struck, as its pipe says; None if it has not."""
+    """The time of a victim's fault, from its pipe; None before the fault."""
     try:
         return float(os.read(report, 64))
     except (BlockingIOError, ValueError):  # the latter: it has ended without
@@ -321,12 +322,12 @@ def _time_in(report: int) -> float | None:
 
 
 def wrong_error(rank: int, actual: dict, kind: str, victims: Iterable[int]) -> list[str]:
-    """Nothing if a survivor's error is of the right class and names a victim."""
+    """The problem of a survivor's error; none if its class is right and it names a victim."""
     shown = f"survivor {rank} raised {actual['raised']}: {actual['text']}"
     # In the middle of a call the peers are told of an exception, elsewhere of a heap that is left.
-    told = actual["raised"] == "SymmoeError" and UsersError.__name__ in actual["text"]
+    is_reported = actual["raised"] == "SymmoeError" and UsersError.__name__ in actual["text"]
     expected = (
-        actual["raised"] == "PeerAborted" or told
+        actual["raised"] == "PeerAborted" or is_reported
         if kind == "raise"
         else actual["raised"] == "PeerTimeout"
     )
@@ -339,11 +340,11 @@ def wrong_error(rank: int, actual: dict, kind: str, victims: Iterable[int]) -> l
     return [] if named else [f"no victim is named: {shown}"]
 
 
-def what_is_left(run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
-    """Of jobs that have ended: names in /dev/shm, memory of the GPUs."""
+def leaked_resources(run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
+    """Resources of ended jobs: names in /dev/shm, memory of the GPUs."""
     problems = []
-    if left := left_in_shared_memory(shm_before):
-        problems.append(f"{sorted(left)} are left in /dev/shm")
+    if remaining := left_in_shared_memory(shm_before):
+        problems.append(f"{sorted(remaining)} are left in /dev/shm")
     deadline = time.monotonic() + FREE_AGAIN_S
     while True:
         used = gpu_mib(run)
@@ -355,7 +356,7 @@ def what_is_left(run: Run, shm_before: frozenset[str], used_before: list[int]) -
 
 
 def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
-    """A new job on the same devices works at once."""
+    """Problems of a new job on the same devices, which must work at once."""
     try:
         with launcher.start(run.num_ranks, run.device) as job:
             exact = job.run(work, run.device, deadline_s=run.seconds(30.0))
