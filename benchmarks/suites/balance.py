@@ -49,7 +49,7 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
         of_ranks = ranks.gather(rows).sum(0).reshape(ranks.num_ranks, -1).sum(1)
         load = float(of_ranks[0] / of_ranks.mean())
         steps = {name: _step_of(layer, problem, ids) for name, layer in layers.items()}
-        for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
+        for name, times in times_in_a_row_ms(steps, ranks, run.repetitions).items():
             meter = MemoryMeter(ranks.device, run.heap)
             steps[name]()
             figures: Record = {
@@ -58,7 +58,7 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
                 "num_replica_slots": NUM_REPLICA_SLOTS,
             }
             figures |= meter.peak()
-            records.append(case_record(problem, "balance", name, "step", taken, **figures))
+            records.append(case_record(problem, "balance", name, "step", times, **figures))
     return records
 
 
@@ -68,8 +68,8 @@ def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tenso
     if num_hot == case.shape.top_k:
         return first
     weights = (torch.arange(case.shape.num_experts) >= num_hot).float().repeat(case.num_tokens, 1)
-    others = torch.multinomial(weights, case.shape.top_k - num_hot, generator=generator)
-    return torch.cat([first, others], 1)
+    random_ids = torch.multinomial(weights, case.shape.top_k - num_hot, generator=generator)
+    return torch.cat([first, random_ids], 1)
 
 
 def _step_of(layer: MoELayer, problem: Problem, ids: torch.Tensor) -> Callable[[], object]:

@@ -27,12 +27,12 @@ def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
     return [replace(shape, hidden=shape.latent or shape.hidden, latent=None) for shape in shapes]
 
 
-def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+def names_of(option: str, text: str, valid: Collection[str]) -> tuple[str, ...]:
     """The known names in a comma-separated list; "all" is all of them. Raises ArgumentError for others."""
-    names = tuple(known) if text == "all" else tuple(text.split(","))
+    names = tuple(valid) if text == "all" else tuple(text.split(","))
     for name in names:
-        if name not in known:
-            raise ArgumentError(f"{what} ({name}) must be of {', '.join(known)}, or all")
+        if name not in valid:
+            raise ArgumentError(f"{option} ({name}) must be of {', '.join(valid)}, or all")
     return tuple(dict.fromkeys(names))
 
 
@@ -70,8 +70,8 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
     log_popularity = torch.zeros(num_experts)
     if case.skew == "zipf":
         # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
-        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
-        log_popularity = -torch.log1p(place.float())
+        positions = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
+        log_popularity = -torch.log1p(positions.float())
     elif case.skew == "hot":
         log_popularity[HOT_EXPERT] = math.inf
     uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(

@@ -63,8 +63,11 @@ def step_of(problem: Problem, buffer: Any) -> Step:
 def bench_deepep(problem: Problem, run: Run) -> list[Record]:
     """The records of whole steps, each following itself, and of what one holds. Collective."""
     step = step_of(problem, open_buffer(problem))
-    held = step_record(problem, step, run)
-    return [*records_of(problem, run, {NAME: step.results}, {NAME: held["error"]}), held]
+    memory_record = step_record(problem, step, run)
+    return [
+        *records_of(problem, run, {NAME: step.results}, {NAME: memory_record["error"]}),
+        memory_record,
+    ]
 
 
 def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:

@@ -90,7 +90,7 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
             step()
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
     events = profiler.events()
-    whole = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
+    span = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
     trace = StepTrace(*(Counter[str]() for _ in range(4)))
     for event in events:
         if event.device_type.name == "CUDA":
@@ -98,7 +98,7 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
                 (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[
                     event.name
                 ] += 1
-        elif whole.start <= event.time_range.start <= whole.end:
+        elif span.start <= event.time_range.start <= span.end:
             shape = event.input_shapes[0] if event.input_shapes else None
             if event.name in _WAITING_CALLS:
                 trace.waits[event.name] += 1

@@ -58,8 +58,8 @@ class Problem:
         self.num_rows = int(self.routing.num_rows[self.rank])  # N
         self.topk_idx = self.routing.topk_idx[self.rank].int().to(self.device)
         self.tokens = self.tokens_of(self.rank)
-        mine = range(self.first_expert, self.first_expert + self.experts_per_rank)
-        self.w1, self.w2 = map(torch.stack, zip(*map(self.weights_of, mine), strict=True))
+        local_experts = range(self.first_expert, self.first_expert + self.experts_per_rank)
+        self.w1, self.w2 = map(torch.stack, zip(*map(self.weights_of, local_experts), strict=True))
         for tensor in self.inputs:
             tensor.requires_grad_()
 
@@ -103,7 +103,9 @@ def routing_of(case: Case, num_ranks: int) -> Routing:
     generators = (
         torch.Generator().manual_seed(_seed(_EXPERTS_OF_TOKENS, rank)) for rank in range(num_ranks)
     )
-    return Routing([choose_experts(case, each) for each in generators], case.shape.num_experts)
+    return Routing(
+        [choose_experts(case, generator) for generator in generators], case.shape.num_experts
+    )
 
 
 def rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,9 +133,9 @@ class Places(NamedTuple):
     def of(cls, routing: Routing) -> Places:
         num_ranks, experts_per_rank = routing.splits.shape
         slot_to_rank = routing.topk_idx // experts_per_rank
-        place = routing.order.argsort()
+        position = routing.order.argsort()
         first_row = torch.tensor([0, *routing.num_rows]).cumsum(0)
-        slot_to_row = place.view_as(slot_to_rank) - first_row[slot_to_rank]
+        slot_to_row = position.view_as(slot_to_rank) - first_row[slot_to_rank]
         goes_to = torch.stack([(slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
         return cls(slot_to_rank, slot_to_row, goes_to)
 

@@ -60,7 +60,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     heap, case = run.heap, problem.case
     if heap.nodes is None:
         raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
-    known = {
+    fields = {
         "suite": "rail",
         "ep": heap.num_ranks,
         "nodes": heap.topology.num_nodes,
@@ -68,7 +68,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     }
     dispatched = f"{case.shape.name}, {case.num_tokens} tokens"
     sizes = SIZES | {dispatched: case.num_tokens * case.shape.hidden * DTYPE.itemsize}
-    found = []
+    records = []
     for name, num_bytes in sizes.items():
         times, errors = measure(run, [exchange(name, heap, num_bytes)], align=align_ahead)
         figures = {
@@ -76,8 +76,8 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
             "wire_bytes": num_bytes * (heap.topology.num_nodes - 1),
             "error": errors[name],
         }
-        found.append(new_record(times[name][:, 1], variant=name, **figures, **known))
-    return [*found, new_record(_meetings_ms(run), variant="meeting", **known)]
+        records.append(new_record(times[name][:, 1], variant=name, **figures, **fields))
+    return [*records, new_record(_meetings_ms(run), variant="meeting", **fields)]
 
 
 def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:

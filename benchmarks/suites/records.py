@@ -125,7 +125,7 @@ _COLUMNS = (  # of the table
 )
 
 
-def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
+def new_record(times_ms: npt.NDArray[np.float64], **values: Any) -> Record:
     """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given, and of
     `wire_bytes` come `wire_gbs`."""
     marks = (
@@ -134,8 +134,8 @@ def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
     figures: Record = dict(
         zip(("ms_p10", "ms_median", "ms_p90"), map(rounded, marks), strict=False)
     )
-    figures["wire_gbs"] = gbs(known.get("wire_bytes"), times_ms)
-    return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **known}
+    figures["wire_gbs"] = gbs(values.get("wire_bytes"), times_ms)
+    return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **values}
 
 
 def case_record(
@@ -144,7 +144,7 @@ def case_record(
     variant: str,
     direction: str,
     times_ms: npt.NDArray[np.float64],
-    **more: Any,
+    **values: Any,
 ) -> Record:
     """A record of one case."""
     case = problem.case
@@ -156,8 +156,8 @@ def case_record(
     }
     about |= {name: getattr(case.shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
     dtype = str(DTYPE).removeprefix("torch.")
-    known = {"suite": suite, "variant": variant, "direction": direction, "dtype": dtype}
-    return new_record(times_ms, **known | about | more)
+    fields = {"suite": suite, "variant": variant, "direction": direction, "dtype": dtype}
+    return new_record(times_ms, **fields | about | values)
 
 
 def rounded(value: float) -> float:
@@ -247,8 +247,8 @@ def commit(folder: Path) -> str:
 
 
 def _cpu_model() -> str:
-    said = Path("/proc/cpuinfo")
-    lines = said.read_text(encoding="utf-8").splitlines() if said.exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
         platform.machine(),

@@ -76,7 +76,7 @@ def _tokens(
     problem: Problem, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx, dprobs of some of this rank's tokens, one expert after the other."""
-    x, dy, probs = (each.detach()[index].float() for each in problem.tokens)
+    x, dy, probs = (tensor.detach()[index].float() for tensor in problem.tokens)
     chosen = problem.topk_idx[index]
     y, dx, dprobs = (torch.zeros_like(like) for like in (x, x, probs))
     for expert in chosen.unique().tolist():
@@ -105,6 +105,6 @@ def _expert(problem: Problem, everything: Tokens, local: int) -> ExpertReference
         x = everything.x[its_token].float().requires_grad_()
         out = expert_outputs(x, everything.probs.reshape(-1)[its_slot], w1, w2)
         out.backward(everything.dy[its_token].float())
-        first = first or [each[:_SAMPLED_ROWS] for each in (out.detach(), x.grad)]
+        first = first or [tensor[:_SAMPLED_ROWS] for tensor in (out.detach(), x.grad)]
     rows = slice(start, start + len(first[0]))
     return ExpertReference(local, rows, *first, w1.grad, w2.grad)

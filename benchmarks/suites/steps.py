@@ -133,8 +133,8 @@ class Step:
 
     def eager(self) -> Variant:
         """The step as the host launches it."""
-        kept = list[Any]()
-        call = in_steps(lambda: kept.append(self.forward()), lambda: self.backward(kept.pop()))
+        saved = list[Any]()
+        call = in_steps(lambda: saved.append(self.forward()), lambda: self.backward(saved.pop()))
         return Variant(
             self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error
         )

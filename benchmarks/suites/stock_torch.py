@@ -57,9 +57,9 @@ class ByHand(Function):
     """`way(*tensors)`, whose gradients are `back(*gradients)`."""
 
     @staticmethod
-    def forward(ctx: Any, way: Callable[..., Any], back: Back, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, function: Callable[..., Any], back: Back, *tensors: torch.Tensor) -> Any:
         ctx.back = back
-        return way(*tensors)
+        return function(*tensors)
 
     @staticmethod
     @once_differentiable

@@ -36,12 +36,12 @@ def bench_suspend(problem: Problem, run: Run) -> list[Record]:
     for _ in range(run.repetitions):
         with heap.lease((heap.memory.arena.largest_free_bytes,), torch.uint8) as lease:
             lease.tensor.fill_(1)
-        held = held_mib(ranks.device)
+        mib_before = held_mib(ranks.device)
         for name, times_ms in times.items():
-            (taken,) = host_times_ms(getattr(heap, name), ranks)
-            times_ms.append(ranks.largest(taken))
+            (milliseconds,) = host_times_ms(getattr(heap, name), ranks)
+            times_ms.append(ranks.largest(milliseconds))
             if name == "suspend":
-                given_back.append(-ranks.largest(held_mib(ranks.device) - held))
+                given_back.append(-ranks.largest(held_mib(ranks.device) - mib_before))
     gib = heap.num_bytes / 2**30
     back = min(given_back)
     about = {
@@ -51,4 +51,7 @@ def bench_suspend(problem: Problem, run: Run) -> list[Record]:
         "heap_gib": gib,
         "given_back_mib": back,
     }
-    return [new_record(np.array(taken), direction=name, **about) for name, taken in times.items()]
+    return [
+        new_record(np.array(milliseconds), direction=name, **about)
+        for name, milliseconds in times.items()
+    ]

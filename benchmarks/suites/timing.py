@@ -147,19 +147,19 @@ def measure(
     for first in range(0, run.repetitions, block):
         ranks.barrier()
         head_start(ranks)
-        taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
+        all_marks: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
         for repetition in range(first, min(first + block, run.repetitions)):
             for variant in random.Random(repetition).sample(variants, len(variants)):
-                marks = taken[variant.name]
+                marks = all_marks[variant.name]
                 if variant.reuses_marks and marks:
                     times[variant.name].append(intervals_ms(marks.pop()))
                 align(ranks)
                 marks.append(variant.call(clock))
-        for name, marks in taken.items():
+        for name, marks in all_marks.items():
             times[name] += map(intervals_ms, marks)
     ranks.barrier()
-    own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
-    return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+    local = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
+    return {name: ranks.gather(all_marks).max(axis=0) for name, all_marks in local.items()}, errors
 
 
 def timed_records(
@@ -168,10 +168,15 @@ def timed_records(
     """A record of every variant and direction. figures_of: what it has besides times, by name and column of these."""
     return [
         case_record(
-            problem, suite, name, DIRECTIONS[column], taken[:, column], **figures_of(name, column)
+            problem,
+            suite,
+            name,
+            DIRECTIONS[column],
+            times_ms[:, column],
+            **figures_of(name, column),
         )
-        for name, taken in times.items()
-        for column in range(taken.shape[1])
+        for name, times_ms in times.items()
+        for column in range(times_ms.shape[1])
     ]
 
 
