@@ -253,7 +253,8 @@ class _LayerTotals:
         aux_loss = total.pop("aux_loss") / max(total["num_calls"], 1.0)
         numbers: dict[str, Any] = {name: int(value) for name, value in total.items()}
         numbers |= {
-            f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS
+            f"{name}_s": None if self.timer is None else self.timer.pop_seconds(name)
+            for name in _SPANS
         }
         return LayerRecord(
             name=self._name,
@@ -302,8 +303,8 @@ class _Timer:
         if begin is not None:
             self._spans[name].append((begin, self._now()))
 
-    def take(self, name: str) -> float:
-        """Seconds since the last call. On GPUs the events must be complete."""
+    def pop_seconds(self, name: str) -> float:
+        """Seconds since the last call of this method. On GPUs the events must be complete."""
         spans, self._spans[name] = self._spans[name], []
         return float(
             sum(

@@ -30,12 +30,12 @@ BALANCES = {
 
 
 def balance_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
-    """Bytes of the heap where all tokens choose experts of one rank."""
+    """Bytes of the heap if all tokens choose experts of one rank."""
     return heap_bytes(case, num_ranks, num_ranks * case.num_slots, BALANCES)
 
 
 def bench_balance(problem: Problem, run: Run) -> list[Record]:
-    """Steps with each load, with and without replicas, whatever the problem's routing is. Collective."""
+    """Measures steps with each load, with and without replicas; ignores the problem's routing. Collective."""
     shape, ranks = problem.case.shape, run.ranks
     layers = {
         name: MoELayer(choice.config(shape), run.heap, experts=make_experts(problem), dtype=DTYPE)
@@ -63,7 +63,7 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
 
 
 def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 [T, K] on the CPU: the first experts, and others at random."""
+    """int64 [T, K] on the CPU: the first experts, and random other experts."""
     first = torch.arange(num_hot).expand(case.num_tokens, num_hot)
     if num_hot == case.shape.top_k:
         return first
@@ -73,7 +73,7 @@ def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tenso
 
 
 def _step_of(layer: MoELayer, problem: Problem, ids: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward; gradients are dropped."""
+    """A step: forward and backward; gradients are discarded."""
     x, dy, probs = problem.tokens
     ids = ids.int().to(problem.device)
 

@@ -1,4 +1,4 @@
-"""What is measured: layer shapes, numbers of tokens, and how skewed the routing is."""
+"""The cases of the suites: layer shapes, numbers of tokens, and the skew of the routing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ZIPF_SEED = 20261121
 
 
 def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
-    """The layers that the arguments name: of --preset several, between commas, or all. Latent experts by themselves,
-    without projections: tokens have the latent width. Raises ArgumentError for what is unknown or incomplete."""
+    """The layer shapes of the arguments: of --preset several, separated by commas, or all. Latent experts are measured
+    without projections: tokens have the latent width. Raises ArgumentError for unknown or incomplete shapes."""
     presets = names_of("preset", args.preset, PRESETS) if args.preset else ("",)
     shapes = [
         shape_of(argparse.Namespace(**vars(args) | {"preset": preset}), default)
@@ -28,7 +28,7 @@ def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
 
 
 def names_of(option: str, text: str, valid: Collection[str]) -> tuple[str, ...]:
-    """The known names in a comma-separated list; "all" is all of them. Raises ArgumentError for others."""
+    """The valid names in a comma-separated list; "all" means all of them. Raises ArgumentError for other names."""
     names = tuple(valid) if text == "all" else tuple(text.split(","))
     for name in names:
         if name not in valid:
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def num_slots(self) -> int:
-        """T * K, which is also the mean number of rows of a rank."""
+        """T * K, also the mean number of rows of a rank."""
         return self.num_tokens * self.shape.top_k
 
     @property
@@ -82,7 +82,7 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def parser_of(description: str | None, options: Options) -> argparse.ArgumentParser:
-    """The parser of a program that shows its description as it is."""
+    """A parser that prints the program's description unchanged."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,7 +96,7 @@ def run_program(
     run: Callable[[argparse.Namespace], None],
     arguments: list[str] | None = None,
 ) -> None:
-    """Parses the arguments (None: those of the process) and runs; what an ArgumentError says is a usage error."""
+    """Parses the arguments (None: those of the process) and runs the program; an ArgumentError is a usage error."""
     parser = parser_of(description, options)
     try:
         run(parser.parse_args(arguments))

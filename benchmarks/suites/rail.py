@@ -25,7 +25,7 @@ PHASE = control.PHASE_NODES_OUT
 
 
 def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
-    """Messages of so many bytes to and from every other node, and what comes before them in a call."""
+    """Messages of so many bytes to and from every other node, and the preceding part of a call."""
     nodes = range(heap.topology.num_nodes)
     sent = torch.full((num_bytes,), heap.rank % 251, dtype=torch.uint8, device=heap.device)
     all_received = [torch.empty_like(sent) for _ in nodes]
@@ -39,7 +39,7 @@ def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
             pass
 
     def verify() -> float:
-        """0 if what has come is what was sent, else 1."""
+        """0 if the received bytes are the sent ones, else 1."""
         for received in all_received:
             received.fill_(255)
         begin()
@@ -77,11 +77,11 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
             "error": errors[name],
         }
         records.append(new_record(times[name][:, 1], variant=name, **figures, **fields))
-    return [*records, new_record(_meetings_ms(run), variant="meeting", **fields)]
+    return [*records, new_record(_synchronisations_ms(run), variant="meeting", **fields)]
 
 
-def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
-    """Of the slowest rank."""
+def _synchronisations_ms(run: Run) -> npt.NDArray[np.float64]:
+    """Milliseconds of the hosts' synchronisations, on the slowest rank."""
     times_ms = list[float]()
     for _ in range(run.repetitions):
         run.heap.barrier(PHASE)

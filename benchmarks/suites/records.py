@@ -126,8 +126,8 @@ _COLUMNS = (  # of the table
 
 
 def new_record(times_ms: npt.NDArray[np.float64], **values: Any) -> Record:
-    """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given, and of
-    `wire_bytes` come `wire_gbs`."""
+    """A record of the milliseconds of all repetitions. Unknown keys are None; further keys may be passed, and
+    `wire_bytes` adds `wire_gbs`."""
     marks = (
         np.percentile(times_ms, [10, 50, 90]) if len(times_ms) else ()
     )  # where no time is a figure
@@ -176,7 +176,7 @@ def gbs(num_bytes: float | None, times_ms: npt.NDArray[np.float64]) -> float | N
 
 
 def ratio(record: Record) -> float | None:
-    """How the figure compares with the yardstick of the same run, more is better; None without one."""
+    """The figure relative to the yardstick of the same run, larger is better; None without a yardstick."""
     if record.get("yardstick") not in _RATIOS:
         return None
     above, below = (record.get(key) for key in _RATIOS[record["yardstick"]])
@@ -184,8 +184,8 @@ def ratio(record: Record) -> float | None:
 
 
 def render(records: Sequence[Record]) -> str:
-    """A line for each record, by its keys that any record has, then what was skipped and why. "ratio" is to the
-    yardstick of the same run."""
+    """A line for each record, with the keys that any record has, then the skipped cases and the reasons. "ratio" is
+    relative to the yardstick of the same run."""
     keys = [key for key in _COLUMNS if any(record.get(key) is not None for record in records)]
     values = [[*(record.get(key) for key in keys), ratio(record)] for record in records]
     rows = [[*keys, "ratio"], *(list(map(_shown, row)) for row in values)]
@@ -207,14 +207,14 @@ def save(records: list[Record] | Record, path: str | Path) -> None:
 
 
 def measured_on(ranks: Ranks) -> Record:
-    """The keys of a record that say where it was measured, and by which command. Starts nvidia-smi and git."""
+    """The keys of a record for the machine and the command. Starts nvidia-smi and git."""
     launcher = f"torchrun --nproc-per-node={ranks.num_ranks}" if ranks.num_ranks > 1 else "python"
     command = " ".join([launcher, Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])])
     return machine(ranks.device) | {"command": command}
 
 
 def machine(device: torch.device) -> dict[str, str | None]:
-    """The keys of a record that say where it was measured. Starts nvidia-smi and git if they are there."""
+    """The keys of a record for the machine. Starts nvidia-smi and git if they are installed."""
     on_gpu = device.type == "cuda"
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     nvshmem = [(name, version_of(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]

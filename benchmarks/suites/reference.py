@@ -1,4 +1,5 @@
-"""What a step must give, in fp32, for a few tokens and a few experts. Shares nothing with what it checks."""
+"""The expected results of a step, in fp32, for a few tokens and a few experts. Shares no code with the measured
+steps."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _CHUNK_ROWS = 4096
 
 
 class ExpertReference(NamedTuple):
-    """One local expert: its weights' gradients, and its first rows and their gradients. fp32."""
+    """One local expert: its weights' gradients, and its first rows and their gradients, in fp32."""
 
     local: int
     rows: slice
@@ -75,7 +76,7 @@ def expert_outputs(
 def _tokens(
     problem: Problem, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, dx, dprobs of some of this rank's tokens, one expert after the other."""
+    """y, dx, dprobs of some of this rank's tokens, computed expert by expert."""
     x, dy, probs = (tensor.detach()[index].float() for tensor in problem.tokens)
     chosen = problem.topk_idx[index]
     y, dx, dprobs = (torch.zeros_like(like) for like in (x, x, probs))

@@ -61,7 +61,7 @@ WAYS: dict[str, tuple[Logits, float]] = {  # and the largest error
 
 
 def bench_router(problem: Problem, run: Run) -> list[Record]:
-    """All ways, in turn, on this rank's tokens and those of ranks that are not there."""
+    """Measures all variants in turn, on this rank's tokens and on those of absent ranks."""
     shape, device = problem.case.shape, problem.device
     generator = torch.Generator(device).manual_seed(0)
     numbers = {"generator": generator, "device": device}
@@ -97,7 +97,7 @@ def _variant(
 def _error(
     x: torch.Tensor, weight: torch.Tensor, logits: list[torch.Tensor], *_: torch.Tensor
 ) -> float:
-    """Of some logits of the first input."""
+    """The error of some logits of the first input."""
     x = x.detach()[:_SAMPLED_TOKENS].double()
     weight = weight.double()
     off = (logits[0].detach()[:_SAMPLED_TOKENS] - x @ weight.t()).abs()

@@ -43,7 +43,7 @@ _INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exac
 
 
 def bench_plan(problem: Problem, run: Run) -> list[Record]:
-    """make_plan with exact capacity, which the host waits for, and with static capacity."""
+    """make_plan with exact capacity, for which the host waits, and with static capacity."""
     variants = [
         _plan_variant("exact", problem, run, None),
         _plan_variant("static", problem, run, problem.static_capacity),
@@ -248,7 +248,7 @@ def _combine_variant(
 
 
 def stock_all_to_all(problem: Problem, run: Run) -> Variant:
-    """One row per slot, already sorted, by all_to_all_single: only the transport of the stock layer."""
+    """One row per slot, sorted in advance, by all_to_all_single: only the transport of the stock layer."""
     exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, problem.num_ranks)
     rows = problem.tokens.x.detach()[exchange.order // problem.case.shape.top_k]
 
@@ -280,7 +280,7 @@ def _values_of(problem: Problem, rank: int) -> torch.Tensor:
 
 
 def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank must get: sums [T, H] of its slots' rows, and the values [T, K] of its slots."""
+    """The expected results of this rank: sums [T, H] of its slots' rows, and the values [T, K] of its slots."""
     tokens = problem.tokens.x
     y = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     values = torch.empty(problem.topk_idx.shape, dtype=torch.float32, device=tokens.device)
@@ -295,7 +295,7 @@ def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Elements of `expected` that `got`, which may have a tail, does not have. NaN differs."""
+    """The number of elements of `expected` that differ in `got`, which may have a tail. NaN differs."""
     return float((got[: len(expected)] != expected).sum())
 
 

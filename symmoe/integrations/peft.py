@@ -148,7 +148,7 @@ class _StandIn(nn.Module):
                 weight = experts.mlp.get_parameter(grouped_name)
                 # For peft's initialisation they need a device other than meta.
                 value = torch.zeros((), dtype=weight.dtype, device=weight.device)
-                shape = experts.form.turned(weight).shape[1:]
+                shape = experts.form.convert_layout(weight).shape[1:]
                 setattr(self, name, nn.Parameter(value.expand(experts.num_experts, *shape)))
 
 

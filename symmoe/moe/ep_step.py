@@ -1,4 +1,4 @@
-"""Dispatch, experts and combine as one differentiable step: no copy between its parts
+"""Dispatch, experts and combine as one differentiable step, without copies in between
 ("A step" in docs/design/programs.md).
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in

@@ -258,7 +258,7 @@ class CapturedStep(Generic[R]):
         for heap in self.heaps:
             heap.check()  # a rank may be lost: a replay would use closed connections
         if kind in self._replays and self._replays[kind].addresses != self.modules.addresses:
-            self._end(kind)
+            self._discard(kind)
         if kind not in self._replays:
             self._replays[kind] = _Replay(self, arguments)
             self.num_captures += 1
@@ -278,7 +278,7 @@ class CapturedStep(Generic[R]):
         if random_state is not None:
             torch.cuda.set_rng_state(random_state, self.device)
         del result
-        self._end(kind)
+        self._discard(kind)
         return self._run_eagerly(arguments)
 
     @property
@@ -291,9 +291,9 @@ class CapturedStep(Generic[R]):
     def close(self) -> None:
         """Ends all graphs and frees their memory. The next call captures again."""
         for kind in list(self._replays):
-            self._end(kind)
+            self._discard(kind)
 
-    def _end(self, kind: Hashable) -> None:
+    def _discard(self, kind: Hashable) -> None:
         self.clear_gradients()
         self._replays.pop(kind).end()
 
@@ -321,7 +321,7 @@ class CapturedStep(Generic[R]):
         return Tree(dict(result.with_tensors([tensor.detach() for tensor in result.tensors])))
 
     def _run_eagerly(self, arguments: Tree) -> R:
-        with _noted_streams(self.modules):
+        with _recorded_streams(self.modules):
             result = self.run(arguments)
         kind = self._kind(arguments)  # the run has shown what the step itself sets
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
@@ -329,11 +329,11 @@ class CapturedStep(Generic[R]):
 
 
 @contextmanager
-def _noted_streams(modules: Modules) -> Iterator[None]:
-    """In this context backward records whether a DDP accumulates gradients on the default stream: DDP keeps autograd
+def _recorded_streams(modules: Modules) -> Iterator[None]:
+    """A context in which backward records whether a DDP accumulates gradients on the default stream: DDP keeps autograd
     nodes, and nodes keep their stream. Does nothing where torch can redirect them."""
 
-    def note(_: object) -> None:
+    def record_stream(_: object) -> None:
         modules.ddp_on_default_stream |= torch.cuda.current_stream() == torch.cuda.default_stream()
 
     modules.ddp_on_default_stream = False
@@ -343,7 +343,9 @@ def _noted_streams(modules: Modules) -> Iterator[None]:
             param for ddp in ddps for param in ddp_parameters(ddp) if param.requires_grad
         ):
             stack.callback(
-                torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(note).remove
+                torch.autograd.graph.get_gradient_edge(parameter)
+                .node.register_prehook(record_stream)
+                .remove
             )
         yield
 

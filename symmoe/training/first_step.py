@@ -50,7 +50,7 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     before: list[int] = []
     watched = [model]  # until its first step is over
 
-    def note(*_: Any) -> None:
+    def record_checksums(*_: Any) -> None:
         for module in watched:  # again where a step calls another one, or has failed
             before[:] = _experts_checksum(_layers(module)), *_checksums(module, trained_ids)
 
@@ -68,7 +68,7 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 warn(text)
 
     # torch iterates over hooks while it runs them, so a hook cannot remove itself. It stays, without the model.
-    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_pre_hook(record_checksums)
     optimizer.register_step_post_hook(compare)
 
 

@@ -107,7 +107,7 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
         torch._foreach_div_(gradients, num_ranks)
         for gradient, value in zip(reduced, saved, strict=True):
             gradient.copy_(value)
-        _note_reduced(gradients)
+        _mark_reduced(gradients)
 
 
 @torch.no_grad()
@@ -169,7 +169,7 @@ def clip_grad_norm(
     for gradients in copies.values():
         reduced = [gradient for gradient in gradients if _is_reduced(gradient)]
         torch._foreach_mul_(gradients, factor)
-        _note_reduced(reduced)
+        _mark_reduced(reduced)
     return total_norm
 
 
@@ -245,6 +245,6 @@ def _is_reduced(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and getattr(gradient, REDUCED, None) == version_of(gradient)
 
 
-def _note_reduced(gradients: Iterable[torch.Tensor]) -> None:
+def _mark_reduced(gradients: Iterable[torch.Tensor]) -> None:
     for gradient in gradients:
         setattr(gradient, REDUCED, version_of(gradient))

@@ -30,7 +30,7 @@ from shared_memory import left_in_shared_memory, shared_memory
 from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, in_parallel
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, in_parallel, percentiles
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
 from symmoe.kernels import control
 

@@ -16,7 +16,7 @@ from shared_memory import left_in_shared_memory, shared_memory
 
 from reliability.launch import JobFailure, Launcher
 from reliability.step import num_arenas_mapped, num_open_files
-from reliability.suite import Numbers, Outcome, Results, Run, Suite, merged, on_ranks, in_parallel
+from reliability.suite import Numbers, Outcome, Results, Run, Suite, in_parallel, merged, on_ranks
 from symmoe import SymmetricHeap
 
 CYCLES, JOBS = 50, 20

@@ -109,7 +109,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             hidden=hidden_states.shape[1],
             dtype=hidden_states.dtype,
         )
-        plan = plan_call(begun(self.topk_idx), self._heap, options)
+        plan = plan_call(require_started(self.topk_idx), self._heap, options)
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
         lease = self._heap.lease(
             (plan.row_capacity, hidden_states.shape[1]),
@@ -128,7 +128,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """(rows, int64 [E / EP] rows of each local expert on the device, probs). Local."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        return hidden_states, begun(self.handle).plan.splits.long(), probs
+        return hidden_states, require_started(self.handle).plan.splits.long(), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns its argument. Local."""
@@ -137,11 +137,13 @@ class SymmTokenDispatcher(MoETokenDispatcher):
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
-        return combine_tokens(hidden_states, begun(self.handle), order=self._options.order)
+        return combine_tokens(
+            hidden_states, require_started(self.handle), order=self._options.order
+        )
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[S / TP, B, H], with the overlapped shared experts' output. Local."""
-        output = hidden_states.view(begun(self.hidden_shape))
+        output = hidden_states.view(require_started(self.hidden_shape))
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
@@ -172,14 +174,18 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         )
         with FailPeersOnError(routed.heap, *CALL_PHASES):
             return routed.run(
-                hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips
+                hidden_states,
+                probs,
+                require_started(self.topk_idx),
+                experts,
+                before_trips=before_trips,
             )[:2]
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns its arguments. Local."""
-        begun(self.topk_idx)
+        require_started(self.topk_idx)
         return hidden_states, probs
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -243,7 +249,7 @@ class SymmMoELayer(MoELayer):
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
-        self._notify(rows, begun(dispatcher.handle).plan.load)
+        self._notify(rows, require_started(dispatcher.handle).plan.load)
         return dispatcher.combine_preprocess(output), bias
 
     def _notify(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
@@ -254,11 +260,11 @@ class SymmMoELayer(MoELayer):
             if recorder and recorder.router_replay_action == RouterReplayAction.RECORD
             else None
         )
-        ids = begun(self.token_dispatcher.topk_idx)
+        ids = require_started(self.token_dispatcher.topk_idx)
         self.listeners.notify(ids, load, rows, is_training=self.training, chosen_idx=recorded)
 
 
-def begun(value: _Value | None) -> _Value:
+def require_started(value: _Value | None) -> _Value:
     """The value from an earlier one of the six calls. StalePlan: it is None."""
     if value is None:
         raise StalePlan(

@@ -116,7 +116,7 @@ def save_checkpoint(
         )
         try:
             peers.together(
-                lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like)
+                lambda: None if heap.rank else _create_files(partial, layout, pieces, model, like)
             )
             local_pieces = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
             peers.together(lambda: _write(partial, layout, local_pieces))
@@ -157,15 +157,15 @@ def _by_file(
     )
 
 
-def _lay_out(
+def _create_files(
     partial: Path,
     layout: Layout,
     pieces: Iterable[Piece],
     model: PreTrainedModel,
     like: Path | None,
 ) -> None:
-    """Creates the files: with a header and no values, or copies of files with tensors that the model does not use; and
-    the other files: config and tokenizer."""
+    """Creates the weight files, with a header and no values, or as copies if they have tensors that the model does not
+    use; and the other files: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
     keys = {piece.key for piece in pieces}

@@ -184,7 +184,7 @@ def empty_experts(
     step: StepConfig,
 ) -> ExpertParallelExperts:
     """A module for `num_local` experts shaped like those of transformers' module; parameters are on the meta device."""
-    down = form.turned(experts.down_proj)
+    down = form.convert_layout(experts.down_proj)
     mlp = GroupedMLP(
         num_local,
         *down.shape[1:],

@@ -76,14 +76,14 @@ class ExpertsForm:
             for end, kind in kinds.items()
         }
 
-    def turned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of weights or biases [E, ..], from our layout to that of transformers, or the reverse."""
+    def convert_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of weights or biases [E, ..] in transformers' layout, from GroupedMLP's, or the reverse."""
         return tensor.transpose(1, 2) if self.is_transposed and tensor.dim() == 3 else tensor
 
     def local_weights(self, experts: StockExperts) -> dict[str, torch.Tensor]:
         """All weights of a module, by the names and in the layout of GroupedMLP."""
         return {
-            grouped_name: self.turned(getattr(experts, name))
+            grouped_name: self.convert_layout(getattr(experts, name))
             for name, grouped_name in self.parameters.items()
         }
 

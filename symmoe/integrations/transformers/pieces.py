@@ -167,10 +167,12 @@ def _saved(
 
 def _as_in_file(piece: Piece, stored: StoredTensor) -> Piece:
     """The piece, with its last two dimensions exchanged if they are so in the file."""
-    turned = (*piece.shape[:-2], *piece.shape[:-3:-1])
-    if stored.shape == piece.shape or stored.shape != turned:
+    transposed = (*piece.shape[:-2], *piece.shape[:-3:-1])
+    if stored.shape == piece.shape or stored.shape != transposed:
         return piece
-    return replace(piece, shape=turned, tensor=None if piece.tensor is None else piece.tensor.mT)
+    return replace(
+        piece, shape=transposed, tensor=None if piece.tensor is None else piece.tensor.mT
+    )
 
 
 @torch.no_grad()
@@ -216,7 +218,7 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
             )
             shape = (blocks[path].num_experts, *sizes)[: tensor.dim()]
             positions = torch.arange(math.prod(shape), device="cpu").view(shape)
-            plain[stock] = form.turned(positions.to(torch.complex128) + len(sources) * 1j)
+            plain[stock] = form.convert_layout(positions.to(torch.complex128) + len(sources) * 1j)
             sources.append(_Source(blocks[path], tensor.detach(), positions))
         elif any(name.startswith(f"{path}.") for path in blocks):
             raise CheckpointError(
@@ -294,4 +296,4 @@ def _parts(rows: torch.Tensor) -> list[torch.Tensor]:
             *rows.chunk(2),
             *(rows.unflatten(0, blocks).transpose(0, 1) for blocks in ((2, -1), (-1, 2))),
         ]
-    return [turned for part in parts for turned in (part, part.movedim(-1, 0))]
+    return [view for part in parts for view in (part, part.movedim(-1, 0))]
