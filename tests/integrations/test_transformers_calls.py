@@ -249,7 +249,7 @@ def test_hash_layers_are_not_recorded(heap):
         symmoe.routing.routing_from_array(stage, torch.zeros(18, 1, 2, dtype=torch.int32))
 
 
-def test_replay_of_no_tokens(heap):
+def test_balanced_and_replayed_routing_of_no_tokens(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
     for choice in (
         symmoe.routing.balanced_routing(block),

@@ -280,7 +280,9 @@ def test_logits_that_are_not_finite_raise_on_cpus(
 
 
 @run_on(1, 2)
-def test_memory_of_another_heap(rank: int, num_ranks: int, findings: Findings):
+def test_buffers_of_another_heap_are_refused_and_inputs_copied(
+    rank: int, num_ranks: int, findings: Findings
+):
     """Refused as a buffer that peers access, and copied like ordinary memory as input."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as closed:
         closed_memory = closed.lease((T * K * num_ranks, H), torch.float32).tensor

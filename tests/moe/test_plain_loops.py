@@ -316,7 +316,7 @@ class Repeats(torch.optim.SGD):
 
 
 @run_on(2)
-def test_a_failed_first_step_and_one_with_other_hooks_are_compared_later(
+def test_a_failed_first_step_is_compared_in_the_next_one(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)

@@ -51,7 +51,7 @@ def test_speeds_are_those_of_the_records():
     assert len(wrong_speeds(changed)) == 1
 
 
-def test_missed_goals_are_those_of_the_records():
+def test_speeds_of_gemms_alone_are_those_of_the_records():
     alone = [row for row in record("layer-h200-ep2") if row["variant"] == "gemms alone"]
     presets = {row["preset"] for row in alone}
     both = (  # 6 and 12 T H I K: forward is a third of the FLOPs

@@ -1,13 +1,16 @@
-"""One or two ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
-A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL, stop
-by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a victim
-within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a code
-other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
-/dev/shm and the memory of the GPUs have to be as before, and a new job has to work at once.
+"""One or two ranks that are killed, stopped, or raise, in every phase of a step: the survivors' errors, and leaked
+resources.
 
-Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
-job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
-ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take."""
+A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL, stop
+by SIGSTOP, or raise an exception that no code catches. Every survivor must raise a typed error that names a victim
+within `timeout_s` + 2 s of that moment (1 s if the victim has signalled its peers), and must end by itself with a code
+other than 0. A victim that another victim stops before its phase is a survivor. Afterwards no process may remain,
+/dev/shm and the memory of the GPUs must be as before, and a new job must work at once.
+
+The start of a job takes seconds on GPUs, so several cases may run in parallel; then leaked resources are measured, and
+the new job is started, after all of them. No other program may allocate memory of the same GPUs in the meantime.
+Victims that raise take turns: a rank that ends may block a GPU for a second, the whole limit of the survivors'
+errors."""
 
 import fcntl
 import os

@@ -161,7 +161,7 @@ class Job:
             yield item
 
     def exit_code(self, rank: int, *, deadline: float) -> int | None:
-        """Of a rank that ends by itself; None if it still runs at `deadline` (time.monotonic())."""
+        """The exit code of a rank that ends by itself; None if the rank still runs at `deadline` (time.monotonic())."""
         while rank not in self._exit_codes:
             code = self._launcher.exit_code(self.pids[rank])
             if code is not None:
@@ -198,8 +198,8 @@ class Job:
         return actual
 
     def close(self, *, grace_s: float | None = None) -> None:
-        """Ends the ranks: those that wait for a function by themselves, those that still run after a grace by SIGKILL.
-        grace_s: None: short, as some ranks may be stopped, or wait for ever."""
+        """Ends the ranks: idle ranks exit by themselves, and ranks that still run after the grace get SIGKILL.
+        grace_s: None: short, as some ranks may be stopped, or wait forever."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + (_END_S[self.device] if grace_s is None else grace_s)

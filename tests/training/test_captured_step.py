@@ -166,7 +166,7 @@ def test_a_layer_that_was_not_called_before(model):
     assert model.layers[0].heap.captured_reports is None
 
 
-def test_a_layer_with_too_small_a_budget_repeats_the_step(model):
+def test_more_rows_than_max_row_budget_raise(model):
     tight = cases.Model(model.layers[0].heap, max_row_budget=4)
     captured = cases.capture(tight, num_eager=1)
     captured([torch.ones(3, cases.H)], scale=1.0)
