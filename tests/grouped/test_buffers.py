@@ -583,8 +583,10 @@ def test_the_returned_gradient_is_the_buffer(op, heap):
     x = op.inputs.x.nan_to_num().requires_grad_()
     grad_input_out = heap.lease((N, H), torch.float32).tensor
     for _ in range(2):
-        (actual,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
-        assert actual.data_ptr() == grad_input_out.data_ptr()
+        (gradient,) = torch.autograd.grad(
+            used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x
+        )
+        assert gradient.data_ptr() == grad_input_out.data_ptr()
 
 
 # -- with dispatch and combine ----------------------------------------------------------------------------------------

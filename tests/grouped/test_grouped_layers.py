@@ -199,9 +199,9 @@ def test_first_micro_batch_overwrites_both(first):
     oracle = cases.mlp_oracle(inputs, case)
     start = 0.0 if first else cases.MAIN_GRAD_START
     for name in ("fc1", "fc2"):
-        actual = getattr(model, name).weight.main_grad
-        cases.assert_near(actual, oracle[f"d_{name}.weight"] + start, torch.float32)
-        assert (actual[1] == start).all(), "group 1 has no rows"
+        main_grad = getattr(model, name).weight.main_grad
+        cases.assert_near(main_grad, oracle[f"d_{name}.weight"] + start, torch.float32)
+        assert (main_grad[1] == start).all(), "group 1 has no rows"
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2", "fc", "weight", "x", "scale", "bias", "nothing"])

@@ -194,9 +194,9 @@ def test_state_dicts_of_either_form(source, target, bias, prefix):
     target_layer = GroupedLinear(
         cases.TINY.num_groups, cases.TINY.hidden, OUT, bias=bias, weights=target
     )
-    actual = wrapped(target_layer).load_state_dict(state)
-    assert not actual.missing_keys
-    assert not actual.unexpected_keys
+    result = wrapped(target_layer).load_state_dict(state)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
     assert state.keys() == saved.keys(), "the caller's state dict is not changed"
     cases.assert_same_bits(
         target_layer(inputs.x, inputs.splits), source_layer(inputs.x, inputs.splits)
@@ -399,11 +399,11 @@ def test_main_grad_of_groups_without_rows(dtype, weights, mode):
     for parameter in layer.weight_parameters():
         parameter.overwrite_main_grad = mode == "attribute"
     layer(inputs.x, inputs.splits, is_first_microbatch=mode == "call").backward(inputs.d_y)
-    actual = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
+    main_grads = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
     before = cases.MAIN_GRAD_START if mode == "accumulate" else 0.0
-    assert actual.dtype == torch.float32
-    assert (actual[1] == before).all(), "group 1 has no rows"
-    cases.assert_near(actual, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
+    assert main_grads.dtype == torch.float32
+    assert (main_grads[1] == before).all(), "group 1 has no rows"
+    cases.assert_near(main_grads, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
 
 
 def test_main_grad_accumulates_in_fp32():

@@ -677,14 +677,14 @@ class Chain:
         )
         with torch.set_grad_enabled(self.trains):
             y = model(x, *extra, op_kwargs=at)
-        actual = [y.detach()[: TINY.num_used].clone()]
+        results = [y.detach()[: TINY.num_used].clone()]
         if self.trains:
             y.backward(INPUTS.d_y.nan_to_num())
             for module in modules:
                 if self.delays and isinstance(module, GroupedLinear):
                     module.backward_dw()
-            actual += [x.grad[: TINY.num_used], *(tensors.grad for tensors in model.parameters())]
-        return actual
+            results += [x.grad[: TINY.num_used], *(tensors.grad for tensors in model.parameters())]
+        return results
 
     def stages(self, buffers: dict[int, dict[str, torch.Tensor]]) -> list[int]:
         """The stage number of each module: linear, activation, linear are one stage unless a hook or buffer observes

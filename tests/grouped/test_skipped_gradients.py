@@ -189,12 +189,12 @@ def test_the_mlp_computes_required_gradients_only(
                 with counted_kernels(heap) as launches:
                     y.backward(dy)
                     heap.synchronize()
-                actual = [p.grad for p in mlp.parameters()]
+                gradients = [p.grad for p in mlp.parameters()]
                 passes[needs] = Backward(
-                    leaf.grad, weights.grad, actual, heap.epoch - epoch, launches
+                    leaf.grad, weights.grad, gradients, heap.epoch - epoch, launches
                 )
                 findings.check(
-                    any(p is not None for p in actual) != is_frozen, "the parameters' gradients"
+                    any(p is not None for p in gradients) != is_frozen, "the parameters' gradients"
                 )
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 compare(findings, passes[needs], passes[FULL], needs, option.get("order", "rank"))

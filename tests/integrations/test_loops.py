@@ -160,10 +160,10 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
     trainer.fit(module, ckpt_path=folder / f"step={cases.HALF}.ckpt" if job.resumes else None)
     run = job.finish(run, model)
     heldout = cases.Sequences(8, seed=2, all_labels=True)
-    (actual,) = trainer.validate(
+    (evaluation,) = trainer.validate(
         module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False
     )
-    run.heldout = actual["heldout"]
+    run.heldout = evaluation["heldout"]
     return run
 
 

@@ -485,19 +485,19 @@ def test_equals_alltoall(
 @run_on(4, fixture="ranks")
 def test_tensor_and_sequence_parallel(rank: int, num_ranks: int) -> None:
     """Tests a layer and not a GPTModel: Megatron's LayerNorm for CPUs has no sequence parallelism."""
-    generator, actual = torch.Generator().manual_seed(rank), {}
+    generator, by_form = torch.Generator().manual_seed(rank), {}
     with cases.opened(ep=4, tp=2, fields=SHARED) as (config, _, forms):
         sizes = cases.SEQUENCE // 2, cases.BATCH, config.hidden_size
         x, dy = torch.randn(2, *sizes, generator=generator)
         for form, form_spec in forms.items():
             layer = cases.layer_of(config, form_spec)
             y, dx = cases.differentiated(layer, x, dy)
-            actual[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
+            by_form[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
     assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (
         2,
         True,
     )
-    cases.check_equal(actual)
+    cases.check_equal(by_form)
 
 
 @pytest.mark.parametrize(
@@ -582,16 +582,16 @@ def test_pipeline_of_two_stages(
 ) -> None:
     """Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
     fields = {**_pipeline(2, num_chunks, layers_per_chunk=1), **FIELDS[name]}
-    actual = {}
+    by_form = {}
     with cases.opened(ep=ep, pp=2, num_chunks=num_chunks, fields=fields) as (config, heap, forms):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for form, form_spec in forms.items():
-            actual[form] = _scheduled(_chunks(config, form_spec, stage, num_stages=2))
+            by_form[form] = _scheduled(_chunks(config, form_spec, stage, num_stages=2))
             assert heap.leased_bytes == 0
-            num_losses = sum(name.startswith("losses ") for name in actual[form])
+            num_losses = sum(name.startswith("losses ") for name in by_form[form])
             assert num_losses == (NUM_MICRO_BATCHES if stage == 1 else 0)
-    cases.check_equal(actual)
-    assert cases.num_zeros(actual["megatron"]) <= 4
+    cases.check_equal(by_form)
+    assert cases.num_zeros(by_form["megatron"]) <= 4
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,9 @@ def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
         replaced = megatron.use_symmoe(spec, heap)
         layers = (replaced.submodules if isinstance(replaced, ModuleSpec) else replaced).layer_specs
         assert layers[0] is dense or layers[0].submodules.mlp is dense.submodules.mlp
-        actual = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
-        assert [module for module, _, _ in actual] == [megatron.SymmMoELayer] * 2
-        assert actual[0][2]["heap"] is actual[1][2]["heap"] is heap
+        parts = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
+        assert [module for module, _, _ in parts] == [megatron.SymmMoELayer] * 2
+        assert parts[0][2]["heap"] is parts[1][2]["heap"] is heap
     assert parts_of(block.layer_specs[1].submodules.mlp)[0] is MoELayer
 
 

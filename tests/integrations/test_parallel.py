@@ -421,7 +421,7 @@ def test_constant_weights_are_quantised_once(
     shares = small.equal_shares(num_ranks)
     with small.on_layout(*layout) as (mesh, heap):
         model = small.on_mesh(mesh, heap, wrap, QUANTIZED)
-        actual = []
+        results = []
         for is_constant in (False, True):
             context = (
                 symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()
@@ -435,12 +435,12 @@ def test_constant_weights_are_quantised_once(
                 for number in range(2):
                     losses.append(small.rank_loss(model, number, rank, shares))
                     losses[-1].backward()
-            actual.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
+            results.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
             assert single.call_count + pairs.call_count == 4 * (
                 1 if is_constant else 2
             )  # two weights of two layers
             model.zero_grad()
-        torch.testing.assert_close(actual[1], actual[0], rtol=0, atol=0)
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
         with symmoe.grouped.cache_quantized_weights(model):

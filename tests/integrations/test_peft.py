@@ -107,10 +107,10 @@ def test_adapters_of_peft_keep_outputs_and_bytes(
     values.init_lora_weights = False  # adapters that do something
     plain = peft.get_peft_model(random_model(family), values).eval()
     plain.save_pretrained(tmp_path / "plain")
-    actual = cluster(2).run(
+    results = cluster(2).run(
         loaded_and_saved, family, config, order, str(tmp_path / "plain"), str(tmp_path / "ours")
     )
-    for rank, result in enumerate(actual):
+    for rank, result in enumerate(results):
         logits = plain(eval_data()[rank]["input_ids"][None]).logits
         assert (result["logits"] - logits).abs().max() <= 2e-5 * logits.abs().max()
     saved, original = (
@@ -126,7 +126,9 @@ def test_adapters_of_peft_keep_outputs_and_bytes(
         "gpt_oss",
         "all-linear",
     )  # as peft has it for this family
-    assert [result["trained"] for result in actual] == [num_adapters - num_expert_adapters // 2] * 2
+    assert [result["trained"] for result in results] == [
+        num_adapters - num_expert_adapters // 2
+    ] * 2
     again = peft.PeftModel.from_pretrained(random_model(family), tmp_path / "ours").eval()
     ids = eval_data()[0]["input_ids"][None]
     assert torch.equal(again(ids).logits, plain(ids).logits)

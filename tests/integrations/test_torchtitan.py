@@ -79,8 +79,8 @@ def run(
 ) -> dict[str, torch.Tensor]:
     y = module(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
     (y.float().square().sum() + y.float().sum()).backward()
-    actual = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
-    return actual | {
+    tensors = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
+    return tensors | {
         name: parameter.grad for name, parameter in module.inner_experts.named_parameters()
     }
 

@@ -126,12 +126,12 @@ def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple:
 
     config = ConfigManager().parse_args(words)
     tokens = config.training.local_batch_size * config.training.seq_len
-    actual = (
+    fields = (
         config.parallelism.expert_parallel_degree,
         config.training.disable_cuda_graphs,
         config.override.imports,
     )
-    return *actual, config.model_spec.model.dim, tokens
+    return *fields, config.model_spec.model.dim, tokens
 
 
 def test_the_command_on_the_page_equals_its_python_lines(ranks: Callable[[int], Cluster]):

@@ -220,8 +220,8 @@ def test_a_rank_reads_only_its_own_experts(cluster, saved):
         assert not any("experts" in key for key in full_keys)
         assert len(slices) == 2 * 4
         assert all(
-            actual == [(i, i + 1) for i in range(4 * rank, 4 * rank + 4)]
-            for actual in slices.values()
+            spans == [(i, i + 1) for i in range(4 * rank, 4 * rank + 4)]
+            for spans in slices.values()
         )
 
 
@@ -299,9 +299,9 @@ def test_wrong_keys_are_named_with_both_shapes(cluster, saved, tmp_path: Path):
     unchanged = edited(saved("qwen3_moe"), tmp_path / "same", lambda t: t)
     assert load_file(unchanged / "model.safetensors")[KEY].shape == (24, 32)
     for number, (family, edit, text) in enumerate(WRONG_KEYS):
-        actual = failures(cluster, family, edited(saved(family), tmp_path / str(number), edit))
-        assert text in actual
-        assert (re.search(r"; and \d\d more$", actual) is not None) == (text == "; and ")
+        error_text = failures(cluster, family, edited(saved(family), tmp_path / str(number), edit))
+        assert text in error_text
+        assert (re.search(r"; and \d\d more$", error_text) is not None) == (text == "; and ")
 
 
 INDEX = "model.safetensors.index.json"
@@ -415,14 +415,14 @@ def replaced(
 def read_back(folder: Path) -> int | None:
     """The seed of the weights that transformers reads from a folder; None if it reads none."""
     try:
-        actual = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     except OSError:
         return None
     models = {seed: random_model("olmoe", seed=seed).state_dict() for seed in range(3)}
     (read,) = (
         seed
         for seed, state in models.items()
-        if all(torch.equal(state[name], tensor) for name, tensor in actual.items())
+        if all(torch.equal(state[name], tensor) for name, tensor in loaded.items())
     )
     return read
 

@@ -75,15 +75,15 @@ def test_two_ranks_train_as_one_process(cluster, tmp_path: Path, options: str):
     chosen = OPTIONS[options]
     rounded = options == "bf16"
     trainer, logs = trained(transformers.Trainer, small_model(), str(tmp_path / "one"), 1, **chosen)
-    actual = cluster(2).run(on_a_rank, str(tmp_path / "two"), chosen)
-    assert len(actual[0]["losses"]) == STEPS
-    assert actual[0]["losses"] == pytest.approx(logs.losses, rel=5e-3 if rounded else BOUND)
-    assert actual[0]["norms"] == pytest.approx(logs.norms, rel=3e-2 if rounded else 2 * BOUND)
+    results = cluster(2).run(on_a_rank, str(tmp_path / "two"), chosen)
+    assert len(results[0]["losses"]) == STEPS
+    assert results[0]["losses"] == pytest.approx(logs.losses, rel=5e-3 if rounded else BOUND)
+    assert results[0]["norms"] == pytest.approx(logs.norms, rel=3e-2 if rounded else 2 * BOUND)
     assert logs.losses[-1] < 0.95 * logs.losses[0]
     assert min(logs.norms) > MAX_NORM
     saved_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
     eval_loss = trainer.evaluate()["eval_loss"]
-    for rank, result in enumerate(actual):
+    for rank, result in enumerate(results):
         assert result["eval_loss"] == pytest.approx(eval_loss, rel=5e-3 if rounded else BOUND)
         if not rounded:  # generated in bf16 there
             prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]

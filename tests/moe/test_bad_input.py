@@ -422,16 +422,18 @@ def test_unreadable_gradients_raise_on_every_rank(
             findings.where = (
                 f"{bad.parts} of {name} on {culprits}, seen by rank {rank} of {num_ranks}"
             )
-            actual = outputs(name)
-            gradients = [torch.ones_like(tensor) for tensor in actual]
+            tensors = outputs(name)
+            gradients = [torch.ones_like(tensor) for tensor in tensors]
             if rank in culprits:
                 gradients[0] = bad.change(heap, {"the gradient": gradients[0]})["the gradient"]
             parts = [
                 part.replace("the gradient ", f"the gradient of {name.split()[0]} ")
                 for part in bad.parts
             ]
-            expect(findings, outcome(torch.autograd.backward, actual, gradients), bad.error, *parts)
-            del actual, gradients
+            expect(
+                findings, outcome(torch.autograd.backward, tensors, gradients), bad.error, *parts
+            )
+            del tensors, gradients
             goes_on(heap, findings, turn)
 
 

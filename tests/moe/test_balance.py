@@ -209,10 +209,10 @@ def test_quantiles_balance_the_group(
     calls = [torch.randn(900 + 200 * n + 100 * rank, H, generator=generator) for n in (0, 1)]
     violations = []
     for _ in range(6):
-        actual = [layer((call + prefers).requires_grad_()) for call in calls]
-        for y, _ in actual:
+        results = [layer((call + prefers).requires_grad_()) for call in calls]
+        for y, _ in results:
             y.sum().backward()
-        violations.append(max(float(metrics.max_violation) for _, metrics in actual))
+        violations.append(max(float(metrics.max_violation) for _, metrics in results))
         counted = layer.router.step_histogram.sum(1).tolist()
         findings.equal("own tokens", counted, [2000 + 200 * rank] * EXPERTS)
         balance.balance_step(layer)
@@ -227,14 +227,14 @@ def test_compiled_and_retained_calls_count_once(heap: SymmetricHeap):
     router = RouterConfig(score="sigmoid", expert_bias=True, bias_update="quantile")
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router)
     layer = MoELayer(config, heap)
-    actual = []
+    loads = []
     for call in layer, torch.compile(layer, backend="aot_eager"):
         y, _ = call(batch(0, 0).flatten(0, 1).requires_grad_())
         assert not layer.router.step_histogram.any()
         y.sum().backward(retain_graph=True)
         if call is layer:
             y.sum().backward()
-        actual.append(layer.router.step_histogram.clone())
+        loads.append(layer.router.step_histogram.clone())
         layer.router.start_step()
-    assert actual[0].sum() == TOKENS * EXPERTS
-    assert torch.equal(*actual)
+    assert loads[0].sum() == TOKENS * EXPERTS
+    assert torch.equal(*loads)

@@ -37,7 +37,7 @@ def steps(
     saved_metrics: list | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Results of steps with changing, skewed routings."""
-    heap, num_experts, actual = layer.heap, layer.config.num_experts, []
+    heap, num_experts, results = layer.heap, layer.config.num_experts, []
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(heap.rank + 10 * step)
         heat = torch.ones(num_experts)
@@ -57,8 +57,10 @@ def steps(
         if saved_metrics is not None:
             saved_metrics.append(metrics)
         tensors = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad, "load": metrics.expert_load}
-        actual.append({**tensors, **{name: param.grad for name, param in layer.named_parameters()}})
-    return actual
+        results.append(
+            {**tensors, **{name: param.grad for name, param in layer.named_parameters()}}
+        )
+    return results
 
 
 def compare(
@@ -93,7 +95,7 @@ def with_and_without_replicas(
     replicas_per_rank: int = 2,
     **options: Any,
 ) -> None:
-    actual = []
+    results = []
     kind = options.pop("kind", {})
     lora_rank = options.pop("lora_rank", 0)
     for fields in ({**REPLICAS, "replicas_per_rank": replicas_per_rank}, {}):
@@ -102,8 +104,8 @@ def with_and_without_replicas(
         layer = MoELayer(config(heap.num_ranks, **options, **fields), heap, experts=experts)
         for adapter in add_lora(layer, rank=lora_rank, alpha=8.0) if lora_rank else ():
             torch.nn.init.normal_(adapter)
-        actual.append(steps(layer, dtype))
-    compare(*actual, findings, same_bits=options.get("order") == "slot")
+        results.append(steps(layer, dtype))
+    compare(*results, findings, same_bits=options.get("order") == "slot")
     findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
@@ -168,15 +170,15 @@ def test_repeated_steps_have_the_same_bits(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
     """Weight gradients, too."""
-    actual = []
+    runs = []
     for _ in range(2):
         torch.manual_seed(1 + rank)
-        actual.append(
+        runs.append(
             steps(
                 MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16
             )
         )
-    findings.same_bits(*([tensor for step in run for tensor in step.values()] for run in actual))
+    findings.same_bits(*([tensor for step in run for tensor in step.values()] for run in runs))
 
 
 @run_on(2, 4)

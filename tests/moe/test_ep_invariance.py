@@ -128,14 +128,14 @@ def run_layer(
                 y = mlp_with_budget(heap, *routed, num_experts=NUM_EXPERTS, **options)
             time.sleep(lag_s * generator.random())
             y.backward(local["dy"])
-            actual = {
+            tensors = {
                 "y": y,
                 "dx": local["x"].grad,
                 "dprobs": local["probs"].grad,
                 "dw1": experts_here.fc1.weight.grad,
                 "dw2": experts_here.fc2.weight.grad,
             }
-            results.append({name: bits_of(tensor) for name, tensor in actual.items()})
+            results.append({name: bits_of(tensor) for name, tensor in tensors.items()})
     return results
 
 
@@ -200,9 +200,9 @@ def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, device: str, order: st
 def test_the_orders_of_sums_round_differently(cluster):
     """With 4 experts per token: otherwise the tests above could not detect a wrong order."""
     cut = cuts_of(BATCHES[1].num_tokens, 2)[0]
-    actual = {}
+    by_order = {}
     for order in ("rank", "slot"):
-        (actual[order],) = joined(
+        (by_order[order],) = joined(
             cluster(2).run(run_layer, BATCHES[1], [cut], torch.float32, "cpu", order, 0.0)
         )
-    assert (actual["rank"]["y"] != actual["slot"]["y"]).any()
+    assert (by_order["rank"]["y"] != by_order["slot"]["y"]).any()

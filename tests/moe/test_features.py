@@ -91,15 +91,15 @@ class Model(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None):
         """y, and the metrics of both layers."""
-        actual = []
+        by_layer = []
         for layer in self.layers:
             call = (x, mask)
             y, metrics = (
                 checkpoint(layer, *call, use_reentrant=False) if self.recomputes else layer(*call)
             )
             x = x + y
-            actual.append(metrics)
-        return x, actual
+            by_layer.append(metrics)
+        return x, by_layer
 
 
 def make_layer(
@@ -143,24 +143,24 @@ def micro_batch(
     shape = (2, 4 + 3 * ((heap.rank + number) % 2), config.hidden)
     x, dy = (torch.randn(shape, generator=generator) for _ in range(2))
     x = x + 0.7 * torch.randn(config.hidden, generator=generator)
-    actual = {"x": x, "dy": dy, "mask": None}
+    tensors = {"x": x, "dy": dy, "mask": None}
     if case["mask"] == "padding":
         mask = torch.rand(shape[:2], generator=generator) < 0.7 * ((heap.rank + number) % 3 > 0)
-        actual["mask"] = mask
+        tensors["mask"] = mask
         if case["shared"] == "alone" and case["latent"] == "full width":
             x[~mask] = torch.nan
             dy[~mask] = 0
-    actual = {
-        name: None if tensor is None else tensor.to(heap.device) for name, tensor in actual.items()
+    tensors = {
+        name: None if tensor is None else tensor.to(heap.device) for name, tensor in tensors.items()
     }
-    actual["x"].requires_grad_()
-    return actual
+    tensors["x"].requires_grad_()
+    return tensors
 
 
 def run_step(model: Model, calls: list[dict], case: dict[str, str]) -> list:
     """y and metrics of each call, after backward of all."""
-    actual = [model(call["x"], call["mask"]) for call in calls]
-    turns = list(zip(calls, actual, strict=True))
+    results = [model(call["x"], call["mask"]) for call in calls]
+    turns = list(zip(calls, results, strict=True))
     for call, (y, metrics) in turns if case["backward"] == "in order" else turns[::-1]:
         (
             (y * call["dy"]).sum() + sum(layer_metrics.aux_loss for layer_metrics in metrics)
@@ -169,20 +169,20 @@ def run_step(model: Model, calls: list[dict], case: dict[str, str]) -> list:
         for layer in model.layers:
             for _ in calls:
                 layer.experts.backward_dw()
-    return actual
+    return results
 
 
 def take_gradients(model: Model) -> dict[str, torch.Tensor | None]:
     """Returns the gradients by the parameter's name, and clears them."""
-    actual = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "main_grad"):
-            actual[name] = parameter.main_grad.clone()
+            gradients[name] = parameter.main_grad.clone()
             parameter.main_grad.zero_()
         else:
-            actual[name] = parameter.grad
+            gradients[name] = parameter.grad
             parameter.grad = None
-    return actual
+    return gradients
 
 
 def compare_step(model: Model, config: MoEConfig, calls, actual, findings: Findings) -> None:

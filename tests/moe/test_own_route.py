@@ -34,8 +34,14 @@ def results(layer: MoELayer, x: torch.Tensor, around: str, which: str) -> list[t
     parts = {"y": (y * y).sum(), "losses": metrics.aux_loss}
     loss = sum(part for name, part in parts.items() if name in which and part.requires_grad)
     inputs = (x, *layer.parameters()) if x.requires_grad else tuple(layer.parameters())
-    actual = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return [y.detach(), metrics.aux_loss.detach(), metrics.topk_idx, metrics.expert_load, *actual]
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [
+        y.detach(),
+        metrics.aux_loss.detach(),
+        metrics.topk_idx,
+        metrics.expert_load,
+        *gradients,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,11 @@ def texts_of(loop: Callable[[], object]) -> list[str]:
     """The warnings and the error of a loop."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        actual = []
+        errors = []
         try:
             loop()
         except ArgumentError as error:
-            actual.append(str(error))
+            errors.append(str(error))
     user_warnings = [message for message in caught if message.category is UserWarning]
     assert not [
         message.filename for message in user_warnings if message.filename.startswith(PACKAGE)
@@ -60,7 +60,7 @@ def texts_of(loop: Callable[[], object]) -> list[str]:
     # torch's own, of the streams of DDP, on GPUs:
     return [
         text for text in texts if not text.startswith("The AccumulateGrad node's stream")
-    ] + actual
+    ] + errors
 
 
 Loop = Callable[[symmoe.SymmetricHeap], object]

@@ -28,7 +28,7 @@ def test_stashes_give_the_same_bits(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
     for options in ({"order": "rank"}, {"order": "slot", "capacity": 64, "max_tokens": 8}):
-        actual, leased = {}, {}
+        by_stash, leased = {}, {}
         for stash in STASHES:
             findings.where = f"rank {rank} of {num_ranks}, stash {stash}, {options}"
             with open_heap(device) as heap:
@@ -37,9 +37,9 @@ def test_stashes_give_the_same_bits(
                 output = model(batch(heap, config.hidden, 0))
                 leased[stash] = heap.leased_bytes
                 del output
-                actual[stash] = step(model, *batches(heap, config.hidden, 1))
+                by_stash[stash] = step(model, *batches(heap, config.hidden, 1))
                 findings.equal("leased bytes", heap.leased_bytes, 0)
-                findings.same_bits(actual[stash], actual["all"])
+                findings.same_bits(by_stash[stash], by_stash["all"])
         findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
         findings.check(
             leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}"

@@ -84,16 +84,16 @@ def trace_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
         return {}
     assert forward.num_before_kernel is not None
     num_files = len(forward.files | backward.files)
-    actual = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
-    return dict(zip(OF_A_STEP, actual, strict=True))
+    counts = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
+    return dict(zip(OF_A_STEP, counts, strict=True))
 
 
 @pytest.mark.parametrize("programs", ["on", "off"])
 def test_a_steady_step_stays_within_its_bounds(cluster, programs: str):
-    actual = cluster(2).run(trace_of_a_step, programs)[0]
-    assert min(actual.values()) > 5
+    counts = cluster(2).run(trace_of_a_step, programs)[0]
+    assert min(counts.values()) > 5
     assert not {
-        name: number for name, number in actual.items() if number > max(budgets.BUDGETS[name])
+        name: number for name, number in counts.items() if number > max(budgets.BUDGETS[name])
     }
 
 

@@ -135,10 +135,10 @@ def commands_of(text: str) -> list[list[str]]:
     """The page's commands that start train.py: lines and code spans that begin with a launcher and end with the
     file."""
     begins = "|".join(LAUNCHERS)
-    actual = re.findall(
+    matches = re.findall(
         rf"(?:^    |`)((?:{begins}) (?:[^`\n]* )?train\.py)(?=$|`| )", text, re.MULTILINE
     )
-    return [shlex.split(command) for command in dict.fromkeys(actual)] or [["python", "train.py"]]
+    return [shlex.split(command) for command in dict.fromkeys(matches)] or [["python", "train.py"]]
 
 
 def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:

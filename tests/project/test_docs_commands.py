@@ -39,13 +39,13 @@ def words_of(line: str) -> list[str]:
 
 def commands() -> list[tuple[str, tuple[str, ...]]]:
     """(page, words) of every command."""
-    actual = [
+    pairs = [
         (page.relative_to(ROOT).as_posix(), tuple(words))
         for page in PAGES
         for line in lines(page.read_text(encoding="utf-8"))
         if (words := words_of(line))
     ]
-    return list(dict.fromkeys(actual))
+    return list(dict.fromkeys(pairs))
 
 
 def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:

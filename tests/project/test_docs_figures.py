@@ -97,9 +97,12 @@ def faults(kind: str) -> dict:
 
 
 def suite(name: str) -> dict:
-    actual = record(f"reliability-cpu-{name}")
-    assert (actual["cases_failed"], actual["cases_run"]) == (0, actual["cases_wanted"])
-    return actual
+    suite_record = record(f"reliability-cpu-{name}")
+    assert (suite_record["cases_failed"], suite_record["cases_run"]) == (
+        0,
+        suite_record["cases_wanted"],
+    )
+    return suite_record
 
 
 def promises() -> list[str]:

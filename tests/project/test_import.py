@@ -49,15 +49,15 @@ def nodes_of(path: Path) -> list[ast.AST]:
 def imports_of(path: Path) -> list[str]:
     """Dotted names of all imports in a file, at any depth; `from a import b` counts as a.b as well. But `from package
     import module` needs the module, not the imports of the package's own file."""
-    actual = []
+    names = []
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            actual += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             members = [f"{node.module}.{alias.name}" for alias in node.names]
-            actual += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
-    return actual
+            names += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
+    return names
 
 
 EXTRAS = {  # by module, a package that it imports, and the extra that brings that

@@ -224,9 +224,11 @@ def test_version_ranges_include_tested_versions_and_end(release: Release):
 @pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.13.1", "2.15.0", "2.99.0"])
 def test_doctor_has_the_range_of_torch(release: Release, version: str):
     (requirement,) = release.requirements("torch")
-    actual = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
+    findings = check_versions(
+        Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False
+    )
     refused = [
-        finding for finding in actual if finding.level == "problem" and "torch" in finding.text
+        finding for finding in findings if finding.level == "problem" and "torch" in finding.text
     ]
     assert bool(refused) == (version not in requirement.specifier)
 

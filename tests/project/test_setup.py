@@ -111,12 +111,14 @@ def test_requirements_of_make_resolve(registry: None, sources: Path, python: str
     assert process.returncode == 0, process.stderr[-3000:]
     report = json.loads(process.stdout)
     assert report["environment"]["python_version"] == python
-    actual = {item["metadata"]["name"].lower(): item for item in report["install"]}
+    packages = {item["metadata"]["name"].lower(): item for item in report["install"]}
     requirements = (ROOT / "requirements-train.txt").read_text(encoding="utf-8")
     (torch,) = re.findall(r"^torch==(\S+)", requirements, re.MULTILINE)
-    assert actual["torch"]["metadata"]["version"] == torch  # no "+cpu"
-    assert actual["torch"]["download_info"]["url"].startswith("https://")
-    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(actual)
+    assert packages["torch"]["metadata"]["version"] == torch  # no "+cpu"
+    assert packages["torch"]["download_info"]["url"].startswith("https://")
+    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(
+        packages
+    )
 
 
 @pytest.mark.slow
@@ -134,9 +136,9 @@ def test_an_installed_torch_is_kept(
     process = dry_run(python_path, f"torch=={torch}", f"{sources}[{extra},dev]", cwd=sources)
     assert process.returncode == 0, process.stderr[-3000:]
     everything = [item["metadata"] for item in json.loads(process.stdout)["install"]]
-    actual = {package["name"].lower(): package["version"] for package in everything}
-    assert actual["torch"].partition("+")[0] == torch
-    assert {"symmoe", bindings} <= set(actual)
+    versions = {package["name"].lower(): package["version"] for package in everything}
+    assert versions["torch"].partition("+")[0] == torch
+    assert {"symmoe", bindings} <= set(versions)
 
 
 # Stands for an interpreter: writes down how it was called, and makes environments that have itself.

@@ -106,7 +106,7 @@ def test_one_module_has_all_uses_of_private_names():
     }
     package_names = own_names([node for file_nodes in nodes.values() for node in file_nodes])
     used = set()
-    actual = []
+    problems = []
     for name, file_nodes in nodes.items():
         private = (
             set(private_names(file_nodes, package_names))
@@ -114,10 +114,10 @@ def test_one_module_has_all_uses_of_private_names():
             else set()
         )
         used |= private & set(ALLOWED)
-        actual += [f"{name}: {private_name}" for private_name in private - set(ALLOWED)]
+        problems += [f"{name}: {private_name}" for private_name in private - set(ALLOWED)]
         if name not in BEHIND_TRITON:
-            actual += [f"{name}: {inside}" for inside in insides_of_triton(file_nodes)]
-    assert actual == []
+            problems += [f"{name}: {inside}" for inside in insides_of_triton(file_nodes)]
+    assert problems == []
     assert set(ALLOWED) - used <= {"_gradients"}, "nobody reads what is allowed"
 
 
@@ -170,10 +170,10 @@ def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPat
 def test_memory_of_a_tensor_without_the_private_name(without):
     base = torch.arange(24)[4:]
     for module in (torch_internals, without(torch._C._dynamo.guards, "_reinterpret_tensor")):
-        actual = module.over_memory_of(base, (2, 3), (8, 2), 1)
-        assert actual.tolist() == [[5, 7, 9], [13, 15, 17]]
-        assert (actual.data_ptr(), actual._base) == (base[1:].data_ptr(), None)
-        assert actual.mul_(1)._version > base._version == 0
+        tensor = module.over_memory_of(base, (2, 3), (8, 2), 1)
+        assert tensor.tolist() == [[5, 7, 9], [13, 15, 17]]
+        assert (tensor.data_ptr(), tensor._base) == (base[1:].data_ptr(), None)
+        assert tensor.mul_(1)._version > base._version == 0
 
 
 def test_missing_names_have_a_fallback_or_an_error(without):

@@ -208,8 +208,8 @@ def test_a_finished_run_reports_that_no_step_remains(out: Path):
 @pytest.mark.slow
 def test_resumes_on_another_number_of_ranks(losses: list[float], out: Path):
     shutil.rmtree(out / "checkpoints" / "step-00000020")
-    actual = [record["loss"] for record in train(out, "--resume", num_ranks=1)]
-    assert actual[:10] == losses[:10]
+    resumed_losses = [record["loss"] for record in train(out, "--resume", num_ranks=1)]
+    assert resumed_losses[:10] == losses[:10]
     # The first forward pass is the loaded model's; sums in another order make a difference only later.
-    assert actual[10] == pytest.approx(losses[10], rel=1e-6)
-    assert actual == pytest.approx(losses, rel=1e-4)
+    assert resumed_losses[10] == pytest.approx(losses[10], rel=1e-6)
+    assert resumed_losses == pytest.approx(losses, rel=1e-4)

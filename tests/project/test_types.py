@@ -38,11 +38,11 @@ def test_mypy_reports_wrong_calls_of_a_users_program(tmp_path: Path) -> None:
     assert _mypy(tmp_path, python, program) == (0, "Success: no issues found in 1 source file\n")
     status, printed = _mypy(tmp_path, python, wrong)
     assert status == 1
-    actual = [
+    errors = [
         (int(line), code)
         for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)
     ]
-    assert actual == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
+    assert errors == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
     (installed / "py.typed").unlink()
     status, printed = _mypy(tmp_path, python, program)
     assert status == 1

@@ -110,8 +110,8 @@ def test_the_record_has_the_outcome_and_reason_of_each_test(checkout: Path):
 def test_passing_tests_without_a_call_of_symmoe_are_an_error():
     passed = {"outcome": "passed", "reason": ""}
     assert run.problems({"sum": passed | {"num_calls": 1}}, {"sum": passed}) == []
-    actual = run.problems({"untouched": passed | {"num_calls": 0}}, {"untouched": passed})
-    assert actual == ["symmoe has run in no test that passed"]
+    messages = run.problems({"untouched": passed | {"num_calls": 0}}, {"untouched": passed})
+    assert messages == ["symmoe has run in no test that passed"]
 
 
 MEGATRON = """

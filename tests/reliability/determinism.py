@@ -52,11 +52,11 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             if skewed and turn % num_ranks == rank:
                 time.sleep(_SKEW_S)
             with heap.lease((1 + 512 * (number % 7),), torch.uint8, name="shift"):
-                actual = hash_of(heap, step, seed)
+                digest = hash_of(heap, step, seed)
             problems = (
                 []
-                if actual == first[step]
-                else [f"step {step} hashes to {actual}, the first time {first[step]}"]
+                if digest == first[step]
+                else [f"step {step} hashes to {digest}, the first time {first[step]}"]
             )
             yield 1e3 * (time.perf_counter() - start), problems, {}
 

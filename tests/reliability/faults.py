@@ -268,7 +268,9 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
     try:
         deadline = time.monotonic() + run.seconds(30.0)
         streams = {rank: job.received(rank, deadline=deadline) for rank in range(run.num_ranks)}
-        actual = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
+        announced = {
+            rank: next(streams[rank], None) for rank in streams if rank not in fault.victims
+        }
         struck = {
             victim: at for victim, report in reports.items() if (at := _time_in(report)) is not None
         }
@@ -279,10 +281,10 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
         job.dump_stacks()
         logs = [job.log(victim) for victim in fault.victims]
         return [
-            f"the fault never happened; survivors have {actual}; logs of the victims: {logs}"
+            f"the fault never happened; survivors have {announced}; logs of the victims: {logs}"
         ], facts
     for rank in (rank for rank in streams if rank not in struck):
-        facts_of = actual[rank] if rank in actual else next(streams[rank], None)
+        facts_of = announced[rank] if rank in announced else next(streams[rank], None)
         if facts_of is None:
             job.dump_stacks()
             problems.append(f"survivor {rank} raised nothing: {job.log(rank)}")

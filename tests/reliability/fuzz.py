@@ -18,10 +18,10 @@ ONLY_ON_CPUS = ("nested", "quint8", "(Wrapper)", "sparse_csr")
 
 def mistakes_for(num_ranks: int, device: str) -> list[tuple[str, Bad]]:
     """All pairs (call, mistake)."""
-    actual = [(call, bad) for call, mistakes in MISTAKES.items() for bad in mistakes(num_ranks)]
+    pairs = [(call, bad) for call, mistakes in MISTAKES.items() for bad in mistakes(num_ranks)]
     return [
         (call, bad)
-        for call, bad in actual
+        for call, bad in pairs
         if device == "cpu" or not any(w in bad.parts[0] for w in ONLY_ON_CPUS)
     ]
 

@@ -189,13 +189,13 @@ class Job:
 
     def processes(self) -> list[int]:
         """Processes in the sessions of this job's ranks."""
-        sessions, actual = set(self.pids), []
+        sessions, pids = set(self.pids), []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[3]) in sessions and fields[0] != "Z":  # state, parent, group, session
-                    actual.append(int(stat.parent.name))
-        return actual
+                    pids.append(int(stat.parent.name))
+        return pids
 
     def close(self, *, grace_s: float | None = None) -> None:
         """Ends the ranks: idle ranks exit by themselves, and ranks that still run after the grace get SIGKILL.

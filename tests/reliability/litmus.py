@@ -125,8 +125,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 stale += int(rounds.num_stale)
                 rounds.num_stale.zero_()
                 # A rank may be late each time that a flag comes first. All ranks go on, or none.
-                actual = heap.bootstrap.gather_bytes(bytes([stale > 0]))
-                if kind != CONTROL or all(map(any, actual)):
+                is_stale_by_rank = heap.bootstrap.gather_bytes(bytes([stale > 0]))
+                if kind != CONTROL or all(map(any, is_stale_by_rank)):
                     break
             if kind in KINDS and stale:
                 problems.append(f"{stale} of {read} words were stale ({kind})")

@@ -122,7 +122,7 @@ def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
 def num_tensor_maps() -> int:
     """The number of tensor maps of all launches (symmoe/kernels/launch/player.py, which bounds it). The import is by
     name: the module needs Triton."""
-    return sum(len(actual) for actual in gc.get_objects() if type(actual).__name__ == "_TensorMaps")
+    return sum(len(cache) for cache in gc.get_objects() if type(cache).__name__ == "_TensorMaps")
 
 
 def settled(samples: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

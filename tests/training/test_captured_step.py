@@ -45,9 +45,9 @@ from symmoe.training.step_kind import Tree
     ],
 )
 def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device, balance):
-    actual = cluster(num_ranks, device).run(cases.check_exact, device, ranks_per_node, balance)
-    cases.check_counts(actual)
-    assert len({tuple(counts) for *counts, _ in actual}) == 1  # all ranks repeat the same steps
+    results = cluster(num_ranks, device).run(cases.check_exact, device, ranks_per_node, balance)
+    cases.check_counts(results)
+    assert len({tuple(counts) for *counts, _ in results}) == 1  # all ranks repeat the same steps
 
 
 # What is around a model, and how many steps are eager before one is captured: DDP has 11 passes of its own.
@@ -80,7 +80,7 @@ def test_steps_that_reduce_are_exact(
     with (
         Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks
     ):
-        actual = ranks.run(
+        results = ranks.run(
             cases.check_wrapped,
             device,
             ep,
@@ -88,9 +88,9 @@ def test_steps_that_reduce_are_exact(
             f"file://{tmp_path}/store",
             ranks_per_node,
         )
-    assert [text for _, texts in actual for text in texts] == []
+    assert [text for _, texts in results for text in texts] == []
     num_repeated = int(ep > 1)  # one rank always needs the same budget
-    assert {counts for counts, _ in actual} == {
+    assert {counts for counts, _ in results} == {
         (cases.NUM_REPLAYS + 1 - num_repeated, num_repeated, 1 + num_repeated)
     }
 
@@ -470,7 +470,7 @@ def test_an_argument_refused_on_one_rank_raises_on_all(
     rank: int, num_ranks: int, culprits: tuple[int, ...]
 ) -> None:
     """The errors of calls, the second and the fifth of which have an argument that some ranks refuse."""
-    actual = []
+    errors = []
     with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
         model = cases.Model(heap)
         captured = cases.capture(model, num_eager=2)
@@ -479,7 +479,7 @@ def test_an_argument_refused_on_one_rank_raises_on_all(
             if number in (1, 4) and rank in culprits:
                 batch = [torch.ones(5, cases.H), {1}]
             error, text = outcome(captured, batch, scale=1.0)
-            actual.append((error, *text.split(": ")[-2:-1]))
+            errors.append((error, *text.split(": ")[-2:-1]))
         captured.close()
     refused = "ArgumentError", "batch[1] (set) cannot be captured"
-    assert actual == [("",), refused, ("",), ("",), refused, ("",)]
+    assert errors == [("",), refused, ("",), ("",), refused, ("",)]

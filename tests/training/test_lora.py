@@ -263,10 +263,10 @@ def test_adapters_in_torch_compile(heap: SymmetricHeap):
     layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
     add_lora(layer, rank=RANK, alpha=ALPHA)
     fill_b(layer)
-    x, actual = torch.randn(7, H), []
+    x, results = torch.randn(7, H), []
     for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         y, _ = module(x)
         y.sum().backward()
-        actual.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
+        results.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
         layer.zero_grad(set_to_none=True)
-    torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

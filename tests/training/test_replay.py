@@ -179,7 +179,7 @@ def test_backward_may_begin_at_a_middle_layer(heap: SymmetricHeap, again: str):
     routings = [
         dict(zip(("layers.0", "layers.1"), two, strict=True)) for two in ids.view(2, 2, TOKENS, -1)
     ]
-    actual = []
+    gradients = []
     for through in (AGAIN["kept"], AGAIN[again]):
         middles, batches = [], [tokens(True), tokens(True).flip(1).detach().requires_grad_()]
 
@@ -201,8 +201,8 @@ def test_backward_may_begin_at_a_middle_layer(heap: SymmetricHeap, again: str):
             ends[1].backward(retain_graph=True)
             first.backward(retain_graph=True)
             (ends[0] + second).backward()
-        actual.append([*[x.grad for x in batches], *model.gradients()])
-    torch.testing.assert_close(actual[1], actual[0])
+        gradients.append([*[x.grad for x in batches], *model.gradients()])
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16", "uint32", "uint64"])

@@ -126,8 +126,8 @@ def check_steps(
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
 @pytest.mark.parametrize(("num_ranks", "ep_size"), [(2, 2), (4, 2), (2, 1)])
 def test_steps_are_those_of_one_process(cluster, num_ranks: int, ep_size: int, kind: str):
-    actual = cluster(num_ranks).run(check_steps, ep_size, kind=kind)
-    assert [text for texts in actual for text in texts] == []
+    texts_by_rank = cluster(num_ranks).run(check_steps, ep_size, kind=kind)
+    assert [text for texts in texts_by_rank for text in texts] == []
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def recorder_of(config: pytest.Config) -> Recorder:
     """The recorder of this run."""
-    actual: Recorder = config.pluginmanager.get_plugin("symmoe-recorder")
-    return actual
+    recorder: Recorder = config.pluginmanager.get_plugin("symmoe-recorder")
+    return recorder
 
 
 def _reason(report: pytest.TestReport) -> str:
