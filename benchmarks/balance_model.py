@@ -44,7 +44,7 @@ OPTIONS: Options = {"--json": {"type": Path, "help": "write what is predicted to
 
 
 def popularity(shape: Shape, exponent: float) -> np.ndarray:
-    """Share of the tokens that choose each expert [E], the most popular one first: of 64 Ki tokens."""
+    """The share of the tokens that choose each expert [E], the most popular one first, measured on 64 Ki tokens."""
     generator = torch.Generator().manual_seed(1)
     noise = -torch.log(
         -torch.log(
@@ -56,9 +56,9 @@ def popularity(shape: Shape, exponent: float) -> np.ndarray:
     return torch.bincount(chosen, minlength=shape.num_experts).numpy() / len(noise)
 
 
-def place(counts: np.ndarray, num_replica_slots: int) -> tuple[float, float, int]:
-    """For slots [R, E]: rows of the slowest rank over the mean, before and after, and the most replicas that a rank
-    sends weights of or has."""
+def place_replicas(counts: np.ndarray, num_replica_slots: int) -> tuple[float, float, int]:
+    """For slots [R, E]: rows of the slowest rank over the mean, before and after, and the largest number of replicas
+    that a rank sends weights of or has."""
     num_ranks, num_experts = counts.shape
     layout = control.ControlLayout(num_ranks)
     views = (torch.zeros(layout.num_bytes, dtype=torch.uint8),) * num_ranks
@@ -66,16 +66,16 @@ def place(counts: np.ndarray, num_replica_slots: int) -> tuple[float, float, int
     peers = control.Peers(rank=0, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
     first = control.HEADER_WORDS
     peers.count_table(0, peers.epoch)[:, first : first + num_experts] = torch.from_numpy(counts)
-    numel, its = control.plan_layout(0, 1, num_experts, num_ranks, num_replica_slots)
-    plan = control.PlanIntegers(torch.zeros(numel, dtype=torch.int32), its)
+    numel, layout_offsets = control.plan_layout(0, 1, num_experts, num_ranks, num_replica_slots)
+    plan = control.PlanIntegers(torch.zeros(numel, dtype=torch.int32), layout_offsets)
     twin.place_replicas(peers, plan, slack=SLACK, num_near=num_ranks)
     before, after = rows_per_rank(
         plan.expert_load, plan.replica_to_expert, plan.replica_rows
     ).numpy()
     is_used = plan.replica_to_expert >= 0
     owners = plan.replica_to_expert[is_used] // (num_experts // num_ranks)
-    most = max(int(owners.bincount(minlength=num_ranks).max()), int(is_used.sum(1).max()))
-    return before.max() / before.mean(), after.max() / before.mean(), most
+    max_replicas = max(int(owners.bincount(minlength=num_ranks).max()), int(is_used.sum(1).max()))
+    return before.max() / before.mean(), after.max() / before.mean(), max_replicas
 
 
 def replica_gb(shape: Shape) -> float:
@@ -84,7 +84,7 @@ def replica_gb(shape: Shape) -> float:
 
 
 def fit(name: str) -> dict[str, float]:
-    """base, slope, cost (ms) and rate (GB/s) of a shape."""
+    """base, slope, cost (ms) and rate (GB/s) of a shape, fitted to the record."""
     rows = [
         row
         for row in json.loads(RECORD.read_text(encoding="utf-8"))
@@ -105,18 +105,18 @@ def fit(name: str) -> dict[str, float]:
 def predict(
     name: str, num_ranks: int, exponent: float, rates: dict[str, float]
 ) -> list[dict[str, object]]:
-    """Of both layouts and 2 and 4 replica slots."""
+    """Predictions for both layouts of experts and for 2 and 4 replica slots."""
     shape = SHAPES[name]
     rng = np.random.default_rng(1)
     shares = popularity(shape, exponent)
     counts = rng.multinomial(TOKENS * shape.top_k, shares / shares.sum(), size=num_ranks)
     orders = [rng.permutation(shape.num_experts) for _ in range(NUM_ORDERS)]
     uniform = rates["base"] + rates["slope"]
-    found = []
-    for where, its in (("random", orders), ("sorted", [np.arange(shape.num_experts)])):
+    predictions = []
+    for where, expert_orders in (("random", orders), ("sorted", [np.arange(shape.num_experts)])):
         for num_replica_slots in (2, 4):
             before, after, replicas = np.array(
-                [place(counts[:, order], num_replica_slots) for order in its]
+                [place_replicas(counts[:, order], num_replica_slots) for order in expert_orders]
             ).mean(0)
             moving = rates["cost"] + 1e3 * replicas * replica_gb(shape) / rates["rate"]
             results = {
@@ -127,7 +127,7 @@ def predict(
                 "ms": rates["base"] + rates["slope"] * before,
                 "balanced_ms": rates["base"] + rates["slope"] * after + moving,
             }
-            found.append(
+            predictions.append(
                 {
                     "model": True,
                     "shape": name,
@@ -138,27 +138,32 @@ def predict(
                     **{key: round(float(x), 3) for key, x in results.items()},
                 }
             )
-    return found
+    return predictions
 
 
 def main() -> None:
     options = parser_of(__doc__, OPTIONS).parse_args()
-    found = []
+    predictions = []
     for name in SHAPES:
         rates = fit(name)
         print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in rates.items())}")
-        found += [
-            one for r in (8, 64) for s in (0.5, 0.8, 1.0, 1.2) for one in predict(name, r, s, rates)
+        predictions += [
+            prediction
+            for r in (8, 64)
+            for s in (0.5, 0.8, 1.0, 1.2)
+            for prediction in predict(name, r, s, rates)
         ]
-    for one in found:
+    for prediction in predictions:
         print(
             "  ".join(
-                f"{key} {value}" for key, value in one.items() if key not in ("model", "uniform_ms")
+                f"{key} {value}"
+                for key, value in prediction.items()
+                if key not in ("model", "uniform_ms")
             )
         )
     if options.json:
         options.json.write_text(
-            "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8"
+            "[\n" + ",\n".join(map(json.dumps, predictions)) + "\n]\n", encoding="utf-8"
         )
 
 

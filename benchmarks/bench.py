@@ -45,14 +45,15 @@ from symmoe.tools.shapes import PRESETS, Options, config_of, number, shape_optio
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured of a case, and bytes of the heap that it needs, by case, ranks, and the rows of the busiest."""
+    """The function that measures a case, and the bytes of the heap that it needs, by case, ranks, and the rows of the
+    busiest rank."""
 
     bench: Callable[[Problem, Run], list[Record]]
     heap_bytes: Callable[[Case, int, int], int] = heap_bytes
 
 
 def no_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
-    """Of suites that take nothing of the heap: that of a small one."""
+    """The bytes of a small heap, for suites that use none."""
     return 1 << 20
 
 
@@ -110,8 +111,8 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures what the arguments name, on all ranks. Raises ArgumentError for what argparse does not find, WrongResult
-    if a variant's results are wrong."""
+    """Measures the suites and cases of the arguments, on all ranks. Raises ArgumentError for errors that argparse does
+    not detect, WrongResult if a variant's results are wrong."""
     names = names_of("suite", ",".join(args.suites or ["steps"]), SUITES)
     tokens = args.tokens.split(",")
     skews = names_of("skew", args.skew, SKEWS)
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
             config_of(shape).experts_per_rank(ranks.num_ranks)
         facts = measured_on(ranks)
         records = list[Record]()
-        _say(
+        _report(
             ranks,
             ", ".join(
                 f"{key} {facts[key]}"
@@ -151,9 +152,9 @@ def run(args: argparse.Namespace) -> None:
             for case in cases:
                 problem = Problem(case, ranks)
                 for name in names:
-                    found = SUITES[name].bench(problem, Run(ranks, heap, args.repetitions))
-                    records += [record | facts for record in found]
-                    _say(ranks, f"\n{name}: {case}\n{render(found)}")
+                    new_records = SUITES[name].bench(problem, Run(ranks, heap, args.repetitions))
+                    records += [record | facts for record in new_records]
+                    _report(ranks, f"\n{name}: {case}\n{render(new_records)}")
                     if ranks.rank == 0 and args.json:  # after every suite: a run may be cut off
                         save(records, args.json)
                 del problem
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
                     torch.cuda.empty_cache()
 
 
-def _say(ranks: Ranks, text: str) -> None:
+def _report(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
         print(text, flush=True)
 

@@ -69,8 +69,8 @@ def compare(records: Sequence[Record], baseline: Sequence[Record]) -> tuple[bool
 
 
 def _ratios(records: Sequence[Record]) -> dict[tuple[object, ...], float]:
-    found = {tuple(record.get(key) for key in IDENTITY): ratio(record) for record in records}
-    return {where: value for where, value in found.items() if value is not None}
+    ratios = {tuple(record.get(key) for key in IDENTITY): ratio(record) for record in records}
+    return {where: value for where, value in ratios.items() if value is not None}
 
 
 def _named(where: tuple[object, ...]) -> str:

@@ -48,7 +48,7 @@ Curves = dict[str, dict[int, Steps]]  # by way and seed
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: options of the example, and how much worse than bf16 it may end."""
+    """A training recipe: options of the example, and how much worse than bf16 it may end."""
 
     options: tuple[str, ...]
     allowed: float
@@ -84,13 +84,13 @@ class Run:
         return f"{self.way}, seed {self.seed}"
 
     def env(self) -> dict[str, Any] | None:
-        """Where the run was made that is there already; None if none, or one of another command, is."""
+        """The machine of an existing run; None if there is none, or its command differs."""
         note = self.out / "run.json"
-        made = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
-        return made["env"] if made.get("command") == list(self.command) else None
+        saved = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+        return saved["env"] if saved.get("command") == list(self.command) else None
 
     def train(self, env: dict[str, Any]) -> str:
-        """Trains; returns the end of the log if that failed, else ""."""
+        """Runs the training; returns the end of the log if it failed, else ""."""
         note, log = self.out / "run.json", self.out / "log.txt"
         self.out.mkdir(parents=True, exist_ok=True)
         note.unlink(missing_ok=True)
@@ -98,22 +98,22 @@ class Run:
         # --standalone finds a free port, so that runs side by side do not meet.
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         with log.open("wb") as file:
-            done = subprocess.run(
+            process = subprocess.run(
                 [*launcher, *self.command, "--out", str(self.out)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={"OMP_NUM_THREADS": "1"} | os.environ,  # else every run would want all cores
             )
-        if done.returncode:
+        if process.returncode:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            return "\n".join([f"exit code {done.returncode}", *lines[-LOG_LINES:]])
+            return "\n".join([f"exit code {process.returncode}", *lines[-LOG_LINES:]])
         # A model and its moments, of every run.
         shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
         save({"command": self.command, "env": env}, note)
         return ""
 
     def steps(self) -> Steps:
-        """Of a run that has ended well."""
+        """The metrics of a successful run."""
         return [
             json.loads(line)
             for line in (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -121,11 +121,11 @@ class Run:
 
 
 def runs_of(options: argparse.Namespace) -> list[Run]:
-    """Seed by seed, each in all ways."""
+    """All runs: for each seed, each recipe."""
     steps = ("--steps", str(options.steps)) if options.steps else ()
     runs = []
     for seed in options.seeds:
-        for name in (BASELINE, *(way for way in options.ways if way != BASELINE)):
+        for name in (BASELINE, *(recipe for recipe in options.ways if recipe != BASELINE)):
             out = options.out / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
             command = (
                 f"--nproc-per-node={options.ranks}",
@@ -143,7 +143,7 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
 
 
 def heldout(steps: Steps) -> dict[int, float]:
-    """Bits per byte by step, wherever they were evaluated."""
+    """Held-out bits per byte by step, for steps with an evaluation."""
     return {
         step["step"]: step["heldout_bits_per_byte"]
         for step in steps
@@ -158,34 +158,34 @@ def bits_of(by_seed: dict[int, Steps]) -> torch.Tensor:
     )
 
 
-def more_than_bf16(curves: Curves, way: str) -> torch.Tensor:
-    """[seeds, evaluations] relative differences, of the seeds that both have."""
+def more_than_bf16(curves: Curves, recipe: str) -> torch.Tensor:
+    """[seeds, evaluations] relative differences, for the seeds of both."""
     baseline = curves.get(BASELINE, {})
-    both = [seed for seed in curves[way] if seed in baseline]
+    both = [seed for seed in curves[recipe] if seed in baseline]
     bits, of_baseline = (
-        bits_of({seed: of[seed] for seed in both}) for of in (curves[way], baseline)
+        bits_of({seed: by_seed[seed] for seed in both}) for by_seed in (curves[recipe], baseline)
     )
     return bits / of_baseline - 1
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The mean over the first dimension, and its standard error from the spread of the values; None where there are too
-    few."""
+    """The mean over the first dimension, and its standard error from the spread of the values; None with too few
+    values."""
     mean = values.mean(0) if len(values) else None
     return mean, values.std(0) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def results_of(curves: Curves) -> dict[str, dict[str, Any]]:
-    """By way: held-out curves of the seeds, their ends, and the difference to bf16, paired by seed."""
+    """By recipe: held-out curves of the seeds, their ends, and the difference to bf16, paired by seed."""
     results = {}
-    for way, by_seed in curves.items():
+    for recipe, by_seed in curves.items():
         bits = bits_of(by_seed)
-        mean, error, more, more_error = (
-            None if each is None else each[-1].item()
-            for values in (bits, more_than_bf16(curves, way))
-            for each in mean_and_error(values)
+        mean, error, difference, difference_error = (
+            None if figure is None else figure[-1].item()
+            for values in (bits, more_than_bf16(curves, recipe))
+            for figure in mean_and_error(values)
         )
-        results[way] = {
+        results[recipe] = {
             "heldout_bits_per_byte": {
                 "steps": [*heldout(next(iter(by_seed.values())))],
                 "seeds": dict(zip(by_seed, bits.tolist(), strict=True)),
@@ -195,35 +195,33 @@ def results_of(curves: Curves) -> dict[str, dict[str, Any]]:
                 "mean": mean,
                 "standard_error": error,
             },
-            "more_than_bf16": more,
-            "more_than_bf16_standard_error": more_error,
-            "allowed": WAYS[way].allowed,
+            "more_than_bf16": difference,
+            "more_than_bf16_standard_error": difference_error,
+            "allowed": WAYS[recipe].allowed,
         }
     return results
 
 
 def is_within(result: dict[str, Any]) -> bool:
-    """Whether the mean is allowed. NaN is not."""
+    """Whether the mean difference is allowed. NaN is not."""
     return result["more_than_bf16"] is not None and result["more_than_bf16"] <= result["allowed"]
 
 
-def line_of(way: str, result: dict[str, Any]) -> str:
-    """A result for people."""
+def line_of(recipe: str, result: dict[str, Any]) -> str:
+    """A result as a line of text."""
     final = result["final_bits_per_byte"]
-    more = result["more_than_bf16"]
-    each = ", ".join(f"{bits:.4f}" for bits in final["seeds"].values())
-    line = f"{way:28} {each} held-out bits per byte"
+    difference = result["more_than_bf16"]
+    seeds = ", ".join(f"{bits:.4f}" for bits in final["seeds"].values())
+    line = f"{recipe:28} {seeds} held-out bits per byte"
     if final["standard_error"] is not None:
         line += f", mean {final['mean']:.4f} +- {final['standard_error']:.4f}"
-    if way == BASELINE:
+    if recipe == BASELINE:
         return line
-    if more is None:
+    if difference is None:
         return f"{line}; no seed that bf16 has as well"
     error = result["more_than_bf16_standard_error"]
     spread = "" if error is None else f" +- {100 * error:.2f}"
-    return (
-        f"{line}; {100 * more:+.2f}{spread} % against bf16 (at most {100 * result['allowed']:.0f})"
-    )
+    return f"{line}; {100 * difference:+.2f}{spread} % against bf16 (at most {100 * result['allowed']:.0f})"
 
 
 def draw(curves: Curves, path: str) -> None:
@@ -232,35 +230,39 @@ def draw(curves: Curves, path: str) -> None:
     Shades are standard errors, and the spread of bf16's own seeds about their mean.
     """
     with picture(path, height_inches=3.2) as figure:
-        left, right = figure.subplots(1, 2)
-        for way, by_seed in curves.items():
+        training_axis, heldout_axis = figure.subplots(1, 2)
+        for recipe, by_seed in curves.items():
             loss = torch.tensor(
                 [[step["train_bits_per_byte"] for step in steps] for steps in by_seed.values()]
             ).mean(0)
             smooth = loss.unfold(0, min(SMOOTHED_STEPS, len(loss)), 1).mean(1)
             at = range(len(loss) - len(smooth) + 1, len(loss) + 1)
-            line = WAYS[way].line
-            left.plot(at, smooth, label=way, **line)
+            line = WAYS[recipe].line
+            training_axis.plot(at, smooth, label=recipe, **line)
             at = [*heldout(next(iter(by_seed.values())))]
-            if way == BASELINE:
+            if recipe == BASELINE:
                 bits = bits_of(by_seed)
                 bounds = 100 * (torch.stack(torch.aminmax(bits, dim=0)) / bits.mean(0) - 1)
-                right.fill_between(at, *bounds, color=GREY, alpha=0.3, label="bf16, other seeds")
+                heldout_axis.fill_between(
+                    at, *bounds, color=GREY, alpha=0.3, label="bf16, other seeds"
+                )
                 continue
-            mean, error = mean_and_error(100 * more_than_bf16(curves, way))
+            mean, error = mean_and_error(100 * more_than_bf16(curves, recipe))
             if mean is not None:
-                right.plot(at, mean, marker="o", markersize=3, **line)
+                heldout_axis.plot(at, mean, marker="o", markersize=3, **line)
             if error is not None:
                 bounds = mean - error, mean + error
-                right.fill_between(at, *bounds, color=line["color"], alpha=0.15, linewidth=0)
-        left.set(
+                heldout_axis.fill_between(at, *bounds, color=line["color"], alpha=0.15, linewidth=0)
+        training_axis.set(
             xlabel="step", ylabel=f"bits per byte, mean of {SMOOTHED_STEPS} steps", title="Training"
         )
-        right.axhline(0, color=BLACK, linewidth=0.8)
-        right.set(xlabel="step", ylabel="% more bits than bf16", title="Held-out text")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        heldout_axis.axhline(0, color=BLACK, linewidth=0.8)
+        heldout_axis.set(xlabel="step", ylabel="% more bits than bf16", title="Held-out text")
+        figure.legend(
+            *training_axis.get_legend_handles_labels(), loc="outside lower center", ncols=3
+        )
         if BASELINE in curves:
-            right.legend()
+            heldout_axis.legend()
 
 
 OPTIONS: Options = {
@@ -301,7 +303,7 @@ def main() -> int:
         "command": shlex.join(["python", *sys.argv])
     }
     runs = runs_of(options)
-    kept = [
+    saved = [
         {"way": run.way, "seed": run.seed, "env": where}
         for run in runs
         if (where := run.env()) is not None
@@ -312,16 +314,16 @@ def main() -> int:
     failed = [{"way": run.way, "seed": run.seed, "log": log} for run, log in logs.items() if log]
     ended = [run for run in runs if not logs.get(run)]
     curves = {
-        way: {run.seed: run.steps() for run in ended if run.way == way}
-        for way in WAYS
-        if any(run.way == way for run in ended)
+        recipe: {run.seed: run.steps() for run in ended if run.way == recipe}
+        for recipe in WAYS
+        if any(run.way == recipe for run in ended)
     }
     results = results_of(curves)
     if options.json:
-        record = {"env": env, "results": results, "failed": failed, "kept": kept}
+        record = {"env": env, "results": results, "failed": failed, "kept": saved}
         save(record, options.json)
-    for way, result in results.items():
-        print(line_of(way, result))
+    for recipe, result in results.items():
+        print(line_of(recipe, result))
     for run in failed:
         print(f"failed: {run['way']}, seed {run['seed']}: {run['log']}")
     if options.plot and curves:

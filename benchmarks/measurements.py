@@ -52,23 +52,23 @@ def load(name: str) -> Any:
 
 
 def pick(name: str, **fields: object) -> Record:
-    """The one of a record's rows that has these values."""
-    found = [
+    """The only row of a record with these values."""
+    rows = [
         row for row in load(name) if all(row.get(key) == value for key, value in fields.items())
     ]
-    if len(found) != 1:
-        raise LookupError(f"{name}.json has {len(found)} rows of {fields}; there must be one")
-    return found[0]
+    if len(rows) != 1:
+        raise LookupError(f"{name}.json has {len(rows)} rows of {fields}; there must be one")
+    return rows[0]
 
 
 def both_ways(name: str, **fields: object) -> list[Record]:
-    """Forward and backward of what has these values."""
+    """The forward and the backward row with these values."""
     return [pick(name, direction=direction, **fields) for direction in BOTH]
 
 
 def both_ms(name: str, **fields: object) -> str:
     """Forward / backward in ms."""
-    return " / ".join(f"{one['ms_median']:.2f}" for one in both_ways(name, **fields))
+    return " / ".join(f"{row['ms_median']:.2f}" for row in both_ways(name, **fields))
 
 
 def machine(row: Record) -> str:
@@ -85,7 +85,7 @@ def when(row: Record) -> str:
 
 
 def source(*names: str, note: str = "") -> str:
-    """Where figures come from: machine and versions of each record, dates and commits of its runs."""
+    """The source of figures: machine and versions of each record, dates and commits of its runs."""
     parts = []
     for name in names:
         rows = load(name) if isinstance(load(name), list) else [load(name).get("env", load(name))]
@@ -155,7 +155,7 @@ def memory() -> Iterable[list[object]]:
     for variant in ("layer", "layer, packed", "deepep", "stock torch"):
         rows = [pick("memory-h100-ep2", variant=variant, preset=preset) for preset in PRESETS]
         parts = [
-            [row[f"{when}_{of}_bytes"] for of in ("ordinary", "heap")]
+            [row[f"{when}_{kind}_bytes"] for kind in ("ordinary", "heap")]
             for row in rows
             for when in ("held", "peak")
         ]
@@ -178,18 +178,18 @@ def layers() -> Iterable[list[object]]:
             for variant in ("graph", "stock torch")
         )
         cells = [
-            f"{one['ms_median']:.2f} | {one['tflops']:.0f} | {one['tflops'] / one['ceiling_tflops']:.2f}"
-            for one in both
+            f"{row['ms_median']:.2f} | {row['tflops']:.0f} | {row['tflops'] / row['ceiling_tflops']:.2f}"
+            for row in both
         ]
-        faster = sum(one["ms_median"] for one in stock) / sum(one["ms_median"] for one in both)
+        faster = sum(row["ms_median"] for row in stock) / sum(row["ms_median"] for row in both)
         yield [preset, num_ranks, *cells, f"{faster:.2f}"]
 
 
 def ceilings() -> Iterable[list[object]]:
     for preset, num_ranks, name in PLACES:
         figures = [
-            f"{one['ms_median']:.2f} / {one['tflops']:.0f}"
-            for one in both_ways(name, suite="layer", preset=preset, variant="gemms alone")
+            f"{row['ms_median']:.2f} / {row['tflops']:.0f}"
+            for row in both_ways(name, suite="layer", preset=preset, variant="gemms alone")
         ]
         stock = both_ms(name, suite="layer", preset=preset, variant="stock torch")
         yield [preset, num_ranks, *figures, stock]
@@ -201,9 +201,9 @@ def variants() -> Iterable[list[object]]:
     for variant in (*layouts, "stash=rows", "stash=hidden", "stash=none", "public parts"):
         cells = []
         for preset in PRESETS:
-            one = pick(name, variant=variant, preset=preset, direction="forward")
+            row = pick(name, variant=variant, preset=preset, direction="forward")
             mib = " + ".join(
-                f"{one[key] / 2**20:.0f}" for key in ("peak_ordinary_bytes", "peak_heap_bytes")
+                f"{row[key] / 2**20:.0f}" for key in ("peak_ordinary_bytes", "peak_heap_bytes")
             )
             cells += [both_ms(name, variant=variant, preset=preset), mib]
         yield [variant, *cells]
@@ -212,18 +212,22 @@ def variants() -> Iterable[list[object]]:
 def trips() -> Iterable[list[object]]:
     for num_ranks, name in ((2, "trips-h200-ep2"), (4, "trips-h200-ep4")):
         for preset in ("qwen3-30b", "deepseek-like"):
-            of = {
-                (one["suite"], one["variant"], one["direction"]): f"{one['wire_gbs']:.0f}"
-                for one in load(name)
-                if one["preset"] == preset and one["wire_gbs"]
+            gbs = {
+                (row["suite"], row["variant"], row["direction"]): f"{row['wire_gbs']:.0f}"
+                for row in load(name)
+                if row["preset"] == preset and row["wire_gbs"]
             }
             yield [
                 preset,
                 num_ranks,
-                *(of["dispatch", layout, d] for layout in ("packed", "expert-major") for d in BOTH),
-                of["dispatch", "copy", "forward"],
-                *(of["combine", f"order={order}", "forward"] for order in ("rank", "slot")),
-                *(of["combine", f"copy {order}", "forward"] for order in ("rank", "slot")),
+                *(
+                    gbs["dispatch", layout, d]
+                    for layout in ("packed", "expert-major")
+                    for d in BOTH
+                ),
+                gbs["dispatch", "copy", "forward"],
+                *(gbs["combine", f"order={order}", "forward"] for order in ("rank", "slot")),
+                *(gbs["combine", f"copy {order}", "forward"] for order in ("rank", "slot")),
             ]
 
 
@@ -231,9 +235,9 @@ def trips() -> Iterable[list[object]]:
 
 
 def router() -> Iterable[list[object]]:
-    for preset, found in load("router-h200")["results"].items():
-        both = (f"{one['forward_us']:.0f} / {one['backward_us']:.0f}" for one in found.values())
-        errors = (f"{one['error']:.1e}".replace("e-0", "e-") for one in found.values())
+    for preset, by_way in load("router-h200")["results"].items():
+        both = (f"{row['forward_us']:.0f} / {row['backward_us']:.0f}" for row in by_way.values())
+        errors = (f"{row['error']:.1e}".replace("e-0", "e-") for row in by_way.values())
         yield [preset, *both, ", ".join(errors)]
 
 
@@ -257,24 +261,24 @@ HOW = {
 
 
 def products() -> Iterable[list[object]]:
-    of = {
+    speeds = {
         (x["shape"], x["op"], x["way"]): f"{x['tflops']:.0f}" for x in load("gemm-h200")["results"]
     }
     for op, name in PRODUCTS.items():
         yield [
             name,
             *(
-                f"{of[preset, f'{op}-plain', 'symmoe']} ({of[preset, f'{op}-plain', 'torch']})"
+                f"{speeds[preset, f'{op}-plain', 'symmoe']} ({speeds[preset, f'{op}-plain', 'torch']})"
                 for preset in PRESETS
             ),
         ]
     for op, name in FUSIONS.items():
-        for way, how in HOW.items():
-            yield [f"{name}: {how}", *(of[preset, op, way] for preset in PRESETS)]
+        for variant, label in HOW.items():
+            yield [f"{name}: {label}", *(speeds[preset, op, variant] for preset in PRESETS)]
 
 
 def fp8_products() -> Iterable[list[object]]:
-    """FP8 / bf16 of the last run that has both."""
+    """FP8 / bf16 of the last run with both."""
     for preset in PRESETS:
         cells = []
         for op in PRODUCTS:
@@ -307,22 +311,22 @@ def fp8_layers() -> Iterable[list[object]]:
     for label, variant in FP8.items():
         cells = []
         for preset in PRESETS:
-            of = {"suite": "precision", "variant": variant, "preset": preset}
-            taken = both_ways(name, **of)[0].get("precision")
+            fields = {"suite": "precision", "variant": variant, "preset": preset}
+            precision = both_ways(name, **fields)[0].get("precision")
             chosen = (
-                f" ({'bf16' if taken == 'bf16' else 'FP8'})" if variant == "float8-auto" else ""
+                f" ({'bf16' if precision == 'bf16' else 'FP8'})" if variant == "float8-auto" else ""
             )
-            cells.append(both_ms(name, **of) + chosen)
+            cells.append(both_ms(name, **fields) + chosen)
         yield [label, *cells]
 
 
 def convergence() -> Iterable[list[object]]:
-    for way, one in load("convergence-h200")["results"].items():
-        if way == "float8-rowwise":  # a recipe that has been removed
+    for recipe, result in load("convergence-h200")["results"].items():
+        if recipe == "float8-rowwise":  # a recipe that has been removed
             continue
-        seeds = (f"{bits:.3f}" for bits in one["final_bits_per_byte"]["seeds"].values())
-        more = 100 * one["more_than_bf16"], 100 * one["more_than_bf16_standard_error"]
-        yield [way, *seeds, "" if way == "bf16" else "{:+.1f} ± {:.1f} %".format(*more)]
+        seeds = (f"{bits:.3f}" for bits in result["final_bits_per_byte"]["seeds"].values())
+        difference = 100 * result["more_than_bf16"], 100 * result["more_than_bf16_standard_error"]
+        yield [recipe, *seeds, "" if recipe == "bf16" else "{:+.1f} ± {:.1f} %".format(*difference)]
 
 
 def balance() -> Iterable[list[object]]:
@@ -359,24 +363,24 @@ Training = tuple[
 
 
 def trainings() -> Iterable[list[Training]]:
-    """The ways of each trainer; the last is its own, to compare the others with."""
+    """The runs of each trainer; the last one is the trainer's own layer, the baseline."""
     titan, megatron, trainer = map(load, TRAINERS)
     return (
-        [(f"torchtitan: {one['way']}", one["tokens_per_s"], one["losses"]) for one in titan],
-        [of_megatron(one) for one in megatron],
+        [(f"torchtitan: {run['way']}", run["tokens_per_s"], run["losses"]) for run in titan],
+        [of_megatron(run) for run in megatron],
         [
-            (f"transformers: {one['way']}", one["tokens_per_s"][0], one["losses"][0])
-            for one in trainer["results"]
+            (f"transformers: {run['way']}", run["tokens_per_s"][0], run["losses"][0])
+            for run in trainer["results"]
         ],
     )
 
 
-def of_megatron(one: Record) -> Training:
-    shape = one["shape"]
-    name = one["trained"].replace("+", ", ")
-    tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
-    name += f", capacity {one['load_factor']:g} times the mean" if one["load_factor"] else ""
-    return f"Megatron-Core: {name}", tokens / one["step_ms"]["median"] * 1e3, one["losses"]
+def of_megatron(run: Record) -> Training:
+    shape = run["shape"]
+    name = run["trained"].replace("+", ", ")
+    tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * run["ranks"]
+    name += f", capacity {run['load_factor']:g} times the mean" if run["load_factor"] else ""
+    return f"Megatron-Core: {name}", tokens / run["step_ms"]["median"] * 1e3, run["losses"]
 
 
 def trainers() -> Iterable[list[object]]:
@@ -402,44 +406,44 @@ SUITES = (
 )
 
 
-def found_of(one: Record) -> str:
-    """What a suite counts besides cases."""
-    if "num_stalls" in one:
-        return f"{one['num_stalls']} calls stalled"
-    if "observations" in one:
-        stale = {kind: counts["stale"] for kind, counts in one["kinds"].items()}
+def findings_of(record: Record) -> str:
+    """The counts of a suite besides cases."""
+    if "num_stalls" in record:
+        return f"{record['num_stalls']} calls stalled"
+    if "observations" in record:
+        stale = {kind: counts["stale"] for kind, counts in record["kinds"].items()}
         controls = stale.pop("flag first"), stale.pop("relaxed", None)
         shown = ", ".join(f"{count:,}" for count in controls if count is not None)
-        return f"{one['observations'] / 1e6:,.1f} million words, {sum(stale.values())} stale; controls {shown}"
-    if one["suite"] == "faults":
+        return f"{record['observations'] / 1e6:,.1f} million words, {sum(stale.values())} stale; controls {shown}"
+    if record["suite"] == "faults":
         kinds = (
             f"{kind} {x['cases']}: {x['detect_ms']['p50']:.0f}, {x['detect_ms']['max']:.0f} ms"
-            for kind, x in one["kinds"].items()
+            for kind, x in record["kinds"].items()
         )
         return "; ".join(kinds)
     return ""
 
 
-def suites(of: dict[str, Record]) -> Iterable[list[object]]:
+def suites(records: dict[str, Record]) -> Iterable[list[object]]:
     for name in SUITES:
-        if one := of.get(name):
+        if record := records.get(name):
             yield [
                 name,
-                f"{one['cases_run']:,}",
-                one["cases_failed"],
-                f"{one['wall_s']:.0f}",
-                when(one),
-                found_of(one),
+                f"{record['cases_run']:,}",
+                record["cases_failed"],
+                f"{record['wall_s']:.0f}",
+                when(record),
+                findings_of(record),
             ]
 
 
 def both_suites() -> Iterable[list[object]]:
-    """Of 4 and of 2 ranks."""
+    """The rows of the suites, for 4 and for 2 ranks."""
     four, two = (suites(load(f"reliability-h200-ep{count}")["suites"]) for count in (4, 2))
-    for one, other in zip(four, two, strict=True):
+    for row4, row2 in zip(four, two, strict=True):
         yield [
-            one[0],
-            *(str(a) if a == b else f"{a} / {b}" for a, b in zip(one[1:], other[1:], strict=True)),
+            row4[0],
+            *(str(a) if a == b else f"{a} / {b}" for a, b in zip(row4[1:], row2[1:], strict=True)),
         ]
 
 
@@ -447,32 +451,32 @@ GPU_RANKS = (2, 4)
 
 
 def failed_on_gpus() -> str:
-    """How many cases of which suites failed on how many GPUs, for this page and for README."""
-    said = []
+    """The failed cases by suite and number of GPUs, for this page and for README."""
+    parts = []
     for ranks in GPU_RANKS:
         failed = [
-            f"{name} {one['cases_failed']} of {one['cases_run']:,}"
-            for name, one in load(f"reliability-h200-ep{ranks}")["suites"].items()
-            if one["cases_failed"]
+            f"{name} {record['cases_failed']} of {record['cases_run']:,}"
+            for name, record in load(f"reliability-h200-ep{ranks}")["suites"].items()
+            if record["cases_failed"]
         ]
-        said.append(f"on {ranks} H200s {' and '.join(failed) or 'none'}")
-    return ", ".join(said)
+        parts.append(f"on {ranks} H200s {' and '.join(failed) or 'none'}")
+    return ", ".join(parts)
 
 
 def failures() -> Iterable[str]:
     """A line for each case that failed on GPUs."""
     for ranks in GPU_RANKS:
-        for name, one in load(f"reliability-h200-ep{ranks}")["suites"].items():
-            for failure in one.get("failures", ()):
+        for name, record in load(f"reliability-h200-ep{ranks}")["suites"].items():
+            for failure in record.get("failures", ()):
                 yield f"* {ranks} GPUs, {name}, case {failure['case']}: {failure['problems'][0]}"
 
 
 def sanitizer(text: str) -> Iterable[list[object]]:
     reports = re.search(r"^racecheck: (.*others)", text, re.MULTILINE)[1]
     for tool in ("memcheck", "initcheck", "synccheck", "racecheck"):
-        found = rf"^{tool}: .*?(\d+) (?:errors|hazards).*?; tests: (\d+) passed"
+        pattern = rf"^{tool}: .*?(\d+) (?:errors|hazards).*?; tests: (\d+) passed"
         note = f" ({reports})" if tool == "racecheck" else ""
-        yield [tool + note, *re.search(found, text, re.MULTILINE).groups()]
+        yield [tool + note, *re.search(pattern, text, re.MULTILINE).groups()]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -491,7 +495,7 @@ def sections() -> list[tuple[str, list[str]]]:
     trace = (RESULTS / "trace-h200-ep2.txt").read_text(encoding="utf-8")
     sanitized = (RESULTS / "sanitize-h200.txt").read_text(encoding="utf-8")
     counted = ("device-to-device copies", "calls that wait for the GPU", "kernels")
-    counts = [re.search(rf"^{what}: (\d+)$", trace, re.MULTILINE)[1] for what in counted]
+    counts = [re.search(rf"^{label}: (\d+)$", trace, re.MULTILINE)[1] for label in counted]
     return [
         (
             "## Whole steps",
@@ -508,7 +512,7 @@ def sections() -> list[tuple[str, list[str]]]:
                 table(
                     [
                         "MiB",
-                        *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak")),
+                        *(f"{preset}, {label}" for preset in PRESETS for label in ("held", "peak")),
                     ],
                     memory(),
                 ),
@@ -527,7 +531,7 @@ def sections() -> list[tuple[str, list[str]]]:
                     [
                         "layer",
                         "EP",
-                        *(f"{d} {what}" for d in BOTH for what in three),
+                        *(f"{d} {label}" for d in BOTH for label in three),
                         "x stock",
                     ],
                     layers(),
@@ -597,7 +601,7 @@ def sections() -> list[tuple[str, list[str]]]:
                     "variants-h200-ep2", note="Peak memory of one step: ordinary memory + heap."
                 ),
                 table(
-                    ["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))],
+                    ["", *(f"{preset} {label}" for preset in PRESETS for label in ("ms", "MiB"))],
                     variants(),
                 ),
             ],

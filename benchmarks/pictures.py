@@ -32,8 +32,8 @@ STYLE = {
 
 @contextmanager
 def picture(path: str, *, height_inches: float) -> Iterator[Figure]:
-    """A figure to draw on, written to `path` (PNG) at the end of the context, with the digest of what it shows. The
-    same figure gives the same bytes."""
+    """A figure to draw on; the end of the context writes it to `path` (PNG), with the digest of its content. Equal
+    figures give equal bytes."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.0, height_inches), layout="constrained")
         FigureCanvasAgg(figure)
@@ -44,7 +44,7 @@ def picture(path: str, *, height_inches: float) -> Iterator[Figure]:
 
 
 def digest(figure: Figure) -> str:
-    """Of a figure's titles, bars and lines; the fonts and the version of matplotlib do not change it."""
+    """The digest of a figure's titles, bars and lines; it does not depend on fonts or the version of matplotlib."""
     shown = [
         (
             axis.get_title(loc="left"),

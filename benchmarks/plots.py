@@ -57,12 +57,12 @@ def records(*names: str) -> Records:
     ]
 
 
-def draw(path: str, title: str, found: Records, along: str) -> None:
+def draw(path: str, title: str, shown_records: Records, along: str) -> None:
     """Bars of every preset or skew, or lines over tokens, forward and backward; a row for each preset and number of
     ranks that are not along the axis."""
-    unit = "GPU" if found[0]["driver"] else "rank"  # CPUs have no driver
+    unit = "GPU" if shown_records[0]["driver"] else "rank"  # CPUs have no driver
     rows: dict[str, Records] = {}
-    for record in found:
+    for record in shown_records:
         preset = "" if along == "preset" else f"{record['preset']}, "
         rows.setdefault(f"{preset}{record['ep']} {unit}{'s' * (record['ep'] > 1)}", []).append(
             record
@@ -77,11 +77,11 @@ def draw(path: str, title: str, found: Records, along: str) -> None:
         for pair, (name, of_row) in zip(axes, rows.items(), strict=True):
             for axis, direction in zip(pair, ("forward", "backward"), strict=True):
                 axis.set_title(f"{direction}, {name}", loc="left")
-                mine = [record for record in of_row if record["direction"] == direction]
+                shown = [record for record in of_row if record["direction"] == direction]
                 if along == "tokens":
-                    draw_lines(axis, mine)
+                    draw_lines(axis, shown)
                 else:
-                    draw_bars(axis, mine, along, "tflops" if along == "preset" else "ms_median")
+                    draw_bars(axis, shown, along, "tflops" if along == "preset" else "ms_median")
             pair[0].set_ylabel(labels[along][1])
         for axis in axes[-1]:
             axis.set_xlabel(labels[along][0])
@@ -89,49 +89,52 @@ def draw(path: str, title: str, found: Records, along: str) -> None:
         figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10)
 
 
-def shown_in(mine: Records) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Of SHOWN what has been measured: there are no graphs on CPUs."""
+def shown_in(measured: Records) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The entries of SHOWN with measurements: CPUs have no graphs."""
     return {
         variant: looks
         for variant, looks in SHOWN.items()
-        if any(r["variant"] == variant for r in mine)
+        if any(r["variant"] == variant for r in measured)
     }
 
 
-def draw_bars(axis: Axes, mine: Records, along: str, figure: str) -> None:
+def draw_bars(axis: Axes, measured: Records, along: str, figure: str) -> None:
     """A group of bars for each value of `along`."""
-    values = list(dict.fromkeys(record[along] for record in mine))
+    values = list(dict.fromkeys(record[along] for record in measured))
     groups = sorted(values, key=[*GROUPS, *values].index)  # others after those that are known
-    looks = {variant: (label, look) for variant, (label, _, look) in shown_in(mine).items()}
-    of = {(record[along], record["variant"]): record[figure] for record in mine}
-    digits = "{:.0f}" if min(of.values()) >= 100 else "{:.3g}"  # whole numbers where all are large
-    draw_groups(axis, groups, looks, of, digits.format)
+    looks = {variant: (label, look) for variant, (label, _, look) in shown_in(measured).items()}
+    heights = {(record[along], record["variant"]): record[figure] for record in measured}
+    digits = (
+        "{:.0f}" if min(heights.values()) >= 100 else "{:.3g}"
+    )  # whole numbers where all are large
+    draw_groups(axis, groups, looks, heights, digits.format)
 
 
 def draw_groups(
     axis: Axes,
     groups: Sequence[str],
     looks: dict[str, tuple[str, dict[str, Any]]],
-    of: dict[tuple[str, str], float],
+    figures: dict[tuple[str, str], float],
     text: Callable[[float], str],
 ) -> None:
     """Bars of each group for the variants in `looks`, as high as `of`[group, variant]."""
     width = 0.86 / len(looks)
-    for place, (variant, (label, look)) in enumerate(looks.items()):
-        middle = (place - (len(looks) - 1) / 2) * width
+    for index, (variant, (label, look)) in enumerate(looks.items()):
+        middle = (index - (len(looks) - 1) / 2) * width
         where = [i + middle for i in range(len(groups))]
-        heights = [of[group, variant] for group in groups]
+        heights = [figures[group, variant] for group in groups]
         bars = axis.bar(where, heights, 0.92 * width, label=label, **look)
         axis.bar_label(bars, fmt=text, padding=1, fontsize=7)
     axis.set_xticks(range(len(groups)), groups)
     axis.margins(y=0.1)
 
 
-def draw_lines(axis: Axes, mine: Records) -> None:
+def draw_lines(axis: Axes, measured: Records) -> None:
     """Time over tokens, with bands."""
-    for variant, (label, look, _) in shown_in(mine).items():
+    for variant, (label, look, _) in shown_in(measured).items():
         points = sorted(
-            (record for record in mine if record["variant"] == variant), key=lambda r: r["tokens"]
+            (record for record in measured if record["variant"] == variant),
+            key=lambda r: r["tokens"],
         )
         tokens, ms, low, high = (
             [p[key] for p in points] for key in ("tokens", "ms_median", "ms_p10", "ms_p90")
@@ -164,41 +167,41 @@ def draw_presets(
     path: str,
 ) -> None:
     """Bars of each preset for the variants of LAYERS, by a figure of a suite's records of 8192 tokens."""
-    of = {
-        (one["preset"], one["variant"]): figure(one)
-        for one in records(*names)
-        if one["suite"] == suite and one["tokens"] == 8192
+    heights = {
+        (row["preset"], row["variant"]): figure(row)
+        for row in records(*names)
+        if row["suite"] == suite and row["tokens"] == 8192
     }
-    looks = {variant: look for variant, look in LAYERS.items() if (GROUPS[0], variant) in of}
+    looks = {variant: look for variant, look in LAYERS.items() if (GROUPS[0], variant) in heights}
     with picture(path, height_inches=3.4) as figures:
         axis = figures.subplots()
-        draw_groups(axis, GROUPS[:3], looks, of, "{:.0f}".format)
+        draw_groups(axis, GROUPS[:3], looks, heights, "{:.0f}".format)
         axis.set_ylabel(unit)
         axis.set_title(title, loc="left")
         figures.legend(loc="outside lower center", ncols=2)
 
 
 def draw_records(title: str, names: Sequence[str], along: str, path: str) -> None:
-    """All records of the layer; along routings, those of the first one's preset."""
-    found = records(*names)
-    alike = [r for r in found if along != "skew" or r["preset"] == found[0]["preset"]]
+    """Draws all records of the layer; along routings, those of the first record's preset."""
+    rows = records(*names)
+    alike = [r for r in rows if along != "skew" or r["preset"] == rows[0]["preset"]]
     draw(path, title, alike, along)
 
 
 def draw_own(path: str, files: list[str]) -> None:
-    """Records of the suite "layer", along what they differ in. Ends the program without any."""
-    found = [
+    """Draws records of the suite "layer", along the key in which they differ. Ends the program if there are none."""
+    rows = [
         r
         for file in files
         for r in json.loads(Path(file).read_text(encoding="utf-8"))
         if r["suite"] == "layer"
     ]
-    if not found:
+    if not rows:
         sys.exit('these files have no records of the suite "layer"')
-    along = next((key for key in ("tokens", "skew") if len({r[key] for r in found}) > 1), "preset")
-    about = [f"{found[0]['tokens']} tokens per rank"] * (along != "tokens")
-    about += [f"{found[0]['skew']} routing"] * (along != "skew")
-    draw(path, f"A MoE layer on {found[0]['gpu']}, {', '.join(about)}", found, along)
+    along = next((key for key in ("tokens", "skew") if len({r[key] for r in rows}) > 1), "preset")
+    about = [f"{rows[0]['tokens']} tokens per rank"] * (along != "tokens")
+    about += [f"{rows[0]['skew']} routing"] * (along != "skew")
+    draw(path, f"A MoE layer on {rows[0]['gpu']}, {', '.join(about)}", rows, along)
 
 
 PICTURES = {

@@ -55,7 +55,7 @@ _SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)"
 
 
 def dispatch_lines(kernel: str) -> dict[str, set[tuple[str, int]]]:
-    """Lines (file name, number) of the reads and the writes of a listed kernel's dispatch, as its source is now."""
+    """Lines (file name, number) of the reads and the writes in a listed kernel's dispatch, from its current source."""
     file, helper = KERNELS[kernel]
     function = _function(file, kernel)
     read = Path(file).name, function.lineno
@@ -73,7 +73,7 @@ def _function(file: str, name: str) -> ast.FunctionDef:
 
 
 def is_dispatch(accesses: list[str]) -> bool:
-    """Whether a report is of a listed kernel's dispatch and nothing else."""
+    """Whether a report concerns only a listed kernel's dispatch."""
     parsed = [_ACCESS.match(access) for access in accesses]
     if any(access is None or access[2] not in KERNELS for access in parsed):
         return False
@@ -84,7 +84,7 @@ def is_dispatch(accesses: list[str]) -> bool:
 
 
 def count(log: str) -> tuple[int, int] | None:
-    """(reports of the dispatch, others) in a log of racecheck; None if it has not come to its end."""
+    """(reports of the dispatch, others) in a log of racecheck; None if the log is incomplete."""
     summaries = _SUMMARY.findall(log)
     if not summaries:
         return None
@@ -95,12 +95,12 @@ def count(log: str) -> tuple[int, int] | None:
 
 def main(path: str) -> int:
     """Returns the exit status."""
-    found = count(Path(path).read_text(encoding="utf-8", errors="replace"))
-    if found is None:
+    counts = count(Path(path).read_text(encoding="utf-8", errors="replace"))
+    if counts is None:
         print("no summary of racecheck")
         return 2
-    print(f"{found[0]} reports of warp_specialize's dispatch, {found[1]} others")
-    return 1 if found[1] else 0
+    print(f"{counts[0]} reports of warp_specialize's dispatch, {counts[1]} others")
+    return 1 if counts[1] else 0
 
 
 if __name__ == "__main__":

@@ -43,15 +43,15 @@ if not torch.cuda.is_available():  # before torchtitan's other modules take thes
     )
 
 
-def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
-    """torchtitan's own function for a Qwen3."""
+def parallelize(model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+    """torchtitan's function for a Qwen3."""
     from torchtitan.models.qwen3 import parallelize as qwen3
 
     apply_fsdp = qwen3.apply_fsdp_to_decoder
     with patch.object(
         qwen3, "apply_fsdp_to_decoder", partial(_apply_fsdp, apply_fsdp) if IS_OLDER else apply_fsdp
     ):
-        model = qwen3.parallelize_qwen3(model, **how)
+        model = qwen3.parallelize_qwen3(model, **kwargs)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not torch.cuda.is_available():
             module.set_force_sum_reduction_for_comms(True)
@@ -59,13 +59,13 @@ def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
 
 
 def _apply_fsdp(
-    torchtitans: Any, model: Any, dp_mesh: Any, *, edp_mesh: Any = None, **how: Any
+    torchtitans: Any, model: Any, dp_mesh: Any, *, edp_mesh: Any = None, **kwargs: Any
 ) -> None:
     if edp_mesh is not None:
         policy = MixedPrecisionPolicy(
-            how["param_dtype"], how["reduce_dtype"], cast_forward_inputs=False
+            kwargs["param_dtype"], kwargs["reduce_dtype"], cast_forward_inputs=False
         )
         for block in model.layers.values():
             experts = block.moe.routed_experts.inner_experts
             fully_shard(experts, mesh=edp_mesh, mp_policy=policy, reshard_after_forward=False)
-    torchtitans(model, dp_mesh, **how | {"ep_degree": 1})
+    torchtitans(model, dp_mesh, **kwargs | {"ep_degree": 1})

@@ -95,7 +95,7 @@ class Text(IterableDataset):
 
 
 class Loader(ParallelAwareDataloader):
-    """torchtitan's, of Text."""
+    """torchtitan's data loader over Text."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
@@ -117,7 +117,7 @@ class Loader(ParallelAwareDataloader):
 
 
 class Bytes(BaseTokenizer):
-    """Text is bytes already."""
+    """A tokenizer for text as bytes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -137,7 +137,7 @@ class Bytes(BaseTokenizer):
 
 
 class Clock(MetricsProcessor):
-    """Loss and time of every step, the GPU's work included."""
+    """Records loss and time of every step, the GPU's work included."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -208,7 +208,7 @@ def small_qwen3(
 
 
 def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
-    """What a Trainer is to do."""
+    """The configuration of a Trainer."""
     sizes = TINY if arguments.tiny else SIZES
     config = small_qwen3(
         sizes,
@@ -222,15 +222,15 @@ def config_of(arguments: argparse.Namespace, folder: str) -> Trainer.Config:
     config.optimizer = default_adamw(lr=3e-4)
     config.training.disable_cuda_graphs = True
     config.parallelism.expert_parallel_degree = NUM_RANKS
-    most = {"num_max_tokens_per_rank": arguments.sequences * arguments.context}
+    token_limit = {"num_max_tokens_per_rank": arguments.sequences * arguments.context}
     if arguments.way == "step":
-        kept = {"num_kept_layers": arguments.layers, "load_factor": 2.0}
+        step_options = {"num_kept_layers": arguments.layers, "load_factor": 2.0}
         config.override.imports = [
-            ("symmoe.integrations.torchtitan_experts.routed_experts", most | kept)
+            ("symmoe.integrations.torchtitan_experts.routed_experts", token_limit | step_options)
         ]
     elif arguments.way == "dispatcher":
-        most["hidden_dim"] = sizes["dim"]
-        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", most)]
+        token_limit["hidden_dim"] = sizes["dim"]
+        config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", token_limit)]
     return config
 
 

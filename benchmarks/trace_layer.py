@@ -67,7 +67,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Records, writes and prints."""
+    """Records the timeline, and writes and prints it."""
     shape = shape_of(args, next(iter(PRESETS)))
     choice = Choice(
         captured=not args.eager and torch.cuda.is_available(),

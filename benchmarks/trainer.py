@@ -79,8 +79,8 @@ OPTIONS: Options = {
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of the last step of the warm-up to the end of training, the GPU's work included; losses, by
-    step, each the mean of the steps since the one before."""
+    """Measures seconds from the end of the last warm-up step to the end of training, the GPU's work included; and
+    losses by step, each the mean since the previous one."""
 
     def __init__(self, warm_up: int) -> None:
         self._warm_up = warm_up
@@ -183,26 +183,26 @@ def heap_bytes(arguments: argparse.Namespace, num_ranks: int) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Trains in all ways, prints and writes."""
-    found: dict[str, list[dict[str, Any]]] = {
+    """Trains all variants, prints and writes the results."""
+    runs_by_way: dict[str, list[dict[str, Any]]] = {
         way: [] for way in names_of("way", arguments.ways, WAYS)
     }
     transformers.logging.set_verbosity_error()
     with join() as ranks, tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.repetitions):
-            for way, runs in found.items():
+            for way, runs in runs_by_way.items():
                 runs.append(train(arguments, way, ranks, folder))
     if ranks.rank != 0:
         return
     shape = {name: getattr(arguments, name) for name in ("layers", "context", "sequences", "steps")}
     results = []
-    for way, runs in found.items():
+    for way, runs in runs_by_way.items():
         figures = {name: [run[name] for run in runs] for name in runs[0]}
         results.append({"way": way, "ranks": ranks.num_ranks} | figures | shape)
         rate = statistics.median(figures["tokens_per_s"])
         shown = f"{min(figures['loss']):10.4f} loss {figures['losses'][0]}"
         print(f"{way:12s}{rate:12,.0f} tokens/s{shown}", flush=True)
-    every = [run["loss"] for runs in found.values() for run in runs]
+    every = [run["loss"] for runs in runs_by_way.values() for run in runs]
     if max(every) - min(every) > LOSSES_NEAR * min(every):
         sys.exit(f"the ways have different losses: {every}")
     if arguments.json is not None:

@@ -111,9 +111,9 @@ def finetune(
     model.train()
     shown_step, shown_at = 0, time.perf_counter()
     for step in range(1, arguments.steps + 1):
-        mine = ranks.share(sequences)
+        rank_rows = ranks.share(sequences)
         batch = train_batch(
-            corpus, seed=0, step=step, sequences=mine, context=arguments.context - 1
+            corpus, seed=0, step=step, sequences=rank_rows, context=arguments.context - 1
         ).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(batch, labels=batch).loss
@@ -154,18 +154,21 @@ def main() -> None:
 
         with symmoe.SymmetricHeap(num_bytes=num_bytes) as heap:
             model = from_pretrained(source, heap, dtype=torch.float32)
-            here = sum(parameter.numel() for parameter in model.parameters())
+            num_local_params = sum(parameter.numel() for parameter in model.parameters())
             if ranks.is_main:
                 print(
-                    f"{ranks.size} ranks on {heap.backend}, {here:,} parameters on each, heap {num_bytes >> 20} MiB"
+                    f"{ranks.size} ranks on {heap.backend}, {num_local_params:,} parameters on each, "
+                    f"heap {num_bytes >> 20} MiB"
                 )
             finetune(model, ranks, corpus, arguments)
-            mine = ranks.share(HELDOUT_SEQUENCES)
-            heldout = ranks.mean(heldout_loss(model, corpus, mine, context=context)).item()
+            rank_rows = ranks.share(HELDOUT_SEQUENCES)
+            heldout = ranks.mean(heldout_loss(model, corpus, rank_rows, context=context)).item()
             save_checkpoint(model, arguments.out, like=source)
         if ranks.is_main:
-            whole = transformers.AutoModelForCausalLM.from_pretrained(arguments.out)
-            plain = heldout_loss(whole, corpus, range(HELDOUT_SEQUENCES), context=context).item()
+            full_model = transformers.AutoModelForCausalLM.from_pretrained(arguments.out)
+            plain = heldout_loss(
+                full_model, corpus, range(HELDOUT_SEQUENCES), context=context
+            ).item()
             print(
                 f"held-out loss {heldout:.4f}; of {arguments.out} in plain transformers {plain:.4f}"
             )

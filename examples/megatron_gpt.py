@@ -140,8 +140,8 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset]:
             f"--{field.name.replace('_', '-')}", type=float if field.type == "float" else int
         )
     arguments = parser.parse_args()
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Preset)}
-    changes = {name: value for name, value in given.items() if value is not None}
+    fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Preset)}
+    changes = {name: value for name, value in fields.items() if value is not None}
     return arguments, dataclasses.replace(PRESETS[arguments.preset], **changes)
 
 
@@ -354,14 +354,14 @@ def train(
     positions = torch.arange(preset.sequence, device=device).expand(shape)
     mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).triu(1)[None, None]
     per_rank = preset.micro_batch * preset.micro_batches
-    mine, num_tokens = (
+    local_indices, num_tokens = (
         range(rank * per_rank, (rank + 1) * per_rank),
         per_rank * preset.sequence * num_ranks,
     )
     seconds, losses = [], []
     for step in range(preset.steps):
         text = train_batch(
-            corpus, seed=arguments.seed, step=step, sequences=mine, context=preset.sequence
+            corpus, seed=arguments.seed, step=step, sequences=local_indices, context=preset.sequence
         ).to(device)
         loss_sum = torch.zeros((), device=device)
         _synchronize()
@@ -435,19 +435,20 @@ def compare_layers(
     )
     first = next(iter(times.values()))["total_ms"]["median"]
     figures = {}
-    for name, found in times.items():
-        speedup = round(first / found["total_ms"]["median"], 3)
+    for name, summaries in times.items():
+        speedup = round(first / summaries["total_ms"]["median"], 3)
         figures[name] = {
             "experts": type(layers[name].experts).__name__,
-            **found,
+            **summaries,
             "speedup": speedup,
         }
         if dist.get_rank() == 0:
             parts = ", ".join(
-                f"{phase} {found[f'{phase}_ms']['median']:.3f}" for phase in ("forward", "backward")
+                f"{phase} {summaries[f'{phase}_ms']['median']:.3f}"
+                for phase in ("forward", "backward")
             )
             print(
-                f"layer {name} ({figures[name]['experts']}): {found['total_ms']['median']:.3f} ms ({parts}), "
+                f"layer {name} ({figures[name]['experts']}): {summaries['total_ms']['median']:.3f} ms ({parts}), "
                 f"{speedup:.2f} x as fast as the first",
                 flush=True,
             )

@@ -72,7 +72,7 @@ def time_layers(
     times = {}
     for name, points in marks.items():
         phases = torch.tensor(
-            [_phases_ms(*each) for each in points], dtype=torch.float64, device=x.device
+            [_phases_ms(*point) for point in points], dtype=torch.float64, device=x.device
         )
         phases = torch.cat([phases, phases.sum(1, keepdim=True)], dim=1)
         dist.all_reduce(
@@ -90,16 +90,16 @@ def time_layers(
 def _compare(
     layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: Callable[[], None]
 ) -> None:
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, layer in layers.items():
         reseed()
         leaf = x.detach().requires_grad_()
         y = layer(leaf)[0]
         y.backward(dy)
-        found[name] = y.detach(), leaf.grad
+        results[name] = y.detach(), leaf.grad
         layer.zero_grad(set_to_none=True)
-    for (first, want), (other, got) in itertools.pairwise(found.items()):
-        for what, a, b in (("output", want[0], got[0]), ("input gradient", want[1], got[1])):
+    for (first, want), (second, got) in itertools.pairwise(results.items()):
+        for label, a, b in (("output", want[0], got[0]), ("input gradient", want[1], got[1])):
             worst = (
                 ((b.float() - a.float()).norm() / a.float().norm())
                 .reshape(1)
@@ -108,7 +108,7 @@ def _compare(
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # one rank's error ends all of them
             if worst.item() > TOLERANCE[x.dtype]:
                 raise RuntimeError(
-                    f"{what} of {other} differs from that of {first} by {worst.item():.2e} of its norm"
+                    f"{label} of {second} differs from that of {first} by {worst.item():.2e} of its norm"
                 )
 
 

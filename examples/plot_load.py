@@ -37,12 +37,12 @@ class Log(NamedTuple):
 def read_log(path: Path) -> Log:
     """The log in a file. An incomplete last line is ignored."""
     text = path.read_text(encoding="utf-8")
-    found = {
+    by_step = {
         line["step"]: line for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     }
-    if not found:
+    if not by_step:
         raise ValueError(f"{path} holds no whole line")
-    lines = [found[step] for step in sorted(found)]
+    lines = [by_step[step] for step in sorted(by_step)]
     ranks = [of_ranks(line) for line in lines]
     ranks = np.array(ranks if all(ranks) else [])
     if "expert_load" in lines[0]:
@@ -51,7 +51,7 @@ def read_log(path: Path) -> Log:
             for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)
         ]
         names = [f"layer {i}" for i in range(len(layers))]
-        return Log(sorted(found), names, layers, None, ranks, masses=[])
+        return Log(sorted(by_step), names, layers, None, ranks, masses=[])
     records = list(zip(*(line["layers"] for line in lines), strict=True))  # by layer
     loads = [np.array([record["tokens_per_expert"] for record in of_layer]) for of_layer in records]
     dropped = sum(np.array([record["num_dropped"] for record in of_layer]) for of_layer in records)
@@ -62,7 +62,7 @@ def read_log(path: Path) -> Log:
     ]
     names = [of_layer[0]["name"] for of_layer in records]
     return Log(
-        sorted(found), names, loads, dropped, ranks, masses if len(masses) == len(loads) else []
+        sorted(by_step), names, loads, dropped, ranks, masses if len(masses) == len(loads) else []
     )
 
 
@@ -88,15 +88,15 @@ def mass_over_load(load: np.ndarray, mass: np.ndarray) -> np.ndarray:
 def of_ranks(line: dict) -> list[list[float]]:
     """The largest rank over the mean, before and after balance, for each layer with replicas of a step."""
     if "layers" in line:
-        found = [
+        loads = [
             (record["tokens_per_expert"], record.get("balanced_per_rank"))
             for record in line["layers"]
         ]
     else:
-        found = list(zip(line["expert_load"], line.get("balanced_per_rank", []), strict=False))
+        loads = list(zip(line["expert_load"], line.get("balanced_per_rank", []), strict=False))
     pairs = [
         (np.reshape(load, (len(after), -1)).sum(1), np.array(after))
-        for load, after in found
+        for load, after in loads
         if after
     ]
     return [[float(rows.max() / max(rows.mean(), 1e-30)) for rows in pair] for pair in pairs]
@@ -143,8 +143,8 @@ def draw(log: Path, picture: Path) -> None:
     health.plot(steps, entropies.min(0), color=VERMILION, label="entropy, most uneven layer")
     health.plot(steps, entropies.mean(0), color=BLUE, label="mean of layers")
     if masses:
-        least = np.min([mass_over_load(*pair) for pair in zip(loads, masses, strict=True)], 0)
-        health.plot(steps, least, color=GREY, label="gate mass over load, least expert")
+        min_ratio = np.min([mass_over_load(*pair) for pair in zip(loads, masses, strict=True)], 0)
+        health.plot(steps, min_ratio, color=GREY, label="gate mass over load, least expert")
     health.set(ylabel="health\nof routing", ylim=(0, 1.05))
     if ranks.size:
         before, after = ranks.max(1).T

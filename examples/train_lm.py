@@ -202,9 +202,9 @@ def train(
         check_settings(folder, settings)
         start = load_checkpoint(folder, **state).step
         if ranks.is_main:
-            left = max(0, arguments.steps - start)
+            num_remaining = max(0, arguments.steps - start)
             print(
-                f"the checkpoint has {start} steps, --steps is {arguments.steps}: {left} to train",
+                f"the checkpoint has {start} steps, --steps is {arguments.steps}: {num_remaining} to train",
                 flush=True,
             )
     path = arguments.out / "metrics.jsonl"

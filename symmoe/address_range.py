@@ -35,7 +35,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 class AddressRange:
-    """`num_bytes` at `address`, for tensors that own and free nothing. They are made through DLPack, which lets the
+    """`num_bytes` at `address`, for tensors that own and free nothing. DLPack makes them, and lets the
     maker name the device. (The CUDA array interface would ask the driver for the memory's device, and torch would
     silently copy a peer's memory to this one.)"""
 

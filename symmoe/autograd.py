@@ -13,13 +13,14 @@ from symmoe.torch_internals import keeps_graph, version_of
 
 
 class Function(torch.autograd.Function):
-    """torch's Function, but differentiating its gradients is an error. `of`: its name for users.
+    """torch's Function, but differentiating its gradients is an error. `label`: the
+    function's name in error texts.
 
     torch's once_differentiable sees only the gradients that backward gets. The results also depend on forward's saved
     tensors: if only these require a gradient, the second order would be dropped silently.
     """
 
-    of: str
+    label: str
 
     if TYPE_CHECKING:  # torch's has no annotations
 
@@ -29,7 +30,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls) -> None:
         first_order = cls.backward
-        of = cls.of
+        label = cls.label
 
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             if not torch.is_grad_enabled():  # without create_graph
@@ -41,7 +42,7 @@ class Function(torch.autograd.Function):
                 results = first_order(ctx, *gradients)
             start = torch.empty(0, device="cpu", requires_grad=True)
             tensors = *results, *gradients, *ctx.saved_tensors
-            return _EndOfGraph.apply(of, len(results), start, *tensors)  # type: ignore[no-untyped-call]
+            return _EndOfGraph.apply(label, len(results), start, *tensors)  # type: ignore[no-untyped-call]
 
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
@@ -65,23 +66,23 @@ class _EndOfGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: str, num_results: int, _: torch.Tensor, *tensors: torch.Tensor | None
+        ctx: Any, label: str, num_results: int, _: torch.Tensor, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        ctx.of = of
+        ctx.label = label
         return tuple(
             None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:num_results]
         )
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        no_second_order(ctx.of)
+        no_second_order(ctx.label)
 
 
-def no_second_order(of: str) -> NoReturn:
-    """Raises ArgumentError: the gradients of `of`, its name for users, are differentiated."""
+def no_second_order(label: str) -> NoReturn:
+    """Raises ArgumentError: the gradients of a function, which the text calls `label`, are differentiated."""
     raise ArgumentError(
-        f"create_graph (True) was given to differentiate gradients of {of} again, as a gradient penalty does; second "
-        "order gradients of it are not supported, the kernels compute those of the first order"
+        f"create_graph (True) was given to differentiate gradients of {label} again, as a gradient penalty does; "
+        "second order gradients of it are not supported, the kernels compute those of the first order"
     )
 
 

@@ -84,8 +84,8 @@ class LoRAGroupedLinear(GroupedLinear):
         a = local_part(self.lora_a)
         b = local_part(self.lora_b) * self.scaling
         if self.training and self.rank_dropout:
-            ones = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
-            a = a * nn.functional.dropout(ones, self.rank_dropout)
+            rank_mask = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
+            a = a * nn.functional.dropout(rank_mask, self.rank_dropout)
         if padding := -a.shape[1] % RANK_MULTIPLE:
             a = nn.functional.pad(a, (0, 0, 0, padding))
             b = nn.functional.pad(b, (0, padding))

@@ -198,7 +198,7 @@ class _LayerTotals:
 
     @torch.no_grad()
     def count(self, report: RoutingReport) -> None:
-        """The layer's listener."""
+        """Adds a call's report to the totals: the callback for the layer's listeners."""
         if not _is_counted(report.is_training):
             return
         num_experts = self.listeners.num_experts
@@ -210,7 +210,7 @@ class _LayerTotals:
         rank_or_none_TK = torch.where(is_remote_TK, rank_TK, -1)
         num_sent_rows = balance.routing_map(rank_or_none_TK, heap.num_ranks).sum()
         num_read_rows = is_remote_TK.sum() if self.listeners.order == "slot" else num_sent_rows
-        load_E, mass_E, balanced_R, rest = self._split(self._totals)
+        load_E, mass_E, balanced_R, scalars = self._split(self._totals)
         load_E.add_(report.expert_load)
         if report.probs is not None:
             self._has_probs = True
@@ -218,7 +218,7 @@ class _LayerTotals:
             is_slot_TK = (report.topk_idx >= 0) & (report.topk_idx < num_experts)
             expert_N = report.topk_idx.where(is_slot_TK, 0).flatten().long()
             mass_E.index_add_(0, expert_N, (report.probs * is_slot_TK).flatten().double())
-        total = dict(zip(_TOTALS, rest, strict=True))
+        total = dict(zip(_TOTALS, scalars, strict=True))
         if report.replica_to_expert is not None and report.replica_rows is not None:
             self._has_replicas = True
             balanced_R.add_(
@@ -247,13 +247,14 @@ class _LayerTotals:
     def record(self, values: torch.Tensor) -> LayerRecord:
         """The record of these totals, on the CPU; resets times."""
         heap = self.listeners.heap
-        load_E, mass_E, balanced_R, rest = self._split(values)
+        load_E, mass_E, balanced_R, scalars = self._split(values)
         load_E = load_E.long()
-        total = dict(zip(_TOTALS, rest.tolist(), strict=True))
+        total = dict(zip(_TOTALS, scalars.tolist(), strict=True))
         aux_loss = total.pop("aux_loss") / max(total["num_calls"], 1.0)
         numbers: dict[str, Any] = {name: int(value) for name, value in total.items()}
         numbers |= {
-            f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS
+            f"{name}_s": None if self.timer is None else self.timer.pop_seconds(name)
+            for name in _SPANS
         }
         return LayerRecord(
             name=self._name,
@@ -302,8 +303,8 @@ class _Timer:
         if begin is not None:
             self._spans[name].append((begin, self._now()))
 
-    def take(self, name: str) -> float:
-        """Seconds since the last call. On GPUs the events must be complete."""
+    def pop_seconds(self, name: str) -> float:
+        """Seconds since the last call of this method. On GPUs the events must be complete."""
         spans, self._spans[name] = self._spans[name], []
         return float(
             sum(
@@ -323,7 +324,7 @@ class _Timer:
 
 
 def _is_counted(is_training: bool) -> bool:
-    """Whether this call counts: it is in training mode, and no checkpoint repeats it in backward."""
+    """Whether metrics count a call: in training mode, and not as a checkpoint's repetition in backward."""
     return is_training and (torch.compiler.is_compiling() or graph_task_id() == -1)
 
 

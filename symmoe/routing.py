@@ -132,7 +132,7 @@ def replay_routing(
             )
         listeners = layers[name][1]
         # The plan reports ids that int32 cannot represent.
-        keeps_int64 = listeners.give is None and ids_TK.dtype == torch.int64
+        keeps_int64 = listeners.override_router is None and ids_TK.dtype == torch.int64
         dtype = torch.int64 if keeps_int64 else torch.int32
         return ids_TK.to(listeners.heap.device, dtype, non_blocking=True)
 
@@ -335,10 +335,10 @@ def _problem(layers: _Layers, routing: Mapping[str, torch.Tensor]) -> ArgumentEr
             return ArgumentError(
                 f"routing[{name!r}] ({ids.dtype} {list(ids.shape)}) must be of integers, [tokens, K]"
             )
-        if listeners.give is None and ids.device.type != "cpu":
+        if listeners.override_router is None and ids.device.type != "cpu":
             continue  # the plan checks it, without a wait for the device
         is_wrong_TK = (ids < -1) | (ids >= listeners.num_experts)
-        if listeners.give is not None:
+        if listeners.override_router is not None:
             is_wrong_TK |= is_none_TK != is_none_TK.all(-1, keepdim=True)
         if is_wrong_TK.any():
             token = int(is_wrong_TK.any(-1).nonzero()[0])
@@ -379,22 +379,22 @@ def _choose(
                         f"layer {name!r} has no router (router=None) that could weigh what it is given",
                     ),
                     (
-                        listeners.is_given,
+                        listeners.is_overridden,
                         f"layer {name!r} is given its experts by another context already; of several micro-batches "
                         "give replay_routing a list",
                     ),
                 )
             )
-            listeners.is_given = True
-            removals.callback(setattr, listeners, "is_given", False)
-            if listeners.give is None:
+            listeners.is_overridden = True
+            removals.callback(setattr, listeners, "is_overridden", False)
+            if listeners.override_router is None:
                 removals.callback(
                     layer.register_forward_pre_hook(
                         partial(add_choice, name), with_kwargs=True
                     ).remove
                 )
             else:
-                removals.callback(listeners.give(model, name, partial(choose, name)))
+                removals.callback(listeners.override_router(model, name, partial(choose, name)))
         yield
         _check_all_called(uncalled)
 

@@ -103,7 +103,7 @@ def dispatch_tokens(
 class _Dispatch(Function):
     """The backward of dispatch is combine over the same plan."""
 
-    of = "dispatch_tokens"
+    label = "dispatch_tokens"
 
     @staticmethod
     def forward(
@@ -242,7 +242,7 @@ def combine_tokens(
 class _Combine(Function):
     """The backward of combine is dispatch over the same plan."""
 
-    of = "combine_tokens"
+    label = "combine_tokens"
 
     @staticmethod
     def forward(

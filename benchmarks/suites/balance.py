@@ -30,12 +30,12 @@ BALANCES = {
 
 
 def balance_heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
-    """Bytes of the heap where all tokens choose experts of one rank."""
+    """Bytes of the heap if all tokens choose experts of one rank."""
     return heap_bytes(case, num_ranks, num_ranks * case.num_slots, BALANCES)
 
 
 def bench_balance(problem: Problem, run: Run) -> list[Record]:
-    """Steps with each load, with and without replicas, whatever the problem's routing is. Collective."""
+    """Measures steps with each load, with and without replicas; ignores the problem's routing. Collective."""
     shape, ranks = problem.case.shape, run.ranks
     layers = {
         name: MoELayer(choice.config(shape), run.heap, experts=make_experts(problem), dtype=DTYPE)
@@ -49,7 +49,7 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
         of_ranks = ranks.gather(rows).sum(0).reshape(ranks.num_ranks, -1).sum(1)
         load = float(of_ranks[0] / of_ranks.mean())
         steps = {name: _step_of(layer, problem, ids) for name, layer in layers.items()}
-        for name, taken in times_in_a_row_ms(steps, ranks, run.repetitions).items():
+        for name, times in times_in_a_row_ms(steps, ranks, run.repetitions).items():
             meter = MemoryMeter(ranks.device, run.heap)
             steps[name]()
             figures: Record = {
@@ -58,22 +58,22 @@ def bench_balance(problem: Problem, run: Run) -> list[Record]:
                 "num_replica_slots": NUM_REPLICA_SLOTS,
             }
             figures |= meter.peak()
-            records.append(case_record(problem, "balance", name, "step", taken, **figures))
+            records.append(case_record(problem, "balance", name, "step", times, **figures))
     return records
 
 
 def _choose(case: Case, num_hot: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 [T, K] on the CPU: the first experts, and others at random."""
+    """int64 [T, K] on the CPU: the first experts, and random other experts."""
     first = torch.arange(num_hot).expand(case.num_tokens, num_hot)
     if num_hot == case.shape.top_k:
         return first
     weights = (torch.arange(case.shape.num_experts) >= num_hot).float().repeat(case.num_tokens, 1)
-    others = torch.multinomial(weights, case.shape.top_k - num_hot, generator=generator)
-    return torch.cat([first, others], 1)
+    random_ids = torch.multinomial(weights, case.shape.top_k - num_hot, generator=generator)
+    return torch.cat([first, random_ids], 1)
 
 
 def _step_of(layer: MoELayer, problem: Problem, ids: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward; gradients are dropped."""
+    """A step: forward and backward; gradients are discarded."""
     x, dy, probs = problem.tokens
     ids = ids.int().to(problem.device)
 

@@ -1,4 +1,4 @@
-"""What is measured: layer shapes, numbers of tokens, and how skewed the routing is."""
+"""The cases of the suites: layer shapes, numbers of tokens, and the skew of the routing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ZIPF_SEED = 20261121
 
 
 def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
-    """The layers that the arguments name: of --preset several, between commas, or all. Latent experts by themselves,
-    without projections: tokens have the latent width. Raises ArgumentError for what is unknown or incomplete."""
+    """The layer shapes of the arguments: of --preset several, separated by commas, or all. Latent experts are measured
+    without projections: tokens have the latent width. Raises ArgumentError for unknown or incomplete shapes."""
     presets = names_of("preset", args.preset, PRESETS) if args.preset else ("",)
     shapes = [
         shape_of(argparse.Namespace(**vars(args) | {"preset": preset}), default)
@@ -27,12 +27,12 @@ def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
     return [replace(shape, hidden=shape.latent or shape.hidden, latent=None) for shape in shapes]
 
 
-def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
-    """The known names in a comma-separated list; "all" is all of them. Raises ArgumentError for others."""
-    names = tuple(known) if text == "all" else tuple(text.split(","))
+def names_of(option: str, text: str, valid: Collection[str]) -> tuple[str, ...]:
+    """The valid names in a comma-separated list; "all" means all of them. Raises ArgumentError for other names."""
+    names = tuple(valid) if text == "all" else tuple(text.split(","))
     for name in names:
-        if name not in known:
-            raise ArgumentError(f"{what} ({name}) must be of {', '.join(known)}, or all")
+        if name not in valid:
+            raise ArgumentError(f"{option} ({name}) must be of {', '.join(valid)}, or all")
     return tuple(dict.fromkeys(names))
 
 
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def num_slots(self) -> int:
-        """T * K, which is also the mean number of rows of a rank."""
+        """T * K, also the mean number of rows of a rank."""
         return self.num_tokens * self.shape.top_k
 
     @property
@@ -70,8 +70,8 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
     log_popularity = torch.zeros(num_experts)
     if case.skew == "zipf":
         # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
-        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
-        log_popularity = -torch.log1p(place.float())
+        positions = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
+        log_popularity = -torch.log1p(positions.float())
     elif case.skew == "hot":
         log_popularity[HOT_EXPERT] = math.inf
     uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(
@@ -82,7 +82,7 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def parser_of(description: str | None, options: Options) -> argparse.ArgumentParser:
-    """The parser of a program that shows its description as it is."""
+    """A parser that prints the program's description unchanged."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,7 +96,7 @@ def run_program(
     run: Callable[[argparse.Namespace], None],
     arguments: list[str] | None = None,
 ) -> None:
-    """Parses the arguments (None: those of the process) and runs; what an ArgumentError says is a usage error."""
+    """Parses the arguments (None: those of the process) and runs the program; an ArgumentError is a usage error."""
     parser = parser_of(description, options)
     try:
         run(parser.parse_args(arguments))

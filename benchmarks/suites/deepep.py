@@ -36,7 +36,7 @@ def open_buffer(problem: Problem) -> Any:
 
 
 def step_of(problem: Problem, buffer: Any) -> Step:
-    """A whole step, without a router."""
+    """A whole step without a router."""
     x, probs, w1, w2 = problem.inputs
     experts = torch_experts(w1, w2)
 
@@ -61,10 +61,13 @@ def step_of(problem: Problem, buffer: Any) -> Step:
 
 
 def bench_deepep(problem: Problem, run: Run) -> list[Record]:
-    """The records of whole steps, each following itself, and of what one holds. Collective."""
+    """The records of whole steps in a row, and of the memory of one step. Collective."""
     step = step_of(problem, open_buffer(problem))
-    held = step_record(problem, step, run)
-    return [*records_of(problem, run, {NAME: step.results}, {NAME: held["error"]}), held]
+    memory_record = step_record(problem, step, run)
+    return [
+        *records_of(problem, run, {NAME: step.results}, {NAME: memory_record["error"]}),
+        memory_record,
+    ]
 
 
 def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
@@ -107,7 +110,7 @@ def bench_deepep_trips(problem: Problem, run: Run) -> list[Record]:
 
 
 class _Trip:
-    """One routing on its way through DeepEP: dispatch first, then everything that needs its handle."""
+    """One routing in DeepEP: dispatch first, then the calls that need its handle."""
 
     def __init__(self, buffer: Any, topk_idx: torch.Tensor, num_experts: int) -> None:
         self._buffer, self._topk_idx, self._num_experts = buffer, topk_idx, num_experts

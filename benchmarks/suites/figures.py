@@ -56,7 +56,7 @@ def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step as torch.profiler saw it, by name how often: kernels; copies by the driver ("Memcpy DtoD (Device ->
+    """The counts of one step in torch.profiler, by name: kernels; copies by the driver ("Memcpy DtoD (Device ->
     Device)", "Memset (Device)", ...); calls that wait for the GPU; copies of large tensors by torch's operators."""
 
     kernels: Counter[str]
@@ -66,7 +66,7 @@ class StepTrace:
 
     @property
     def copies_on_device(self) -> Counter[str]:
-        """Copies from device to device, by whatever."""
+        """The number of copies from device to device, by the driver or by torch."""
         return (
             Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k})
             + self.row_copies
@@ -74,7 +74,7 @@ class StepTrace:
 
     @property
     def findings(self) -> list[str]:
-        """What a zero-copy step with static capacity must not have."""
+        """Events that a zero-copy step with static capacity must not have."""
         return [f"{count} x {name}" for name, count in (self.copies_on_device + self.waits).items()]
 
 
@@ -90,7 +90,7 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
             step()
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
     events = profiler.events()
-    whole = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
+    span = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
     trace = StepTrace(*(Counter[str]() for _ in range(4)))
     for event in events:
         if event.device_type.name == "CUDA":
@@ -98,7 +98,7 @@ def trace_step(step: Step, *, row_numel: int) -> StepTrace:
                 (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[
                     event.name
                 ] += 1
-        elif whole.start <= event.time_range.start <= whole.end:
+        elif span.start <= event.time_range.start <= span.end:
             shape = event.input_shapes[0] if event.input_shapes else None
             if event.name in _WAITING_CALLS:
                 trace.waits[event.name] += 1
@@ -113,7 +113,7 @@ def dispatch_bytes(plan: Plan, row_bytes: int) -> npt.NDArray[np.int64]:
 
 
 def combine_bytes(plan: Plan, order: str, row_bytes: int) -> npt.NDArray[np.int64]:
-    """int64 [R]: bytes of rows that come to this rank from each rank in a combine, itself included."""
+    """int64 [R]: bytes of rows that this rank receives from each rank in a combine, itself included."""
     if order == "rank":
         count = (plan.token_to_primary_row >= 0).sum(0)
     else:
@@ -123,13 +123,13 @@ def combine_bytes(plan: Plan, order: str, row_bytes: int) -> npt.NDArray[np.int6
 
 
 def wire_bytes(moved: npt.NDArray[np.int64], ranks: Ranks) -> int:
-    """The bytes that leave a rank, from the bytes that move to or from each: the largest of all ranks. Collective."""
+    """The bytes that leave a rank, from the bytes of each pair of ranks: the largest of all ranks. Collective."""
     return int(ranks.largest(float(moved.sum() - moved[ranks.rank])))
 
 
 class MemoryMeter:
-    """Bytes beyond what was there when the meter was made: ordinary memory, which only GPUs count, and the heap's.
-    Synchronises, also to read the peak."""
+    """Memory in use beyond that at construction: ordinary memory, which only GPUs count, and the heap's. Synchronises,
+    also to read the peak."""
 
     def __init__(self, device: torch.device, heap: SymmetricHeap) -> None:
         self._on_gpu = device.type == "cuda"
@@ -151,7 +151,7 @@ class MemoryMeter:
         }
 
     def peak(self) -> dict[str, int | None]:
-        """At most, since then."""
+        """The largest number of bytes since construction."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return {

@@ -87,83 +87,83 @@ def dequantised(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return data.double() * scale.double().repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
 
 
-def product(name: str, O: int, C: int, its: Rows) -> list[Variant]:
+def product(name: str, O: int, C: int, local_rows: Rows) -> list[Variant]:
     """out [N, O] of rows [N, C] and weights [G, O, C]."""
-    G, N = its.sizes
-    ops = its.ops
-    spans = spans_of(its.range_on_host)
-    rows = its.data(N, C)
-    row_scale = its.scale(N, num_blocks(C))
-    weight = its.data(G, O, C)
-    weight_scale = its.scale(G, num_blocks(O), num_blocks(C))
-    out = torch.empty(N, O, dtype=BF16, device=its.device)
+    G, N = local_rows.sizes
+    ops = local_rows.ops
+    spans = spans_of(local_rows.range_on_host)
+    rows = local_rows.data(N, C)
+    row_scale = local_rows.scale(N, num_blocks(C))
+    weight = local_rows.data(G, O, C)
+    weight_scale = local_rows.scale(G, num_blocks(O), num_blocks(C))
+    out = torch.empty(N, O, dtype=BF16, device=local_rows.device)
 
     def expected(g: int) -> torch.Tensor:
         by_row = weight_scale[g].repeat_interleave(BLOCK, 0)[:O]
         return dequantised(rows[spans[g]], row_scale[spans[g]]) @ dequantised(weight[g], by_row).T
 
-    left = Operand(rows, row_scale)
-    kept = {"weight": scattered(weight), "scale": scattered(weight_scale)}
+    lhs = Operand(rows, row_scale)
+    copies = {"weight": scattered(weight), "scale": scattered(weight_scale)}
     ways = {
         "fp8": Operand(weight, weight_scale),
-        "scattered": ScatteredWeight(*kernel_matrices(kept)),
+        "scattered": ScatteredWeight(*kernel_matrices(copies)),
     }
 
     def multiply(weights: Operand | ScatteredWeight) -> None:
-        assert kept  # tables only have the addresses
-        ops.grouped_gemm_quantized(left, weights, its.range, out)
+        assert copies  # tables only have the addresses
+        ops.grouped_gemm_quantized(lhs, weights, local_rows.range, out)
 
     variants = [
-        _checked(f"{name}, {way}", partial(multiply, weights), out, expected, spans)
-        for way, weights in ways.items()
+        _checked(f"{name}, {variant}", partial(multiply, weights), out, expected, spans)
+        for variant, weights in ways.items()
     ]
-    if its.device.type == "cuda":
+    if local_rows.device.type == "cuda":
         by_rows = row_scale[:, 0].contiguous()
-        by_columns = its.scale(G, O)
-        options = {"offs": its.range[1], "out_dtype": BF16, "use_fast_accum": True}
-        x = its.normal(N, C)
+        by_columns = local_rows.scale(G, O)
+        options = {"offs": local_rows.range[1], "out_dtype": BF16, "use_fast_accum": True}
+        x = local_rows.normal(N, C)
         y = torch.empty_like(out)
         is_dgrad = name.startswith("d")
-        w = its.normal(*((G, C, O) if is_dgrad else (G, O, C)))
+        w = local_rows.normal(*((G, C, O) if is_dgrad else (G, O, C)))
         in_bf16 = ops.grouped_gemm_dgrad if is_dgrad else ops.grouped_gemm
         variants += [
             _unchecked(
                 f"{name}, torch rows",
                 lambda: torch._scaled_grouped_mm(rows, weight.mT, by_rows, by_columns, **options),
             ),
-            _unchecked(f"{name}, bf16", lambda: in_bf16(x, w, its.range, y)),
+            _unchecked(f"{name}, bf16", lambda: in_bf16(x, w, local_rows.range, y)),
         ]
     return variants
 
 
-def gradient(name: str, O: int, C: int, its: Rows) -> list[Variant]:
+def gradient(name: str, O: int, C: int, local_rows: Rows) -> list[Variant]:
     """out [G, O, C] of dout [O, P] and rows [C, P], whose groups begin at multiples of BLOCK."""
-    G, N = its.sizes
-    ops = its.ops
-    tiles = (its.lengths + BLOCK - 1) // BLOCK
+    G, N = local_rows.sizes
+    ops = local_rows.ops
+    tiles = (local_rows.lengths + BLOCK - 1) // BLOCK
     firsts = (tiles.cumsum(0) - tiles) * BLOCK
-    spans = spans_of(torch.stack([firsts, firsts + its.lengths]))
+    spans = spans_of(torch.stack([firsts, firsts + local_rows.lengths]))
     P = int(tiles.sum()) * BLOCK
-    dout = its.data(O, P)
-    rows = its.data(C, P)
+    dout = local_rows.data(O, P)
+    rows = local_rows.data(C, P)
     for span, end in zip(spans, [*firsts[1:].tolist(), P], strict=True):
         for data in (dout, rows):
             data.view(torch.uint8)[:, span.stop : end] = 0
-    dout_scale = its.scale(P // BLOCK, O).t()
-    rows_scale = its.scale(P // BLOCK, C).t()
-    operands = (Operand(dout, dout_scale), Operand(rows, rows_scale), its.range)
-    out = torch.empty(G, O, C, dtype=BF16, device=its.device)
-    main_grad = torch.zeros(G, O, C, dtype=FP32, device=its.device)
+    dout_scale = local_rows.scale(P // BLOCK, O).t()
+    rows_scale = local_rows.scale(P // BLOCK, C).t()
+    operands = (Operand(dout, dout_scale), Operand(rows, rows_scale), local_rows.range)
+    out = torch.empty(G, O, C, dtype=BF16, device=local_rows.device)
+    main_grad = torch.zeros(G, O, C, dtype=FP32, device=local_rows.device)
     main_grads = scattered(main_grad)
     (table,) = kernel_matrices({"main_grad": main_grads})
 
     def expected(g: int) -> torch.Tensor:
         blocks = slice(spans[g].start // BLOCK, -(-spans[g].stop // BLOCK))
-        left, right = (
+        lhs, rhs = (
             dequantised(data[:, spans[g]], scale[:, blocks])
             for data, scale in ((dout, dout_scale), (rows, rows_scale))
         )
-        return left @ right.T
+        return lhs @ rhs.T
 
     def add_to(gradients: object) -> Callable[[], object]:
         return lambda: ops.grouped_gemm_wgrad_quantized(*operands, gradients, accumulate=True)
@@ -179,11 +179,11 @@ def gradient(name: str, O: int, C: int, its: Rows) -> list[Variant]:
         _checked(f"{name}, add fp32", add_to(main_grad), main_grad, expected, spans),
         _checked(f"{name}, add to scattered", add_to(table), main_grads, expected, spans),
     ]
-    if its.device.type == "cuda":
-        x, dy = its.normal(N, C), its.normal(N, O)
+    if local_rows.device.type == "cuda":
+        x, dy = local_rows.normal(N, C), local_rows.normal(N, O)
         dw = torch.empty_like(out)
         variants.append(
-            _unchecked(f"{name}, bf16", lambda: ops.grouped_gemm_wgrad(dy, x, its.range, dw))
+            _unchecked(f"{name}, bf16", lambda: ops.grouped_gemm_wgrad(dy, x, local_rows.range, dw))
         )
     return variants
 
@@ -198,11 +198,11 @@ def _checked(
     """out: one tensor, or one for each group. In fp32 it is added to."""
 
     def verify() -> float:
-        for each in out:
-            each.fill_(0.0 if each.dtype == FP32 else torch.nan)
+        for tensor in out:
+            tensor.fill_(0.0 if tensor.dtype == FP32 else torch.nan)
         call()
-        whole = out if isinstance(out, torch.Tensor) else torch.stack([*out])
-        return groups_error(lambda g: [expected(g)], [whole], spans)
+        stacked = out if isinstance(out, torch.Tensor) else torch.stack([*out])
+        return groups_error(lambda g: [expected(g)], [stacked], spans)
 
     return Variant(name, ("forward",), in_steps(call), verify, MAX_ERROR)
 

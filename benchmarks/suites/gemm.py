@@ -46,7 +46,7 @@ def bench_products(
     records = []
     for product in products:
         times, errors = measure(run, product.variants, align=align_ahead)
-        speeds = {name: tflops(product.flops, taken) for name, taken in times.items()}
+        speeds = {name: tflops(product.flops, times_ms) for name, times_ms in times.items()}
         for variant in product.variants:
             name = variant.name
             figures: Record = {
@@ -109,11 +109,9 @@ def products(problem: Problem) -> list[Product]:
         return [gradients[0], value.detach(), gradients[1]]
 
     def wgrad(
-        left: torch.Tensor, right: torch.Tensor
+        lhs: torch.Tensor, rhs: torch.Tensor
     ) -> tuple[PerGroup, Callable[[], list[torch.Tensor]]]:
-        return lambda g: [of(left, g).t() @ of(right, g)], lambda: [
-            grouped_wgrad(left, right, ends)
-        ]
+        return lambda g: [of(lhs, g).t() @ of(rhs, g)], lambda: [grouped_wgrad(lhs, rhs, ends)]
 
     def pair(
         name: str,
@@ -133,16 +131,16 @@ def products(problem: Problem) -> list[Product]:
             call()
             return groups_error(reference, outputs, spans)
 
-        other = f"{name} {STOCK}"
+        yardstick = f"{name} {STOCK}"
         ways = (
             (name, call, verify),
-            (other, stock, lambda: groups_error(reference, stock(), spans)),
+            (yardstick, stock, lambda: groups_error(reference, stock(), spans)),
         )
         variants = [
             Variant(n, ("forward",), in_steps(do), check, MAX_ERROR) for n, do, check in ways
         ]
         flops = 2 * num_products * problem.case.num_slots * shape.hidden * shape.ffn
-        return Product(direction, flops, variants, other)
+        return Product(direction, flops, variants, yardstick)
 
     wgrad2 = wgrad(d_rows_in, a_in)
     wgrad1 = wgrad(h_in, rows)

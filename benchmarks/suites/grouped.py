@@ -139,10 +139,10 @@ class Layer:
         """`forward` and its backward pass; weights: of each linear layer the packed tensor, or G matrices."""
 
         def error(y: torch.Tensor, *gradients: torch.Tensor) -> float:
-            left = iter(gradients)
-            outputs = [y, *(next(left) for _ in self.inputs)]
+            remaining = iter(gradients)
+            outputs = [y, *(next(remaining) for _ in self.inputs)]
             for of_layer in weights:
-                d_weights = [next(left) for _ in of_layer]
+                d_weights = [next(remaining) for _ in of_layer]
                 outputs.append(d_weights[0] if d_weights[0].ndim == 3 else torch.stack(d_weights))
             return groups_error(self.reference, outputs, self.spans)
 
@@ -181,9 +181,9 @@ def bench_grouped(problem: Problem, run: Run) -> list[Record]:
 
 
 def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
-    ours, skipped = _ours(layer, problem.case.shape)
-    others, unusable = _others(layer)
-    variants = ours | {name: (variant, {}) for name, variant in others.items()}
+    symmoe_variants, skipped = _symmoe_variants(layer, problem.case.shape)
+    yardsticks, unusable = _yardsticks(layer)
+    variants = symmoe_variants | {name: (variant, {}) for name, variant in yardsticks.items()}
     times, errors = measure(run, [variant for variant, _ in variants.values()])
     stock = times.get(_stock_name(layer))
     about_of = {
@@ -193,15 +193,15 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
 
     def figures(name: str, column: int) -> Record:
         flops = (1 + column) * layer.flops
-        known: Record = {
+        figures: Record = {
             "tflops": tflops(flops, times[name][:, column]),
             "error": errors[name],
             "skipped": skipped | unusable,
             **about_of[name],
         }
-        if name not in ours or stock is None:
-            return known
-        return known | {
+        if name not in symmoe_variants or stock is None:
+            return figures
+        return figures | {
             "stock_tflops": tflops(flops, stock[:, column]),
             "stock_ms": median_ms(stock[:, column]),
             "yardstick": "stock_tflops",
@@ -210,7 +210,9 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     return timed_records(problem, "grouped", times, figures)
 
 
-def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]], dict[str, str]]:
+def _symmoe_variants(
+    layer: Layer, shape: Shape
+) -> tuple[dict[str, tuple[Variant, Record]], dict[str, str]]:
     """Variants by name, with what their records say about them; and why others cannot have these sizes."""
     variants = dict[str, tuple[Variant, Record]]()
     skipped = dict[str, str]()
@@ -227,7 +229,7 @@ def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]]
     return variants, skipped
 
 
-def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
+def _yardsticks(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
     """Yardsticks by name, and why this machine cannot run others."""
     usable = dict[str, Variant]()
     skipped = dict[str, str]()

@@ -78,29 +78,29 @@ def bench_layer(
     yardsticks = [experts_only(problem, reference), stock_step(problem, reference).eager()]
     for names in (together, *([name] for name, choice in possible.items() if choice.apart)):
         with ExitStack() as blocks:
-            ours = {
+            variants = {
                 name: _variant(name, possible[name], problem, run, reference, blocks)
                 for name in names
             }
-            its_times, its_errors = measure(run, [*ours.values(), *yardsticks])
+            its_times, its_errors = measure(run, [*variants.values(), *yardsticks])
             figures_of |= {
                 name: of_choice(problem, run, possible[name], variant)
-                for name, variant in ours.items()
+                for name, variant in variants.items()
             }
             times |= its_times
             errors |= its_errors
         yardsticks = []  # once is enough
-        ours.clear()  # ends the graphs before their memory is freed
+        variants.clear()  # ends the graphs before their memory is freed
         run.heap.release_graphs()
 
     def figures(name: str, column: int) -> Record:
-        ours, ceiling, stock = (times[each][:, column] for each in (name, CEILING, STOCK))
+        times_ms, ceiling, stock = (times[label][:, column] for label in (name, CEILING, STOCK))
         flops = (1 + column) * problem.case.forward_flops
-        known: Record = {"tflops": tflops(flops, ours), "error": errors[name]}
+        record: Record = {"tflops": tflops(flops, times_ms), "error": errors[name]}
         if name not in figures_of:
-            return known
+            return record
         precision = choices[name].precision
-        return known | {
+        return record | {
             "precision": "bf16" if precision is None else str(precision),
             "ceiling_tflops": tflops(flops, ceiling),
             "stock_tflops": tflops(flops, stock),
@@ -128,7 +128,7 @@ def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> l
         for direction in DIRECTIONS
     )
     return [
-        {"wire_bytes": sum(wire_bytes(each, run.ranks) for each in both), **memory}
+        {"wire_bytes": sum(wire_bytes(byte_counts, run.ranks) for byte_counts in both), **memory}
         for both in moved
     ]
 
@@ -160,21 +160,21 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     local = LocalRows.of(problem)
     rows = ExpertRows(local.in_order(local.packed), local.row_range, local.row_probs)
     d_out = local.in_order(local.d_packed)
-    kept = list[SavedActivations]()
+    saved = list[SavedActivations]()
     out = local.packed.new_empty((num_rows, problem.case.shape.hidden))
     d_rows = torch.empty_like(out)
 
     def forward() -> None:
         hidden, a = weights.first_layer(rows, num_rows=num_rows)
         weights.second_layer(a, rows, out)
-        kept[:] = [hidden]
+        saved[:] = [hidden]
 
     def backward(
-        new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+        allocate: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # As large as the experts: not kept between calls.
-        dw1, dw2 = (new(weight) for weight in (problem.w1, problem.w2))
-        step = ExpertsBackward(rows, weights, kept.pop(), d_out)
+        dw1, dw2 = (allocate(weight) for weight in (problem.w1, problem.w2))
+        step = ExpertsBackward(rows, weights, saved.pop(), d_out)
         step.input_gradient(d_rows)
         step.w2_gradient(dw2, False)
         step.w1_gradient(dw1, False)

@@ -49,10 +49,10 @@ def step_record(problem: Problem, step: Step, run: Run) -> Record:
     gradients = step.backward(y)
     figures |= meter.peak()
     del y, gradients
-    most: Record = {
+    peak_record: Record = {
         key: None if value is None else int(run.ranks.largest(value))
         for key, value in figures.items()
     }
     return case_record(
-        problem, "memory", step.name, "step", np.empty(0), error=error, repetitions=1, **most
+        problem, "memory", step.name, "step", np.empty(0), error=error, repetitions=1, **peak_record
     )

@@ -89,23 +89,23 @@ def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
 
 
 def _time(
-    run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int
+    run: Run, variants: Sequence[Variant], yardsticks: Sequence[str], num_groups: int
 ) -> list[Record]:
     """others: variants that are not ours; the first is what ours are compared with."""
     times, errors = measure(run, variants, clock=HostEvent, block=BLOCK)
     records = []
     for variant in variants:
         for column, direction in enumerate(variant.directions):
-            taken = times[variant.name][:, column]
+            times_ms = times[variant.name][:, column]
             figures: Record = {"error": errors[variant.name]}
-            if variant.name not in others:
+            if variant.name not in yardsticks:
                 figures |= {
-                    "stock_ms": median_ms(times[others[0]][:, column]),
+                    "stock_ms": median_ms(times[yardsticks[0]][:, column]),
                     "yardstick": "stock_ms",
                 }
             records.append(
                 new_record(
-                    taken,
+                    times_ms,
                     suite="overhead",
                     variant=variant.name,
                     preset=f"{num_groups}x{HIDDEN}x{FFN}",
@@ -169,7 +169,7 @@ def _linear_loop(layer: Layer) -> Variant:
         parts = zip(*linears, *(tensor.split(sizes) for tensor in layer.inputs), strict=True)
         return torch.cat([fc2(swiglu(fc1(x), s)) for fc1, fc2, x, s in parts])
 
-    return layer.variant(LINEAR_LOOP, forward, [[fc.weight for fc in its] for its in linears])
+    return layer.variant(LINEAR_LOOP, forward, [[fc.weight for fc in group] for group in linears])
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
@@ -208,16 +208,16 @@ def pointer_variants(
     weights = [matrices(rows, columns // in_byte) for rows, columns in shapes]
     scales = [matrices(rows, -(-columns // block)) for rows, columns in shapes if layout]
     all_weights, all_scales = (
-        list(itertools.chain.from_iterable(each)) for each in (weights, scales)
+        list(itertools.chain.from_iterable(tensors)) for tensors in (weights, scales)
     )
     expected = [_swizzled(scale) for scale in all_scales]
 
     def variant(name: str, load: Callable[[], Any], looked_at: Callable[[Any], Loaded]) -> Variant:
         def num_wrong() -> float:
             pointers, swizzled = looked_at(load())
-            wanted = torch.tensor([tensor.data_ptr() for tensor in (*all_weights, *swizzled)])
+            addresses = torch.tensor([tensor.data_ptr() for tensor in (*all_weights, *swizzled)])
             pairs = zip(swizzled, expected, strict=True)
-            return float((pointers.cpu() != wanted).sum()) + sum(
+            return float((pointers.cpu() != addresses).sum()) + sum(
                 not torch.equal(*pair) for pair in pairs
             )
 
@@ -236,8 +236,8 @@ def pointer_variants(
             pointer.copy_(torch.tensor(tensor.data_ptr()))
         return pointers, swizzled
 
-    others = zip(yardsticks(loaded), (by_torch, by_copies), strict=True)
-    theirs = [variant(name, load, lambda result: result) for name, load in others]
+    torch_loads = zip(yardsticks(loaded), (by_torch, by_copies), strict=True)
+    torch_variants = [variant(name, load, lambda result: result) for name, load in torch_loads]
     if loaded != "one layer":
         fc1_scales, fc2_scales = scales or (None, None)
         packed = variant(
@@ -247,7 +247,7 @@ def pointer_variants(
             ),
             lambda got: _looked_at(got, [tiles.numel() for tiles in expected]),
         )
-        return [packed, *theirs]
+        return [packed, *torch_variants]
     on_host = torch.tensor([tensor.data_ptr() for tensor in all_weights]).numpy().tobytes()
     destination = torch.zeros(num_experts, dtype=torch.int64, device=device)
     return [
@@ -261,7 +261,7 @@ def pointer_variants(
             lambda: copy_host_to_device(on_host, destination),
             lambda _: (destination, []),
         ),
-        *theirs,
+        *torch_variants,
     ]
 
 

@@ -20,7 +20,7 @@ _TOKENS, _WEIGHTS, _EXPERTS_OF_TOKENS = 1, 2, 3  # streams of random numbers
 
 
 class Tokens(NamedTuple):
-    """What one rank brings to a step: x, dy bf16 [T, H], probs fp32 [T, K] that sum to one."""
+    """A rank's inputs of a step: x, dy bf16 [T, H], probs fp32 [T, K] that sum to one."""
 
     x: torch.Tensor
     dy: torch.Tensor
@@ -58,23 +58,23 @@ class Problem:
         self.num_rows = int(self.routing.num_rows[self.rank])  # N
         self.topk_idx = self.routing.topk_idx[self.rank].int().to(self.device)
         self.tokens = self.tokens_of(self.rank)
-        mine = range(self.first_expert, self.first_expert + self.experts_per_rank)
-        self.w1, self.w2 = map(torch.stack, zip(*map(self.weights_of, mine), strict=True))
+        local_experts = range(self.first_expert, self.first_expert + self.experts_per_rank)
+        self.w1, self.w2 = map(torch.stack, zip(*map(self.weights_of, local_experts), strict=True))
         for tensor in self.inputs:
             tensor.requires_grad_()
 
     @property
     def static_capacity(self) -> int:
-        """Rows of a static capacity: 1.2 times the mean, or, where the routing needs more, 1.05 times what it needs."""
+        """Rows of a static capacity: 1.2 times the mean, or 1.05 times the rows of the routing if these are more."""
         return int(max(1.2 * self.case.num_slots, 1.05 * max(self.routing.num_rows)))
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """What a step differentiates by: x, probs, w1, w2."""
+        """The differentiated inputs of a step: x, probs, w1, w2."""
         return self.tokens.x, self.tokens.probs, self.w1, self.w2
 
     def tokens_of(self, rank: int) -> Tokens:
-        """What a rank brings."""
+        """The tokens of a rank."""
         generator = torch.Generator(self.device).manual_seed(_seed(_TOKENS, rank))
         shape = (self.case.num_tokens, self.case.shape.hidden)
         x, dy = (
@@ -103,7 +103,9 @@ def routing_of(case: Case, num_ranks: int) -> Routing:
     generators = (
         torch.Generator().manual_seed(_seed(_EXPERTS_OF_TOKENS, rank)) for rank in range(num_ranks)
     )
-    return Routing([choose_experts(case, each) for each in generators], case.shape.num_experts)
+    return Routing(
+        [choose_experts(case, generator) for generator in generators], case.shape.num_experts
+    )
 
 
 def rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,9 +133,9 @@ class Places(NamedTuple):
     def of(cls, routing: Routing) -> Places:
         num_ranks, experts_per_rank = routing.splits.shape
         slot_to_rank = routing.topk_idx // experts_per_rank
-        place = routing.order.argsort()
+        position = routing.order.argsort()
         first_row = torch.tensor([0, *routing.num_rows]).cumsum(0)
-        slot_to_row = place.view_as(slot_to_rank) - first_row[slot_to_rank]
+        slot_to_row = position.view_as(slot_to_rank) - first_row[slot_to_rank]
         goes_to = torch.stack([(slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
         return cls(slot_to_rank, slot_to_row, goes_to)
 
@@ -146,7 +148,7 @@ def packed_rows_of(routing: Routing, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 class LocalRows(NamedTuple):
-    """What a rank's GEMMs work on once the tokens are there: packed, d_packed bf16 [P, H], row_to_packed_row int32 [N],
+    """The operands of a rank's GEMMs after dispatch: packed, d_packed bf16 [P, H], row_to_packed_row int32 [N],
     row_range int32 [2, e], row_probs fp32 [N]."""
 
     packed: torch.Tensor
@@ -156,7 +158,7 @@ class LocalRows(NamedTuple):
     row_probs: torch.Tensor
 
     def in_order(self, packed: torch.Tensor) -> torch.Tensor:
-        """Packed rows as rows lie, in the order of the experts."""
+        """The rows in the order of the experts."""
         return packed[self.row_to_packed_row.long()]
 
     @classmethod

@@ -25,7 +25,7 @@ PHASE = control.PHASE_NODES_OUT
 
 
 def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
-    """Messages of so many bytes to and from every other node, and what comes before them in a call."""
+    """Messages of so many bytes to and from every other node, and the preceding part of a call."""
     nodes = range(heap.topology.num_nodes)
     sent = torch.full((num_bytes,), heap.rank % 251, dtype=torch.uint8, device=heap.device)
     all_received = [torch.empty_like(sent) for _ in nodes]
@@ -39,7 +39,7 @@ def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
             pass
 
     def verify() -> float:
-        """0 if what has come is what was sent, else 1."""
+        """0 if the received bytes are the sent ones, else 1."""
         for received in all_received:
             received.fill_(255)
         begin()
@@ -60,7 +60,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     heap, case = run.heap, problem.case
     if heap.nodes is None:
         raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
-    known = {
+    fields = {
         "suite": "rail",
         "ep": heap.num_ranks,
         "nodes": heap.topology.num_nodes,
@@ -68,7 +68,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     }
     dispatched = f"{case.shape.name}, {case.num_tokens} tokens"
     sizes = SIZES | {dispatched: case.num_tokens * case.shape.hidden * DTYPE.itemsize}
-    found = []
+    records = []
     for name, num_bytes in sizes.items():
         times, errors = measure(run, [exchange(name, heap, num_bytes)], align=align_ahead)
         figures = {
@@ -76,12 +76,12 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
             "wire_bytes": num_bytes * (heap.topology.num_nodes - 1),
             "error": errors[name],
         }
-        found.append(new_record(times[name][:, 1], variant=name, **figures, **known))
-    return [*found, new_record(_meetings_ms(run), variant="meeting", **known)]
+        records.append(new_record(times[name][:, 1], variant=name, **figures, **fields))
+    return [*records, new_record(_synchronisations_ms(run), variant="meeting", **fields)]
 
 
-def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
-    """Of the slowest rank."""
+def _synchronisations_ms(run: Run) -> npt.NDArray[np.float64]:
+    """Milliseconds of the hosts' synchronisations, on the slowest rank."""
     times_ms = list[float]()
     for _ in range(run.repetitions):
         run.heap.barrier(PHASE)

@@ -125,17 +125,17 @@ _COLUMNS = (  # of the table
 )
 
 
-def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
-    """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given, and of
-    `wire_bytes` come `wire_gbs`."""
+def new_record(times_ms: npt.NDArray[np.float64], **values: Any) -> Record:
+    """A record of the milliseconds of all repetitions. Unknown keys are None; further keys may be passed, and
+    `wire_bytes` adds `wire_gbs`."""
     marks = (
         np.percentile(times_ms, [10, 50, 90]) if len(times_ms) else ()
     )  # where no time is a figure
     figures: Record = dict(
         zip(("ms_p10", "ms_median", "ms_p90"), map(rounded, marks), strict=False)
     )
-    figures["wire_gbs"] = gbs(known.get("wire_bytes"), times_ms)
-    return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **known}
+    figures["wire_gbs"] = gbs(values.get("wire_bytes"), times_ms)
+    return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **values}
 
 
 def case_record(
@@ -144,7 +144,7 @@ def case_record(
     variant: str,
     direction: str,
     times_ms: npt.NDArray[np.float64],
-    **more: Any,
+    **values: Any,
 ) -> Record:
     """A record of one case."""
     case = problem.case
@@ -156,8 +156,8 @@ def case_record(
     }
     about |= {name: getattr(case.shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
     dtype = str(DTYPE).removeprefix("torch.")
-    known = {"suite": suite, "variant": variant, "direction": direction, "dtype": dtype}
-    return new_record(times_ms, **known | about | more)
+    fields = {"suite": suite, "variant": variant, "direction": direction, "dtype": dtype}
+    return new_record(times_ms, **fields | about | values)
 
 
 def rounded(value: float) -> float:
@@ -176,7 +176,7 @@ def gbs(num_bytes: float | None, times_ms: npt.NDArray[np.float64]) -> float | N
 
 
 def ratio(record: Record) -> float | None:
-    """How the figure compares with the yardstick of the same run, more is better; None without one."""
+    """The figure relative to the yardstick of the same run, larger is better; None without a yardstick."""
     if record.get("yardstick") not in _RATIOS:
         return None
     above, below = (record.get(key) for key in _RATIOS[record["yardstick"]])
@@ -184,8 +184,8 @@ def ratio(record: Record) -> float | None:
 
 
 def render(records: Sequence[Record]) -> str:
-    """A line for each record, by its keys that any record has, then what was skipped and why. "ratio" is to the
-    yardstick of the same run."""
+    """A line for each record, with the keys that any record has, then the skipped cases and the reasons. "ratio" is
+    relative to the yardstick of the same run."""
     keys = [key for key in _COLUMNS if any(record.get(key) is not None for record in records)]
     values = [[*(record.get(key) for key in keys), ratio(record)] for record in records]
     rows = [[*keys, "ratio"], *(list(map(_shown, row)) for row in values)]
@@ -207,14 +207,14 @@ def save(records: list[Record] | Record, path: str | Path) -> None:
 
 
 def measured_on(ranks: Ranks) -> Record:
-    """The keys of a record that say where it was measured, and by which command. Starts nvidia-smi and git."""
+    """The keys of a record for the machine and the command. Starts nvidia-smi and git."""
     launcher = f"torchrun --nproc-per-node={ranks.num_ranks}" if ranks.num_ranks > 1 else "python"
     command = " ".join([launcher, Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])])
     return machine(ranks.device) | {"command": command}
 
 
 def machine(device: torch.device) -> dict[str, str | None]:
-    """The keys of a record that say where it was measured. Starts nvidia-smi and git if they are there."""
+    """The keys of a record for the machine. Starts nvidia-smi and git if they are installed."""
     on_gpu = device.type == "cuda"
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     nvshmem = [(name, version_of(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
@@ -247,8 +247,8 @@ def commit(folder: Path) -> str:
 
 
 def _cpu_model() -> str:
-    said = Path("/proc/cpuinfo")
-    lines = said.read_text(encoding="utf-8").splitlines() if said.exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
         platform.machine(),

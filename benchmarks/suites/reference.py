@@ -1,4 +1,5 @@
-"""What a step must give, in fp32, for a few tokens and a few experts. Shares nothing with what it checks."""
+"""The expected results of a step, in fp32, for a few tokens and a few experts. Shares no code with the measured
+steps."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _CHUNK_ROWS = 4096
 
 
 class ExpertReference(NamedTuple):
-    """One local expert: its weights' gradients, and its first rows and their gradients. fp32."""
+    """One local expert: its weights' gradients, and its first rows and their gradients, in fp32."""
 
     local: int
     rows: slice
@@ -75,8 +76,8 @@ def expert_outputs(
 def _tokens(
     problem: Problem, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, dx, dprobs of some of this rank's tokens, one expert after the other."""
-    x, dy, probs = (each.detach()[index].float() for each in problem.tokens)
+    """y, dx, dprobs of some of this rank's tokens, computed expert by expert."""
+    x, dy, probs = (tensor.detach()[index].float() for tensor in problem.tokens)
     chosen = problem.topk_idx[index]
     y, dx, dprobs = (torch.zeros_like(like) for like in (x, x, probs))
     for expert in chosen.unique().tolist():
@@ -105,6 +106,6 @@ def _expert(problem: Problem, everything: Tokens, local: int) -> ExpertReference
         x = everything.x[its_token].float().requires_grad_()
         out = expert_outputs(x, everything.probs.reshape(-1)[its_slot], w1, w2)
         out.backward(everything.dy[its_token].float())
-        first = first or [each[:_SAMPLED_ROWS] for each in (out.detach(), x.grad)]
+        first = first or [tensor[:_SAMPLED_ROWS] for tensor in (out.detach(), x.grad)]
     rows = slice(start, start + len(first[0]))
     return ExpertReference(local, rows, *first, w1.grad, w2.grad)

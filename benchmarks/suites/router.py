@@ -61,7 +61,7 @@ WAYS: dict[str, tuple[Logits, float]] = {  # and the largest error
 
 
 def bench_router(problem: Problem, run: Run) -> list[Record]:
-    """All ways, in turn, on this rank's tokens and those of ranks that are not there."""
+    """Measures all variants in turn, on this rank's tokens and on those of absent ranks."""
     shape, device = problem.case.shape, problem.device
     generator = torch.Generator(device).manual_seed(0)
     numbers = {"generator": generator, "device": device}
@@ -71,24 +71,24 @@ def bench_router(problem: Problem, run: Run) -> list[Record]:
     if device.type == "cuda":
         num_inputs = min(-(-_INPUTS_BYTES // problem.tokens.x.nbytes), _MOST_INPUTS)
     xs = [problem.tokens_of(rank).x.requires_grad_() for rank in range(num_inputs)]
-    times, errors = measure(run, [_variant(way, xs, weight, d_logits) for way in WAYS])
-    of_one = {way: taken / num_inputs for way, taken in times.items()}
+    times, errors = measure(run, [_variant(name, xs, weight, d_logits) for name in WAYS])
+    of_one = {name: times_ms / num_inputs for name, times_ms in times.items()}
     return timed_records(problem, "router", of_one, lambda way, _: {"error": errors[way]})
 
 
 def _variant(
-    way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor
+    name: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor
 ) -> Variant:
     """The products of all inputs; the gradient of the weight is that of one input each time."""
-    logits_of, max_error = WAYS[way]
+    logits_of, max_error = WAYS[name]
     weights = [weight.detach().requires_grad_() for _ in xs]
 
     def forward() -> list[torch.Tensor]:
         return list(map(logits_of, xs, weights))
 
     d_out = (d_logits,) * len(xs)
-    step = Step(way, forward, (*xs, *weights), d_out, partial(_error, xs[0], weight), max_error)
-    torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
+    step = Step(name, forward, (*xs, *weights), d_out, partial(_error, xs[0], weight), max_error)
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
     variant = step.captured() if weight.device.type == "cuda" else step.eager()
     torch.backends.cuda.matmul.allow_tf32 = False
     return variant
@@ -97,7 +97,7 @@ def _variant(
 def _error(
     x: torch.Tensor, weight: torch.Tensor, logits: list[torch.Tensor], *_: torch.Tensor
 ) -> float:
-    """Of some logits of the first input."""
+    """The error of some logits of the first input."""
     x = x.detach()[:_SAMPLED_TOKENS].double()
     weight = weight.double()
     off = (logits[0].detach()[:_SAMPLED_TOKENS] - x @ weight.t()).abs()

@@ -41,7 +41,7 @@ _ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts'
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to run the layer."""
+    """A set of the layer's options."""
 
     static: bool = True  # a static capacity instead of an exact one
     captured: bool = False  # forward and backward in a CUDA graph that is replayed
@@ -56,7 +56,7 @@ class Choice:
     max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
-        """The configuration of the layer that does the same."""
+        """The configuration of the layer with these options."""
         return config_of(shape, capacity=capacity, precision=self.precision, **self.options)
 
     def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
@@ -127,20 +127,20 @@ class Step:
         return torch.autograd.grad(y, self.inputs, self.d_out)
 
     def results(self) -> tuple[Any, ...]:
-        """What it gives: the result, and the gradients."""
+        """The result and the gradients."""
         y = self.forward()
         return (y, *self.backward(y))
 
     def eager(self) -> Variant:
-        """The step as the host launches it."""
-        kept = list[Any]()
-        call = in_steps(lambda: kept.append(self.forward()), lambda: self.backward(kept.pop()))
+        """The step, launched eagerly."""
+        saved = list[Any]()
+        call = in_steps(lambda: saved.append(self.forward()), lambda: self.backward(saved.pop()))
         return Variant(
             self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error
         )
 
     def captured(self) -> Variant:
-        """Captured once and replayed. Runs the step before it captures it."""
+        """The step as a replayed CUDA graph. Runs it eagerly before the capture."""
         # On the current stream: a second stream would make the heap keep events in the eager steps of the same run.
         self.results()
         torch.cuda.synchronize()
@@ -208,7 +208,7 @@ def records_of(
     calls: Mapping[str, Callable[[], object]],
     errors: Mapping[str, float],
 ) -> list[Record]:
-    """Times steps in a row; a record of each. Collective."""
+    """Times steps in a row, and returns a record of each. Collective."""
     times = times_in_a_row_ms(calls, run.ranks, run.repetitions)
     speeds = {name: tflops(3 * problem.case.forward_flops, ms) for name, ms in times.items()}
     records = []

@@ -29,7 +29,7 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def swiglu(h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """SwiGLU times the rows' scale, as a model would write it."""
+    """SwiGLU times the rows' scale, in plain torch."""
     gate, up = h.chunk(2, dim=1)
     return torch.nn.functional.silu(gate) * up * scale.to(h.dtype)[:, None]
 
@@ -45,7 +45,7 @@ def torch_experts(w1: torch.Tensor, w2: torch.Tensor) -> Experts:
 
 
 def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-    """`sent[r]` rows go to rank r, `received[r]` come from there. Collective."""
+    """Sends `sent[r]` rows to rank r, and receives `received[r]` from it. Collective."""
     if len(sent) == 1:
         return rows
     out = rows.new_empty((sum(received), *rows.shape[1:]))
@@ -57,9 +57,9 @@ class ByHand(Function):
     """`way(*tensors)`, whose gradients are `back(*gradients)`."""
 
     @staticmethod
-    def forward(ctx: Any, way: Callable[..., Any], back: Back, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, function: Callable[..., Any], back: Back, *tensors: torch.Tensor) -> Any:
         ctx.back = back
-        return way(*tensors)
+        return function(*tensors)
 
     @staticmethod
     @once_differentiable
@@ -90,8 +90,8 @@ def _permuted(
 
 
 class Exchange(NamedTuple):
-    """Who sends how many rows where, as the host knows it: slots sorted by expert and back, int64 [T * K]; rows to and
-    from each rank; received rows sorted by expert and back, int64 [N]; where each local expert's end, int32 [e]."""
+    """The plan of an all-to-all on the host: slots sorted by expert and back, int64 [T * K]; rows to and from each
+    rank; received rows sorted by expert and back, int64 [N]; the end of each local expert, int32 [e]."""
 
     order: torch.Tensor
     inverse: torch.Tensor

@@ -18,8 +18,8 @@ from suites.records import Record, new_record
 from suites.timing import Run, host_times_ms
 
 
-def held_mib(device: torch.device) -> float:
-    """What is held of this rank's GPU, or of shared memory."""
+def used_mib(device: torch.device) -> float:
+    """The used memory of this rank's GPU, or of shared memory, in MiB."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return (total_bytes - free_bytes) / 2**20
@@ -29,19 +29,19 @@ def held_mib(device: torch.device) -> float:
 
 
 def bench_suspend(problem: Problem, run: Run) -> list[Record]:
-    """Records of the run's heap, whatever the problem is. Collective."""
+    """Records of the run's heap, for any problem. Collective."""
     heap, ranks = run.heap, run.ranks
     times: dict[str, list[float]] = {"suspend": [], "resume": []}
     given_back = []
     for _ in range(run.repetitions):
         with heap.lease((heap.memory.arena.largest_free_bytes,), torch.uint8) as lease:
             lease.tensor.fill_(1)
-        held = held_mib(ranks.device)
+        mib_before = used_mib(ranks.device)
         for name, times_ms in times.items():
-            (taken,) = host_times_ms(getattr(heap, name), ranks)
-            times_ms.append(ranks.largest(taken))
+            (milliseconds,) = host_times_ms(getattr(heap, name), ranks)
+            times_ms.append(ranks.largest(milliseconds))
             if name == "suspend":
-                given_back.append(-ranks.largest(held_mib(ranks.device) - held))
+                given_back.append(-ranks.largest(used_mib(ranks.device) - mib_before))
     gib = heap.num_bytes / 2**30
     back = min(given_back)
     about = {
@@ -51,4 +51,7 @@ def bench_suspend(problem: Problem, run: Run) -> list[Record]:
         "heap_gib": gib,
         "given_back_mib": back,
     }
-    return [new_record(np.array(taken), direction=name, **about) for name, taken in times.items()]
+    return [
+        new_record(np.array(milliseconds), direction=name, **about)
+        for name, milliseconds in times.items()
+    ]

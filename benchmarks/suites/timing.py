@@ -1,4 +1,4 @@
-"""How variants are timed in turn: one protocol for all suites but "steps". docs/benchmarking.md has it, and why."""
+"""Times variants in turn: one protocol for all suites but "steps", described in docs/benchmarking.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Clock = Callable[[], Mark]  # takes the point in time that is now
 
 
 class Run(NamedTuple):
-    """One run of the benchmark: the ranks, their heap, and how often everything is timed."""
+    """A run of the benchmark: the ranks, their heap, and the number of repetitions."""
 
     ranks: Ranks
     heap: SymmetricHeap
@@ -39,16 +39,16 @@ class Run(NamedTuple):
 
 
 class HostEvent:
-    """A point in time of the host, which does not wait for a GPU; used as a torch.cuda.Event is."""
+    """A point in time of the host, which does not wait for a GPU; has the methods of torch.cuda.Event."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing: it has been reached."""
+        """Returns at once: the event is in the past."""
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from here to `end`."""
+        """Milliseconds from this event to `end`."""
         return (end._at_s - self._at_s) * 1e3
 
 
@@ -67,7 +67,7 @@ def intervals_ms(marks: Sequence[Mark]) -> list[float]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do what is measured."""
+    """One implementation of the measured work."""
 
     name: str
     directions: tuple[str, ...]  # what lies between neighbouring marks of a call
@@ -83,12 +83,12 @@ class Variant:
     )
 
     def once(self) -> None:
-        """Does it once, without a wait."""
+        """Runs the variant once, without a wait."""
         self.call(HostEvent)
 
 
 def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
-    """A Variant's call: the steps one after the other, with marks around each."""
+    """A Variant's call that runs the steps in sequence, with marks around each."""
 
     def call(clock: Clock) -> list[Mark]:
         marks = [clock()]
@@ -110,7 +110,7 @@ def align(ranks: Ranks) -> None:
 
 
 def head_start(ranks: Ranks) -> None:
-    """On GPUs the stream sleeps, so that what the host launches meanwhile is in its queue by then."""
+    """Makes the stream sleep on GPUs, so that the host's launches are queued in the meantime."""
     if ranks.device.type == "cuda":
         gpu_sleep(_HEAD_START_CYCLES)
 
@@ -147,31 +147,36 @@ def measure(
     for first in range(0, run.repetitions, block):
         ranks.barrier()
         head_start(ranks)
-        taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
+        all_marks: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
         for repetition in range(first, min(first + block, run.repetitions)):
             for variant in random.Random(repetition).sample(variants, len(variants)):
-                marks = taken[variant.name]
+                marks = all_marks[variant.name]
                 if variant.reuses_marks and marks:
                     times[variant.name].append(intervals_ms(marks.pop()))
                 align(ranks)
                 marks.append(variant.call(clock))
-        for name, marks in taken.items():
+        for name, marks in all_marks.items():
             times[name] += map(intervals_ms, marks)
     ranks.barrier()
-    own = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
-    return {name: ranks.gather(taken).max(axis=0) for name, taken in own.items()}, errors
+    local = {v.name: np.array(times[v.name])[:, : len(v.directions)] for v in variants}
+    return {name: ranks.gather(all_marks).max(axis=0) for name, all_marks in local.items()}, errors
 
 
 def timed_records(
     problem: Problem, suite: str, times: Times, figures_of: Callable[[str, int], Record]
 ) -> list[Record]:
-    """A record of every variant and direction. figures_of: what it has besides times, by name and column of these."""
+    """A record of every variant and direction. figures_of: figures besides times, by name and column of the times."""
     return [
         case_record(
-            problem, suite, name, DIRECTIONS[column], taken[:, column], **figures_of(name, column)
+            problem,
+            suite,
+            name,
+            DIRECTIONS[column],
+            times_ms[:, column],
+            **figures_of(name, column),
         )
-        for name, taken in times.items()
-        for column in range(taken.shape[1])
+        for name, times_ms in times.items()
+        for column in range(times_ms.shape[1])
     ]
 
 
@@ -183,7 +188,7 @@ def now_s() -> float:
 
 
 def host_times_ms(call: Callable[[], object], ranks: Ranks, repetitions: int = 1) -> list[float]:
-    """Milliseconds until a call returns on this host, each time after all ranks have met, with idle devices."""
+    """Milliseconds until a call returns on this host; before each call all ranks synchronise, and devices are idle."""
     times_ms = []
     for _ in range(repetitions):
         ranks.barrier()
@@ -203,7 +208,7 @@ def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> fl
 
 
 def largest(errors: list[float]) -> float:
-    """The largest error; NaN if any is NaN, 0 without any."""
+    """The largest error; NaN if any is NaN, 0 if there is none."""
     return float(np.max(errors, initial=0.0))
 
 

@@ -43,7 +43,7 @@ _INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exac
 
 
 def bench_plan(problem: Problem, run: Run) -> list[Record]:
-    """make_plan with exact capacity, which the host waits for, and with static capacity."""
+    """make_plan with exact capacity, for which the host waits, and with static capacity."""
     variants = [
         _plan_variant("exact", problem, run, None),
         _plan_variant("static", problem, run, problem.static_capacity),
@@ -68,16 +68,20 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
             layout: stack.enter_context(run.heap.lease((rows, hidden), DTYPE, name=layout)).tensor
             for layout, rows in capacities.items()
         }
-        ours = {
+        by_layout = {
             copy: [
                 _dispatch_variant(layout, problem, plan, buffer, wire)
                 for layout, buffer in buffers.items()
             ]
             for copy, wire in wires.items()
         }
-        copies = {variant.name: copy for copy, its in ours.items() for variant in its}
+        copies = {
+            variant.name: copy
+            for copy, layout_variants in by_layout.items()
+            for variant in layout_variants
+        }
         moved = {name: sent[copy] for name, copy in copies.items()} | sent
-        variants = [*itertools.chain(*ours.values()), *_yardsticks(problem, run, sent, stack)]
+        variants = [*itertools.chain(*by_layout.values()), *_yardsticks(problem, run, sent, stack)]
         return trip_records("dispatch", problem, run, variants, moved, copies, plan)
 
 
@@ -101,11 +105,11 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         variants = [_combine_variant(problem, handle, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {
-            f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy()
-            for order, each in received.items()
+            f"copy {order}": run.ranks.gather(num_bytes)[:, run.ranks.rank].copy()
+            for order, num_bytes in received.items()
         }
         variants += _yardsticks(problem, run, sent, stack)
-        moved = {f"order={order}": each for order, each in received.items()} | sent
+        moved = {f"order={order}": num_bytes for order, num_bytes in received.items()} | sent
         copies = {f"order={order}": f"copy {order}" for order in received}
         return trip_records("combine", problem, run, variants, moved, copies, plan)
 
@@ -122,7 +126,7 @@ def trip_records(
     """Measures the variants. moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as
     many bytes. plan: of the rows, whose bytes are counted as neutral benchmarks do. Collective."""
     times, errors = measure(run, variants, align=align_ahead)
-    wires = {name: wire_bytes(each, run.ranks) for name, each in moved.items()}
+    wires = {name: wire_bytes(num_bytes, run.ranks) for name, num_bytes in moved.items()}
     neutral: Record = {}
     if plan is not None:
         row_bytes = problem.case.shape.hidden * DTYPE.itemsize
@@ -132,10 +136,10 @@ def trip_records(
         }
 
     def figures(name: str, column: int) -> Record:
-        known: Record = {"error": errors[name], "wire_bytes": wires.get(name)} | neutral
+        figures: Record = {"error": errors[name], "wire_bytes": wires.get(name)} | neutral
         if copies.get(name) not in times:
-            return known
-        return known | {
+            return figures
+        return figures | {
             "copy_gbs": gbs(wires[name], times[copies[name]]),
             "stock_ms": median_ms(times[STOCK]),
             "yardstick": "copy_gbs",
@@ -153,7 +157,7 @@ def _yardsticks(
     """
     if run.ranks.num_ranks == 1:
         return []
-    copies = [peer_copy(name, each, run, stack) for name, each in sent.items()]
+    copies = [peer_copy(name, num_bytes, run, stack) for name, num_bytes in sent.items()]
     return [stock_all_to_all(problem, run), *copies]
 
 
@@ -166,7 +170,7 @@ def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -
             (plan.slot_to_rank, places.slot_to_rank),
             (plan.splits, problem.routing.splits),
         )
-        return float(sum((got.cpu() != of[problem.rank]).sum() for got, of in pairs))
+        return float(sum((got.cpu() != by_rank[problem.rank]).sum() for got, by_rank in pairs))
 
     return Variant(name, ("forward",), in_steps(lambda: plan_of(run, problem, capacity)), verify)
 
@@ -244,7 +248,7 @@ def _combine_variant(
 
 
 def stock_all_to_all(problem: Problem, run: Run) -> Variant:
-    """One row per slot, already sorted, by all_to_all_single: only the transport of the stock layer."""
+    """One row per slot, sorted in advance, by all_to_all_single: only the transport of the stock layer."""
     exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, problem.num_ranks)
     rows = problem.tokens.x.detach()[exchange.order // problem.case.shape.top_k]
 
@@ -276,22 +280,22 @@ def _values_of(problem: Problem, rank: int) -> torch.Tensor:
 
 
 def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank must get: sums [T, H] of its slots' rows, and the values [T, K] of its slots."""
+    """The expected results of this rank: sums [T, H] of its slots' rows, and the values [T, K] of its slots."""
     tokens = problem.tokens.x
     y = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     values = torch.empty(problem.topk_idx.shape, dtype=torch.float32, device=tokens.device)
     slot_to_rank, slot_to_row, _ = Places.of(problem.routing)
     for rank in range(problem.num_ranks):
-        here = (slot_to_rank[problem.rank] == rank).to(tokens.device)
-        its_rows = slot_to_row[problem.rank].to(tokens.device)[here]
+        is_local = (slot_to_rank[problem.rank] == rank).to(tokens.device)
+        its_rows = slot_to_row[problem.rank].to(tokens.device)[is_local]
         # In any order: sums of small integers are exact.
-        y.index_add_(0, here.nonzero()[:, 0], _rows_of(problem, rank)[its_rows].float())
-        values[here] = _values_of(problem, rank)[its_rows]
+        y.index_add_(0, is_local.nonzero()[:, 0], _rows_of(problem, rank)[its_rows].float())
+        values[is_local] = _values_of(problem, rank)[its_rows]
     return y.to(DTYPE), values
 
 
 def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Elements of `expected` that `got`, which may have a tail, does not have. NaN differs."""
+    """The number of elements of `expected` that differ in `got`, which may have a tail. NaN differs."""
     return float((got[: len(expected)] != expected).sum())
 
 

@@ -33,9 +33,9 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     paths: list[Path] = []
-    for place, folders, names in os.walk(folder):
+    for directory, folders, names in os.walk(folder):
         folders[:] = set(folders) - _SKIPPED  # walks no installed packages, which are many
-        paths += [Path(place, name) for name in names if name.endswith(".py")]
+        paths += [Path(directory, name) for name in names if name.endswith(".py")]
     train, heldout = bytearray(), bytearray()
     for path in sorted(paths):
         name = path.relative_to(folder).as_posix()

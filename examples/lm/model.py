@@ -196,9 +196,9 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(num_bytes):
-        seen = tokens[:, -context:]
-        length = seen.shape[1]
-        logits = model(F.pad(seen, (0, -length % _PADDED_TO))).logits[:, length - 1].float()
+        visible = tokens[:, -context:]
+        length = visible.shape[1]
+        logits = model(F.pad(visible, (0, -length % _PADDED_TO))).logits[:, length - 1].float()
         # Drawn on the CPU: the same stream of random numbers on every kind of device.
         drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(device)], dim=1)

@@ -43,8 +43,8 @@ class Ranks:
             raise ValueError(
                 f"the number of sequences ({total}) must be divisible by the number of ranks ({self.size})"
             )
-        each = total // self.size
-        return range(self.rank * each, (self.rank + 1) * each)
+        per_rank = total // self.size
+        return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Mean of a tensor over the ranks. Collective."""

@@ -54,12 +54,12 @@ class Reporter:
 
 def _truncate(path: Path, *, last_step: int) -> None:
     """Keeps the records up to `last_step`: the run repeats those after it. An incomplete last line is removed, too."""
-    kept = (
+    remaining = (
         [r for r in read_records(path) if r["step"] <= last_step]
         if last_step and path.exists()
         else []
     )
-    path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    path.write_text("".join(json.dumps(record) + "\n" for record in remaining))
 
 
 def read_records(path: Path) -> list[Record]:

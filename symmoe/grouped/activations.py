@@ -145,7 +145,7 @@ def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, in
 
 
 class _ScaledActivation(Function):
-    of = "a scaled activation"
+    label = "a scaled activation"
 
     @staticmethod
     def forward(

@@ -275,10 +275,10 @@ class ExpertsBackward:
         self.gradients: list[
             Any
         ] = [  # by kind; with replicas, W1's and W2's are set when they are computed
-            torch.empty_like(own)
-            if kind not in (W1, W2) and isinstance(own, torch.Tensor) and own.requires_grad
+            torch.empty_like(weight)
+            if kind not in (W1, W2) and isinstance(weight, torch.Tensor) and weight.requires_grad
             else None
-            for kind, own in enumerate(weights.matrices)
+            for kind, weight in enumerate(weights.matrices)
         ]
         self._x, self._weights, self._d_out = x, replace(weights, gradients=self.gradients), d_out
         self.d_biases = self.db1, self.db2 = self.gradients[B1], self.gradients[B2]

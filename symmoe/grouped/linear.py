@@ -162,12 +162,12 @@ class LinearProducts:
                 rows.rows, weights.weight, rows.row_range, out, bias=bias, zero_tail=zero_tail
             )
         else:
-            left = recipe.quantize(rows.rows, rows.row_range).operand()
-            right, transposed = weights.cached or weight_operands(
+            lhs = recipe.quantize(rows.rows, rows.row_range).operand()
+            rhs, transposed = weights.cached or weight_operands(
                 recipe, weights.weight, transposed=self.trains_rows
             )
             ops.grouped_gemm_quantized(
-                left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail
+                lhs, rhs, rows.row_range, out, bias=bias, zero_tail=zero_tail
             )
         t = None
         if weights.a is not None:

@@ -41,7 +41,7 @@ _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 class GroupedMLP(nn.Module):
     """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
 
-    It always multiplies FC2's bias by the row's prob; Sequential multiplies it only with `bias_scale`. ArgumentError:
+    FC2's bias is always multiplied by the row's prob; Sequential multiplies it only with `bias_scale`. ArgumentError:
     as in GroupedLinear; or `activation` is not a ScaledActivation.
 
     Args:

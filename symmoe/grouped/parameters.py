@@ -149,7 +149,8 @@ class GroupedParameters(nn.Module):
         return None if self.precision is None else e4m3_problem(self.precision, device)
 
     def cache_problem(self) -> ArgumentError | None:
-        """Why a forward pass cannot use the weights cached by symmoe.grouped.cache_quantized_weights, or None."""
+        """The reason why a forward pass cannot use the weights cached by symmoe.grouped.cache_quantized_weights, or
+        None."""
         if self.cached_weight is None:
             return None
         # FSDP and parametrizations make new tensors in every call.
@@ -225,7 +226,8 @@ class GroupedParameters(nn.Module):
         after = addresses(weights)
         # A moved parameter has new memory. A parameter that did not move may be in a trainer's buffer, and stays there.
         if after is not None and (
-            before is None or all(old != new for old, new in zip(before, after, strict=True))
+            before is None
+            or all(previous != current for previous, current in zip(before, after, strict=True))
         ):
             lay_side_by_side(weights)
         return self

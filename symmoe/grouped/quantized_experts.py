@@ -248,12 +248,12 @@ class QuantizedBackward(ExpertsBackward):
     def w2_product(self) -> WeightProduct:
         x = self._x
         wire = self._weights.wire.gradients
-        left = (
+        lhs = (
             gradient_columns(self._weights.recipe, self._d_out, x.row_range, x.row_index)
             if wire is None
             else wire.columns(self._d_out, x.row_range, self._dtype, x.row_index).operand()
         )
-        return WeightProduct(left, self._a_columns(), x.row_range)
+        return WeightProduct(lhs, self._a_columns(), x.row_range)
 
 
 def _arriving_operands(

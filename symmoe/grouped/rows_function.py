@@ -202,7 +202,7 @@ def _rows_of(
 
 
 class _RowsFunction(Function):
-    of = "a grouped layer"
+    label = "a grouped layer"
 
     @staticmethod
     def forward(
@@ -344,8 +344,8 @@ def splits_problem(
         )
     counts = splits if isinstance(splits, Sequence) else splits.tolist()
     if not _are_counts(counts) or (num_rows is not None and sum(map(int, counts)) > num_rows):
-        most = "" if num_rows is None else f" that add up to at most {num_rows} rows"
-        return ArgumentError(f"splits ({list(counts)}) must be counts{most}")
+        limit = "" if num_rows is None else f" that add up to at most {num_rows} rows"
+        return ArgumentError(f"splits ({list(counts)}) must be counts{limit}")
     return None
 
 
@@ -365,13 +365,13 @@ def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) 
     return on_device
 
 
-def same_splits(left: Splits, right: Splits) -> bool:
+def same_splits(first: Splits, second: Splits) -> bool:
     """Whether two splits are certainly equal, without a wait for a device. Takes any objects."""
-    if left is right:
+    if first is second:
         return True
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.layout is right.layout is torch.strided and all(
-            getter(left) == getter(right)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.layout is second.layout is torch.strided and all(
+            getter(first) == getter(second)
             for getter in (
                 torch.Tensor.data_ptr,
                 torch.Tensor.size,
@@ -380,11 +380,11 @@ def same_splits(left: Splits, right: Splits) -> bool:
             )
         )
     return (
-        isinstance(left, Sequence)
-        and isinstance(right, Sequence)
-        and _are_counts(left)
-        and _are_counts(right)
-        and list(left) == list(right)
+        isinstance(first, Sequence)
+        and isinstance(second, Sequence)
+        and _are_counts(first)
+        and _are_counts(second)
+        and list(first) == list(second)
     )
 
 

@@ -52,7 +52,7 @@ _FUSED_FC2_KEYWORDS = {"out", "bias_scale", "is_first_microbatch"}
 class Sequential(nn.Sequential):
     """Modules in sequence.
 
-    It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always multiplies it by the row's prob.
+    FC2's bias is multiplied by a scale only with `bias_scale`; GroupedMLP always multiplies it by the row's prob.
 
     Args:
         modules: each takes the result of the one before it as first argument, then as many of the extra inputs as its
@@ -241,7 +241,7 @@ def _index(modules: list[nn.Module], key: object, labels: list[str]) -> int:
 
 
 def _keywords(module: nn.Module) -> set[str] | None:
-    """Names of the keyword arguments that the module's forward takes; None if it takes any."""
+    """Names of the keyword arguments of the module's forward; None if forward accepts any keyword."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

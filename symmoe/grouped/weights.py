@@ -221,7 +221,7 @@ class Target:
 
     @property
     def computes(self) -> bool:
-        """Whether `add` computes anything."""
+        """Whether :meth:`add` computes gradients at once."""
         return self.option in ("new", "add", "overwrite")
 
     def add(

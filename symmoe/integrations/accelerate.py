@@ -1,5 +1,5 @@
-"""accelerate's Accelerator for models with experts on several ranks. The original's DDP would mix experts, its
-`clip_grad_norm_` would use this rank's norm, and its `save_state` would save only rank 0's experts."""
+"""accelerate's Accelerator for models with experts on several ranks. In the original, DDP would mix experts,
+`clip_grad_norm_` would use this rank's norm, and `save_state` would save only rank 0's experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_FOLDER = "model_and_optimizer"
 
 
 class Accelerator(_Accelerator):
-    """accelerate.Accelerator for a model that has MoELayers, or is one, or comes from `swap_moe`.
+    """accelerate.Accelerator for a model that has MoELayers, is a MoELayer, or is a result of `swap_moe`.
 
     `save_state` and `load_state` are collective; all ranks see the same folder. Its folder "model_and_optimizer" has
     one model and one optimizer in symmoe's format (`symmoe.checkpoint`, whose errors they raise), for any number of
@@ -36,11 +36,11 @@ class Accelerator(_Accelerator):
     FSDP or Megatron-LM, which would mix experts.
     """
 
-    # accelerate has no annotations for them.
+    # accelerate does not annotate these attributes.
     _models: list[nn.Module]
     _optimizers: list[Any]
     _custom_objects: list[Any]
-    _gives_state_dicts = False
+    _exports_state_dicts = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,12 +72,12 @@ class Accelerator(_Accelerator):
     ) -> torch.Tensor:
         """As in accelerate, with the norm over all ranks. Collective. ArgumentError: `parameters` are not those of a
         prepared model, or `norm_type` is not 2."""
-        given = {
-            id(each)
-            for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        passed_ids = {
+            id(param)
+            for param in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         }
         for model in self._models:
-            if {id(each) for each in model.parameters() if each.requires_grad} <= given:
+            if {id(param) for param in model.parameters() if param.requires_grad} <= passed_ids:
                 if norm_type != 2:
                     raise ArgumentError(
                         f"norm_type ({norm_type}) must be 2 with experts on several ranks"
@@ -91,7 +91,7 @@ class Accelerator(_Accelerator):
         """As in accelerate. ArgumentError: experts are on several ranks; the result would have only this rank's."""
         if not modules_of(model, ExpertParallelModule):
             return super().get_state_dict(model, unwrap)
-        if not self._gives_state_dicts:
+        if not self._exports_state_dicts:
             raise ArgumentError(
                 f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
                 "symmoe.checkpoint.save_checkpoint or symmoe.integrations.transformers.save_checkpoint"
@@ -102,14 +102,14 @@ class Accelerator(_Accelerator):
         """As in accelerate, with all experts. Hooks receive the model and this rank's state dict; their edits are
         saved, and a state dict that they remove is not saved. Collective. ArgumentError: a registered object's state
         dict has experts."""
-        with self._without_state() as (model, optimizer, left):
-            for number, each in enumerate(self._custom_objects):
-                refuse_state_dicts(each.state_dict(), model, f"registered object {number}")
+        with self._without_state() as (model, optimizer, remaining):
+            for number, registered in enumerate(self._custom_objects):
+                refuse_state_dicts(registered.state_dict(), model, f"registered object {number}")
             folder = super().save_state(output_dir, *args, **kwargs)
             save_checkpoint(
                 Path(folder, STATE_FOLDER),
                 0,
-                model=ModuleState(module=model, tensors=left[0] if left else {}),
+                model=ModuleState(module=model, tensors=remaining[0] if remaining else {}),
                 optimizer=optimizer,
             )
         return str(folder)
@@ -119,11 +119,11 @@ class Accelerator(_Accelerator):
         loaded. Collective. ArgumentError: `input_dir` is None."""
         if input_dir is None:
             raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
-        with self._without_state() as (model, optimizer, left):
+        with self._without_state() as (model, optimizer, remaining):
             super().load_state(input_dir, *args, **kwargs)
             load_checkpoint(
                 Path(input_dir, STATE_FOLDER),
-                model=model if left else ModuleState(module=model, tensors={}),
+                model=model if remaining else ModuleState(module=model, tensors={}),
                 optimizer=optimizer,
             )
 
@@ -139,18 +139,21 @@ class Accelerator(_Accelerator):
                 f"prepared are {len(self._models)} models and {len(optimizers)} optimizers; they must be one, and one "
                 "or none"
             )
-        left: list[Any] = []
+        remaining: list[Any] = []
 
-        def take(*given: Any) -> None:
-            of_models = given[-2]  # before the folder, in both hooks
-            left.extend(of_models)
-            of_models.clear()
+        def collect(*hook_args: Any) -> None:
+            states = hook_args[-2]  # before the folder, in both hooks
+            remaining.extend(states)
+            states.clear()
 
         self._optimizers = []
-        self._gives_state_dicts = True
+        self._exports_state_dicts = True
         try:
-            with self.register_save_state_pre_hook(take), self.register_load_state_pre_hook(take):
-                yield self._models[0], optimizers[0].optimizer if optimizers else None, left
+            with (
+                self.register_save_state_pre_hook(collect),
+                self.register_load_state_pre_hook(collect),
+            ):
+                yield self._models[0], optimizers[0].optimizer if optimizers else None, remaining
         finally:
             self._optimizers = optimizers
-            self._gives_state_dicts = False
+            self._exports_state_dicts = False

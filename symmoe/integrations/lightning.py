@@ -74,19 +74,19 @@ class FabricStrategy(_FabricDDP):
         filter: Mapping[str, Any] | None = None,
     ) -> None:
         """As in Lightning, with all experts; `path` is a folder."""
-        models, optimizer, rest = _sorted_out(state)
-        if filter and (names := filter.keys() - rest.keys()):
+        models, optimizer, remaining = _split_state(state)
+        if filter and (names := filter.keys() - remaining.keys()):
             raise ArgumentError(
                 f"filter has {sorted(names)}; a model or an optimizer is saved whole"
             )
         states = {
-            name: each.state_dict() if hasattr(each, "state_dict") else each
-            for name, each in rest.items()
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in remaining.items()
         }
         for model in models.values():
             refuse_state_dicts(states, model, "state")
         save_checkpoint(path, 0, model=models, optimizer=optimizer)
-        super().save_checkpoint(Path(path, REST), rest, storage_options, filter)
+        super().save_checkpoint(Path(path, REST), remaining, storage_options, filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -94,10 +94,10 @@ class FabricStrategy(_FabricDDP):
         """As in Lightning, with this rank's experts."""
         if not isinstance(state, dict):
             raise ArgumentError(f"state ({type(state).__name__}) must be a dict, as it was saved")
-        models, optimizer, rest = _sorted_out(state)
+        models, optimizer, remaining = _split_state(state)
         load_checkpoint(path, model=models, optimizer=optimizer)
-        remainder = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
-        state.update(rest)
+        remainder = super().load_checkpoint(Path(path, REST), remaining, strict, weights_only)
+        state.update(remaining)
         return remainder
 
 
@@ -127,18 +127,18 @@ class TrainerStrategy(_TrainerDDP):
         if optimizer is not None:
             optimizer = _with_state(optimizer, checkpoint["optimizer_states"][0])
             checkpoint = checkpoint | {"optimizer_states": [{}]}
-        states = self._own_state()
-        rest = extract_states(checkpoint, self.lightning_module, "", states)
+        states = self._state_without_tensors()
+        remaining = extract_states(checkpoint, self.lightning_module, "", states)
         save_checkpoint(filepath, 0, model=states, optimizer=optimizer)
-        super().save_checkpoint(rest, Path(filepath, REST), storage_options)
+        super().save_checkpoint(remaining, Path(filepath, REST), storage_options)
 
     restore_checkpoint_after_setup = True  # the optimizer exists then
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """As in Lightning, with this rank's experts, and without the optimizer's state."""
-        rest = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
-        states = self._own_state()
-        checkpoint = insert_states(rest, self.lightning_module, states)
+        remaining = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
+        states = self._state_without_tensors()
+        checkpoint = insert_states(remaining, self.lightning_module, states)
         load_checkpoint(checkpoint_path, model=states)
         return {**checkpoint, _STATES: (checkpoint_path, states)}
 
@@ -148,7 +148,7 @@ class TrainerStrategy(_TrainerDDP):
             folder, states = checkpoint[_STATES]
             load_checkpoint(folder, model=states, optimizer=_only(self.optimizers))
 
-    def _own_state(self) -> dict[str, ModuleState]:
+    def _state_without_tensors(self) -> dict[str, ModuleState]:
         """The module's state dict without tensors, for the names of the optimizer's parameters."""
         return {"state_dict": ModuleState(module=self.lightning_module, tensors={})}
 
@@ -161,28 +161,32 @@ def _prepare(model: nn.Module, precision: Any) -> None:
     prepare_for_ddp(model)
 
 
-def _sorted_out(
+def _split_state(
     state: dict[str, Any],
 ) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
-    """The models, the optimizer, and the rest of Fabric's state."""
+    """Splits Fabric's state into models, the optimizer, and the remaining values."""
     models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-    rest = {
+    remaining = {
         name: value
         for name, value in state.items()
         if not isinstance(value, nn.Module | torch.optim.Optimizer)
     }
-    return models, _only(optimizers), rest
+    return models, _only(optimizers), remaining
 
 
 def _with_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
     """An optimizer of the same parameters with a state dict, possibly edited by hooks."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
     edited = copy.copy(optimizer)
-    edited.state = {parameters[number]: its for number, its in state["state"].items()}  # type: ignore[assignment]
+    edited.state = {
+        parameters[number]: param_state for number, param_state in state["state"].items()
+    }  # type: ignore[assignment]
     edited.param_groups = [
-        {**new, "params": old["params"]}
-        for new, old in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        {**edited_group, "params": own_group["params"]}
+        for edited_group, own_group in zip(
+            state["param_groups"], optimizer.param_groups, strict=True
+        )
     ]
     return edited
 

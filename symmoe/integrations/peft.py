@@ -49,13 +49,13 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
     try:
         wrapped = peft.get_peft_model(model, config, **options)
     finally:
-        found = {path: unwrapped(model.get_submodule(path))[1] for path in swapped}
+        wrappers = {path: unwrapped(model.get_submodule(path))[1] for path in swapped}
         for path, experts in swapped.items():
             model.set_submodule(path, experts)
     for path, experts in swapped.items():
         experts.requires_grad_(False)  # as peft does with all modules that it sees
-        if found[path]:
-            adapt(experts, found[path])
+        if wrappers[path]:
+            adapt(experts, wrappers[path])
     refuse_methods_of_peft(wrapped)
     prepare_for_ddp(wrapped)
     return wrapped
@@ -71,7 +71,7 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
     with Peers(heap.bootstrap) as peers:
-        compare(peers, _others(model))
+        compare(peers, _peft_state(model))
         with peers.step():
             partial.mkdir(parents=True, exist_ok=True)  # a killed save may have left it
             share = {
@@ -94,29 +94,32 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     model = bare(model)
     heap, file = heap_of(model), Path(folder, WEIGHTS)
     with Peers(heap.bootstrap) as peers, peers.step(is_last=True):
-        there = load_file(file)
-        shapes = {key: tensor.shape for key, tensor in _others(model).items()}
+        tensors = load_file(file)
+        shapes = {key: tensor.shape for key, tensor in _peft_state(model).items()}
         for path, layer, names in _adapted(model):
             a, b = (
                 part.to("meta").repeat(heap.num_ranks, 1, 1)
                 for part in (layer.lora_a, layer.lora_b)
             )
             shapes |= {f"{path}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
-        for key in sorted(shapes.keys() | there.keys()):
-            wanted, found = shapes.get(key), there[key].shape if key in there else None
-            if wanted != found:
+        for key in sorted(shapes.keys() | tensors.keys()):
+            expected_shape, stored_shape = (
+                shapes.get(key),
+                tensors[key].shape if key in tensors else None,
+            )
+            if expected_shape != stored_shape:
                 raise CheckpointError(
-                    f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)"
+                    f"{key} has shape {stored_shape} in {file} and {expected_shape} in the model (None: is missing)"
                 )
     for path, layer, names in _adapted(model):
-        a, b = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
+        a, b = (tensors.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
         names.fill(layer, a, b, heap)
-    set_peft_model_state_dict(model, there, adapter_name=model.active_adapter)
+    set_peft_model_state_dict(model, tensors, adapter_name=model.active_adapter)
 
 
 def _publish(model: peft.PeftModel, partial: Path, folder: Path, num_ranks: int) -> None:
     """Merges the ranks' shares in `partial`, and writes peft's files of them to `folder`."""
-    state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
+    state = {key: tensor.cpu().contiguous() for key, tensor in _peft_state(model).items()}
     shares = [load_file(partial / f"{rank}.safetensors") for rank in range(num_ranks)]
     for path, _, names in _adapted(model):
         a, b = (torch.cat([share[f"{path}.{names.prefix}{i}"] for share in shares]) for i in (0, 1))
@@ -140,12 +143,12 @@ class _StandIn(nn.Module):
     def __init__(self, experts: ExpertParallelExperts) -> None:
         super().__init__()
         self.is_transposed = experts.form.is_transposed
-        for name, own in experts.form.parameters.items():
-            if own.endswith("weight"):
-                weight = experts.mlp.get_parameter(own)
+        for name, grouped_name in experts.form.parameters.items():
+            if grouped_name.endswith("weight"):
+                weight = experts.mlp.get_parameter(grouped_name)
                 # For peft's initialisation they need a device other than meta.
                 value = torch.zeros((), dtype=weight.dtype, device=weight.device)
-                shape = experts.form.turned(weight).shape[1:]
+                shape = experts.form.convert_layout(weight).shape[1:]
                 setattr(self, name, nn.Parameter(value.expand(experts.num_experts, *shape)))
 
 
@@ -157,7 +160,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNam
                 yield path, getattr(module.mlp, linear), names
 
 
-def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:
+def _peft_state(model: peft.PeftModel) -> dict[str, torch.Tensor]:
     """The tensors that peft saves itself: all but those of swapped experts, which have other names there."""
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, own_state_dict(model), adapter_name=model.active_adapter

@@ -23,7 +23,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 from symmoe.dispatch.plan import DispatchHandle, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
-from symmoe.integrations.given_topk import give_topk
+from symmoe.integrations.topk_override import override_topk
 from symmoe.moe.listeners import Listeners
 from symmoe.symm_mem.heap import SymmetricHeap, shared_heap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -79,7 +79,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             self.heap,
             num_experts=self.num_experts,
             order=self.config.order,
-            give=partial(give_topk, router="router", position=2),
+            override_router=partial(override_topk, router="router", position=2),
         )
 
     def heap_bytes(self, num_ranks: int) -> int:
@@ -129,7 +129,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         rows_RD, row_scores_R, handle = dispatch_tokens(
             x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order
         )
-        self.tell(topk_expert_ids_TK, plan.load, x_TD)
+        self.notify(topk_expert_ids_TK, plan.load, x_TD)
         return rows_RD, plan.splits.to(torch.int64), (handle, row_scores_R)
 
     @torch.compiler.disable
@@ -141,10 +141,10 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         )  # the product is fp32
         return combine_tokens(scored_RD, handle, order=self.config.order)
 
-    def tell(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
+    def notify(self, ids: torch.Tensor, load: Sequence[torch.Tensor], x_TD: torch.Tensor) -> None:
         """Reports a call to listeners. load: the plan's expert_load and num_dropped."""
         if self.listeners is not None:
-            self.listeners.tell_call(ids, load, x_TD, is_training=torch.is_grad_enabled())
+            self.listeners.notify(ids, load, x_TD, is_training=torch.is_grad_enabled())
 
     def close(self) -> None:
         """Closes the heap, for every layer that shares it. Collective."""

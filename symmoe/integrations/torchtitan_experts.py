@@ -138,11 +138,11 @@ class SymmoeRoutedExperts(RoutedExperts):
                 linear._is_fsdp_managed_module = False  # torchtitan shards experts before FSDP
             self._step = Step.of(self._config, heap, experts)
         tokens, probs, topk_idx = (
-            each.flatten(0, 1) for each in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK)
+            tensor.flatten(0, 1) for tensor in (x_BLD, topk_scores_BLK.float(), topk_expert_ids_BLK)
         )
         heap._fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
         y, load = run_routed(self._step, tokens, probs, topk_idx, experts, x_BLD.shape)
-        self.token_dispatcher.tell(topk_idx, load, tokens)
+        self.token_dispatcher.notify(topk_idx, load, tokens)
         return y
 
 
@@ -153,8 +153,10 @@ def routed_experts(config: RoutedExperts.Config, **fields: Any) -> SymmoeRoutedE
     """Replaces the configuration of any RoutedExperts: a torchtitan override, for `override.imports`. fields: of
     `SymmoeTokenDispatcher.Config`, at least num_max_tokens_per_rank. ArgumentError: the experts are not GroupedExperts;
     for these use symmoe.integrations.torchtitan.token_dispatcher."""
-    if (found := type(config.inner_experts)) is not GroupedExperts.Config:
-        raise ArgumentError(f"inner_experts ({found.__qualname__}) must be GroupedExperts.Config")
+    if (config_type := type(config.inner_experts)) is not GroupedExperts.Config:
+        raise ArgumentError(
+            f"inner_experts ({config_type.__qualname__}) must be GroupedExperts.Config"
+        )
     experts = derive(config.inner_experts, SymmoeExperts.Config)
     dispatcher = token_dispatcher(
         config.token_dispatcher, **{"num_kept_layers": 0, "hidden_dim": experts.dim, **fields}

@@ -134,7 +134,7 @@ class RouterLoss:
 class _KernelLoss(Function):
     """The loss of a load, and a z-loss, by kernels."""
 
-    of = "the loss of a router"
+    label = "the loss of a router"
 
     @staticmethod
     def forward(
@@ -208,7 +208,7 @@ def router_loss(
     expert_load: torch.Tensor,
     token_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """loss(...), by kernels where they exist: they take the host much less time. Differentiable once."""
+    """The value of `loss`, by kernels if they exist, which cost the host much less time. Differentiable once."""
     if torch.compiler.is_compiling() or loss.sequence_length is not None:
         return loss(logits, scores, chosen_idx, expert_load, token_mask)
     return cast(torch.Tensor, _KernelLoss.apply(loss, (expert_load, token_mask), logits, scores))
@@ -277,7 +277,7 @@ def needed_bias_histogram(
 
 
 def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the first bin of a histogram begins, and the width of a bin."""
+    """The start of the first bin of a histogram, and the width of a bin."""
     low, high = bias.aminmax()
     return low - 1, (high - low + 2) / BIAS_BINS
 
@@ -404,7 +404,7 @@ def count_in_backward(
 
 
 class _CountInBackward(torch.autograd.Function):
-    """Replaces the hook under torch.compile."""
+    """The hook of :func:`count_in_backward` as an autograd function, for torch.compile."""
 
     @staticmethod
     def forward(

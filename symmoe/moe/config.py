@@ -60,7 +60,7 @@ class RouterConfig(RoutingRule):
 
     @property
     def rule(self) -> RoutingRule:
-        """How the router turns logits into a choice."""
+        """The fields by which the router turns logits into a choice."""
         rule = {field.name: getattr(self, field.name) for field in fields(RoutingRule)}
         return RoutingRule(**rule)
 

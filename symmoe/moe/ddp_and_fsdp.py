@@ -44,7 +44,7 @@ class _Joined:
         self.experts = WeakTensorKeyDictionary()  # to whether their gradients have hooks
         self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
 
-    def has(self, parameter: nn.Parameter) -> bool:
+    def contains(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has joined in its current state."""
         has_hooks = self.experts.get(parameter)
         return has_hooks is not None and has_hooks >= parameter.requires_grad
@@ -94,7 +94,7 @@ class ExpertParallelModule(nn.Module):
         return problem
 
     def parts_problem(self) -> SymmoeError | None:
-        """Why the layer cannot use its current parts, or None. Depends on their modules_key only."""
+        """The reason why the layer cannot use its current parts, or None. Depends on their modules_key only."""
         experts = self.experts
         device = self.heap.device
         return (
@@ -158,8 +158,8 @@ def prepare_for_ddp(model: nn.Module) -> None:
     modules_of(model, ExpertParallelModule, needs="MoELayer, whose experts DDP must not touch")
     if not isinstance(model, ExpertParallelModule):
         names = vars(model).get(DDP_IGNORED, ())
-        others = names.others if isinstance(names, _ExpertNames) else names
-        vars(model)[DDP_IGNORED] = _ExpertNames(model, others)
+        other_names = names.other_names if isinstance(names, _ExpertNames) else names
+        vars(model)[DDP_IGNORED] = _ExpertNames(model, other_names)
 
 
 def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
@@ -176,7 +176,9 @@ def attach_to_ddp(layer: ExpertParallelModule | None = None) -> ArgumentError | 
         return None
     # An operator does not know its layer.
     for joining in [*joined.layers] if layer is None else [layer]:
-        if joining.is_expert_parallel and not all(map(joined.has, _parameters(joining.experts))):
+        if joining.is_expert_parallel and not all(
+            map(joined.contains, _parameters(joining.experts))
+        ):
             if (problem := gradients_elsewhere(joining.experts)) is not None:
                 return problem
             _average_gradients(ddp, joining, joined)
@@ -245,7 +247,7 @@ def device_problem(
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    """All parameters. Runs in every call, where `parameters()` would take far longer."""
+    """All parameters of a module. Every call runs this function, and `parameters()` would take far longer."""
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     for child in module._modules.values():
         if child is not None:
@@ -266,17 +268,17 @@ def gradients_elsewhere(
 class _ExpertNames:
     """The names of a model's experts, read again at each iteration, and other names."""
 
-    def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, other_names: Iterable[str]) -> None:
         self._model = weakref.ref(model)
-        self.others = tuple(others)
+        self.other_names = tuple(other_names)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.others
+        yield from self.other_names
         if (model := self._model()) is not None:
             yield from _expert_names(model)
 
     def __deepcopy__(self, memo: dict[int, nn.Module]) -> _ExpertNames:
-        return _ExpertNames(memo[id(self._model())], self.others)
+        return _ExpertNames(memo[id(self._model())], self.other_names)
 
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
@@ -381,7 +383,7 @@ def _average_gradients(
             gradient.div_(num_replicas)
 
     for parameter in _parameters(layer.experts):
-        if joined.has(parameter):
+        if joined.contains(parameter):
             continue
         is_new = parameter not in joined.experts
         joined.experts[parameter] = parameter.requires_grad

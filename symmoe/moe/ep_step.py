@@ -1,4 +1,4 @@
-"""Dispatch, experts and combine as one differentiable step: no copy between its parts
+"""Dispatch, experts and combine as one differentiable step, without copies in between
 ("A step" in docs/design/programs.md).
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
@@ -68,7 +68,7 @@ class Stash(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a step runs: as in MoEConfig, resolved."""
+    """The options of a step: as in MoEConfig, with "auto" resolved."""
 
     order: str
     stash: Stash
@@ -149,8 +149,8 @@ def expert_parallel_mlp(
 def step_problem(
     experts: ExpertTensors, heap: SymmetricHeap, num_replica_slots: int
 ) -> ArgumentError | None:
-    """Why these experts cannot compute a call now, or None: the GPU is too old for the precision, or a weight has
-    changed inside cache_quantized_weights."""
+    """The reason why these experts cannot compute a call now, or None: the GPU is too old for the precision, or a
+    weight has changed inside cache_quantized_weights."""
     fc1, fc2 = experts.linears
     problem = None
     if fc1.cached_weight is not None or fc2.cached_weight is not None:
@@ -180,7 +180,7 @@ class ExpertCall(NamedTuple):
 def _overlap_of(
     form: ExpertSpec, plan: Plan | PlanRequest, options: Options, x: torch.Tensor
 ) -> Overlap:
-    """Which trips are overlapped. Depends only on values that all ranks agree on."""
+    """The overlap of each trip with GEMMs. Depends only on values that are equal on all ranks."""
     heap = plan.heap
     nodes = plan.nodes
     wire = options.wire
@@ -273,7 +273,7 @@ class _EPStep(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether received rows are packed."""
+        """Whether the receive buffer has one row for each (token, rank), not for each (token, expert)."""
         return self.options.layout == "packed"
 
     def rows(
@@ -359,7 +359,7 @@ class _Saved(NamedTuple):
     row_probs: torch.Tensor
 
     def with_rows(self, received: int, hidden: int, row_probs: int) -> _Saved:
-        """The same tensors with these numbers of rows, see _resized_rows."""
+        """A copy whose tensors have these numbers of rows, see _resized_rows."""
         rows = [_resized_rows(tensor, hidden) for tensor in self.hidden[:3]]
         return _Saved(
             _resized_rows(self.received, received),
@@ -483,7 +483,7 @@ class ExpertParallelMLP(Function):
     Backward is collective too, and all ranks must enter it in the same order. It computes the required gradients: each
     of `x` and `probs` requires one on all ranks or on none. Without a gradient of y, only the route's backward runs."""
 
-    of = "an expert-parallel step"
+    label = "an expert-parallel step"
 
     @staticmethod
     def forward(
@@ -616,10 +616,10 @@ def _backward(
         route = (
             RouteGradients(d_routed, route_saved, ctx.rule, needs_route) if needs_probs else None
         )
-    x, received, *rest = saved
+    x, received, *remaining = saved
     hidden, (row_probs, b1, b2, *tensors) = (
-        SavedActivations(*rest[:NUM_SAVED_ACTIVATIONS]),
-        rest[NUM_SAVED_ACTIVATIONS:],
+        SavedActivations(*remaining[:NUM_SAVED_ACTIVATIONS]),
+        remaining[NUM_SAVED_ACTIVATIONS:],
     )
     # Saved twice, as in a repeated call: hooks may return two tensors of one memory, and a program takes one.
     x = route_saved[0] if ctx.routes_rows else x

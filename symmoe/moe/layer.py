@@ -288,7 +288,7 @@ class MoELayer(ExpertParallelModule):
             y = y + shared_call.join()
         aux_loss = self._aux_loss(x, token_mask, choice, load[0], load_before)
         if self.training and not is_compiling:
-            self._watch_loss(y, aux_loss)
+            self._warn_of_lost_loss(y, aux_loss)
         metrics = MoEMetrics(
             aux_loss, load[0], load[1], choice.topk_idx, choice.num_over_capacity, *load[2:]
         )
@@ -438,7 +438,7 @@ class MoELayer(ExpertParallelModule):
             loss, choice.logits, choice.scores, choice.chosen_idx, expert_load, token_mask
         )
 
-    def _watch_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
+    def _warn_of_lost_loss(self, y: torch.Tensor, aux_loss: torch.Tensor) -> None:
         """Warns if a checkpoint repeats this call in backward and differentiates y but not aux_loss. Autograd reaches y
         after aux_loss, which is newer; with use_reentrant=False it reaches neither."""
         if not torch.is_grad_enabled():

@@ -19,7 +19,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 # From T and K (None if the router has not set K yet) to the experts' ids int [T, K]; -1 is none.
 Choose = Callable[[int, int | None], torch.Tensor]
 # Makes the router of the model's layer of this name use that choice, until the returned function is called.
-Give = Callable[[nn.Module, str, Choose], Callable[[], None]]
+OverrideRouter = Callable[[nn.Module, str, Choose], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +45,32 @@ class RoutingReport:
 
 class Listeners:
     """The listeners of one layer (of its heap, E experts and order of sums), stored as attribute `listeners` of the
-    layer or of its `token_dispatcher`. `give`: see Give; None for a MoELayer, whose calls take a choice. The layer
-    makes a :class:`RoutingReport` only for `callbacks`: without them it costs nothing."""
+    layer or of its `token_dispatcher`. `override_router`: None for a MoELayer, whose calls take a choice. A layer
+    without `callbacks` makes no :class:`RoutingReport`, which would cost time."""
 
     def __init__(
-        self, heap: SymmetricHeap, *, num_experts: int, order: str, give: Give | None = None
+        self,
+        heap: SymmetricHeap,
+        *,
+        num_experts: int,
+        order: str,
+        override_router: OverrideRouter | None = None,
     ) -> None:
         self.heap = heap
         self.num_experts = num_experts
         self.order = order
-        self.give = give
+        self.override_router = override_router
         self.is_fixed = False  # whether token ids determine the experts (hash layers)
-        self.is_given = False  # whether a context sets the layer's choice (symmoe.routing)
+        self.is_overridden = False  # whether a context sets the layer's choice (symmoe.routing)
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
         self.totals: tuple[torch.Tensor, ...] = ()
 
     def add(
         self, callback: Callable[[RoutingReport], object], *totals: torch.Tensor
     ) -> Callable[[], None]:
-        """Calls `callback(report)` in every forward, including recomputed ones, until the returned function is called.
-        totals: tensors that it adds to, which a captured step restores when it repeats a call. Local. A compiled model
-        is compiled again, and a captured step is captured again."""
+        """Adds a callback: each forward, also a recomputed one, calls `callback(report)` until the returned function is
+        called. totals: the tensors to which the callback adds; a captured step restores them when it repeats a call.
+        Local. A compiled model is compiled again, and a captured step is captured again."""
         # A new tuple: torch.compile guards on its length, but not on whether a dict is empty.
         self.callbacks = (*self.callbacks, callback)
         self.totals = (*self.totals, *totals)
@@ -76,7 +81,7 @@ class Listeners:
         for callback in self.callbacks:
             callback(report)
 
-    def tell_call(
+    def notify(
         self,
         topk_idx: torch.Tensor,
         load: Sequence[torch.Tensor],
@@ -85,7 +90,7 @@ class Listeners:
         is_training: bool,
         chosen_idx: torch.Tensor | None = None,
     ) -> None:
-        """Reports a call behind a trainer's router, if there are listeners. load: the plan's expert_load and
+        """Reports a call whose router is a trainer's, if there are listeners. load: the plan's expert_load and
         num_dropped; tokens: of the width and dtype that travel; chosen_idx: None if it is not known."""
         if self.callbacks:
             row_bytes = tokens.shape[-1] * tokens.element_size()
@@ -106,7 +111,7 @@ class Listeners:
 
 
 def find_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
-    """The layers of a model that have listeners, and these, by the layers' names in the model."""
+    """By the layers' names in the model, all layers that have listeners, and these listeners."""
     check_model(model)
     layers: dict[str, tuple[nn.Module, Listeners]] = {}
     for name, module in model.named_modules():

@@ -95,7 +95,7 @@ class _Pass:
         call_after_backward(end)
 
     def is_running(self) -> bool:
-        """Whether the pass has not ended."""
+        """Whether the backward pass still runs."""
         return self._end_callback() is not None
 
     def _end(self) -> None:

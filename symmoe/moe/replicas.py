@@ -33,7 +33,7 @@ _MatrixSpec = tuple[Sequence[int], torch.dtype] | None
 
 
 def replicas_problem(experts: ExpertTensors) -> ArgumentError | None:
-    """Why these experts cannot have replicas, or None."""
+    """The reason why these experts cannot have replicas, or None."""
     form = experts.form
     needs = "balance ('replicas') needs experts"
     if form.precision is not None:
@@ -95,17 +95,17 @@ class ReplicaTrip:
         lease: Lease | None = None,
     ) -> None:
         self._weights = weights
-        self._own = weights.matrices
+        self._matrices = weights.matrices
         self._plan = plan
         self._is_sent = not plan.num_replica_slots or lease is not None
         specs = tuple(
             None if matrices is None else (matrices.shape[1:], matrices.dtype)
-            for matrices in (self._own if plan.num_replica_slots else ())
+            for matrices in (self._matrices if plan.num_replica_slots else ())
         )
         self._replica_slots = _ReplicaSlots(plan.heap, plan.num_replica_slots, specs, lease)
         self.weights_offset = 0 if self.lease is None else self.lease.offset
         gradient_specs = (
-            _gradient_specs(self._own, targets) if targets and plan.num_replica_slots else ()
+            _gradient_specs(self._matrices, targets) if targets and plan.num_replica_slots else ()
         )
         self._gradients = _ReplicaSlots(plan.heap, plan.num_replica_slots, gradient_specs)
         self.agreed: Mapping[str, object] = (
@@ -135,12 +135,12 @@ class ReplicaTrip:
 
     @property
     def extra_payload(self) -> ReplicaTrip | None:
-        """What the next dispatch carries."""
+        """The payload of the next dispatch besides rows."""
         return None if self._is_sent else self
 
     def send(self, ready: torch.Tensor) -> None:
         """Sends the tensors that replicas of this rank's experts need."""
-        for pair, starts in self._pairs(self._own, self._replica_slots):
+        for pair, starts in self._pairs(self._matrices, self._replica_slots):
             kernels.for_device(ready.device).push_replicas(
                 pair,
                 self._plan.replica_to_expert,
@@ -194,17 +194,17 @@ def _descriptions(prefix: str, specs: tuple[_MatrixSpec, ...]) -> dict[str, obje
 
 
 def _gradient_specs(
-    own: Sequence[Matrices | None], targets: tuple[Target, Target]
+    matrices_by_kind: Sequence[Matrices | None], targets: tuple[Target, Target]
 ) -> tuple[_MatrixSpec, ...]:
     """By kind, the gradients of replicas: of the kinds whose gradients backward computes for this rank's experts."""
     specs: list[_MatrixSpec] = [
         (matrices.shape[1:], matrices.dtype)
         if isinstance(matrices, torch.Tensor) and matrices.requires_grad
         else None
-        for matrices in own
+        for matrices in matrices_by_kind
     ]
     for kind, target in zip((W1, W2), targets, strict=True):
-        weight = own[kind]
+        weight = matrices_by_kind[kind]
         assert weight is not None
         like = target.tensors[0] if target.tensors else weight
         specs[kind] = (weight.shape[1:], like.dtype) if target.computes else None

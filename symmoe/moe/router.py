@@ -544,9 +544,9 @@ def _save(
 
 
 class _RouteFunction(Function):
-    """The autograd function of a route. It takes x and weight once more, for autograd."""
+    """The autograd function of a route. x and weight are also arguments of their own, for autograd."""
 
-    of = "the router"
+    label = "the router"
 
     @staticmethod
     def forward(ctx: Context, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:

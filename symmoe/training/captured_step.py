@@ -108,7 +108,7 @@ def _problem(modules: Modules) -> ArgumentError | None:
 
 
 class CudaGraph:
-    """`function` as a CUDA graph on the heaps; construction does not run it."""
+    """A CUDA graph of `function`, which runs on the heaps; construction captures without a run."""
 
     def __init__(self, function: Callable[[], None], heaps: list[SymmetricHeap]) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -120,21 +120,21 @@ class CudaGraph:
             self._arenas = arenas.pop_all()
 
     def replay(self) -> None:
-        """Launches the graph again, on its captured memory. Does not wait for it."""
+        """Launches the graph on its captured memory. Does not wait for the end."""
         self._graph.replay()
 
     def end(self) -> None:
-        """Frees its memory."""
+        """Frees the graph's memory."""
         self._graph.reset()
         self._arenas.close()
 
 
 class _Replay:
-    """A captured step and the memory that it reads and writes. `places`: addresses of modules' tensors."""
+    """A captured step, and the memory that its replays read and write. `addresses`: those of the modules' tensors."""
 
-    def __init__(self, owner: CapturedStep[Any], given: Tree) -> None:
-        self._inputs = [tensor.clone() for tensor in given.tensors]
-        static = Tree(given.with_tensors(self._inputs))
+    def __init__(self, owner: CapturedStep[Any], arguments: Tree) -> None:
+        self._inputs = [tensor.clone() for tensor in arguments.tensors]
+        static = Tree(arguments.with_tensors(self._inputs))
         self._states = owner.modules.states()
         self._parameters = owner.modules.parameters
         self._saved = [torch.empty_like(state) for state in self._states]
@@ -172,12 +172,12 @@ class _Replay:
             self._graph = owner.make_graph(function, owner.heaps)
         self._gradients = [parameter.grad for parameter in self._parameters]
         owner.modules.settings()
-        self.places = owner.modules.places
+        self.addresses = owner.modules.addresses
 
     def run(self, inputs: list[torch.Tensor]) -> Any:
-        """Replays the step on new inputs; its result."""
-        for kept, given in zip(self._inputs, inputs, strict=True):
-            kept.copy_(given)
+        """Replays the step on new inputs, and returns the result."""
+        for static_input, value in zip(self._inputs, inputs, strict=True):
+            static_input.copy_(value)
         self._graph.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -221,7 +221,7 @@ class CapturedStep(Generic[R]):
         )
         self._replays: dict[Hashable, _Replay] = {}
         self._num_calls: dict[Hashable, int] = {}
-        self._num_looks = self.modules.num_looks
+        self._num_inspections = self.modules.num_inspections
         self.num_replays = self.num_repeated = self.num_captures = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -244,8 +244,8 @@ class CapturedStep(Generic[R]):
         with ExitStack() as stack:
             for heap in self.heaps:
                 stack.enter_context(FailPeersOnError(heap, control.PHASE_PLAN))
-            given = Tree(self._signature.bind(*args, **kwargs).arguments, self.device)
-            kind = self._kind(given)
+            arguments = Tree(self._signature.bind(*args, **kwargs).arguments, self.device)
+            kind = self._kind(arguments)
             is_early = self._num_calls.get(kind, 0) < self._num_eager
             if not is_early and kind not in self._replays:
                 raise_for(_problem(self.modules))
@@ -254,17 +254,17 @@ class CapturedStep(Generic[R]):
             or is_early
             or (kind not in self._replays and not all(map(stop_ddp_timing, self.modules.ddps)))
         ):
-            return self._run_eagerly(given)
+            return self._run_eagerly(arguments)
         for heap in self.heaps:
             heap.check()  # a rank may be lost: a replay would use closed connections
-        if kind in self._replays and self._replays[kind].places != self.modules.places:
-            self._end(kind)
+        if kind in self._replays and self._replays[kind].addresses != self.modules.addresses:
+            self._discard(kind)
         if kind not in self._replays:
-            self._replays[kind] = _Replay(self, given)
+            self._replays[kind] = _Replay(self, arguments)
             self.num_captures += 1
         replay = self._replays[kind]
         random_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        result: R = replay.run(given.tensors)
+        result: R = replay.run(arguments.tensors)
         fits_budget, is_right = replay.outcome.tolist()  # waits for the replay
         for heap in self.heaps:
             heap.check()
@@ -278,8 +278,8 @@ class CapturedStep(Generic[R]):
         if random_state is not None:
             torch.cuda.set_rng_state(random_state, self.device)
         del result
-        self._end(kind)
-        return self._run_eagerly(given)
+        self._discard(kind)
+        return self._run_eagerly(arguments)
 
     @property
     def device(self) -> torch.device:
@@ -291,17 +291,17 @@ class CapturedStep(Generic[R]):
     def close(self) -> None:
         """Ends all graphs and frees their memory. The next call captures again."""
         for kind in list(self._replays):
-            self._end(kind)
+            self._discard(kind)
 
-    def _end(self, kind: Hashable) -> None:
+    def _discard(self, kind: Hashable) -> None:
         self.clear_gradients()
         self._replays.pop(kind).end()
 
-    def _kind(self, given: Tree) -> Hashable:
-        """All that decides the step, except tensor addresses."""
-        kind = given.kind, modes(self.device.type), self.modules.settings()
-        if self.modules.num_looks != self._num_looks:  # no earlier kind can recur
-            self._num_looks = self.modules.num_looks
+    def _kind(self, arguments: Tree) -> Hashable:
+        """The key of a captured step: all that decides its kernels, except tensor addresses."""
+        kind = arguments.kind, modes(self.device.type), self.modules.settings()
+        if self.modules.num_inspections != self._num_inspections:  # no earlier kind can recur
+            self._num_inspections = self.modules.num_inspections
             while self._replays:
                 self._replays.popitem()[1].end()
         return kind
@@ -311,39 +311,41 @@ class CapturedStep(Generic[R]):
         for parameter in self.modules.parameters:
             parameter.grad = None
 
-    def run(self, given: Tree) -> Tree:
+    def run(self, arguments: Tree) -> Tree:
         """Runs the step on these arguments. Detaches its result: the autograd graph would keep nodes of this call's
         stream, which would break a capture."""
         self.clear_gradients()
-        bound = inspect.BoundArguments(self._signature, given.with_tensors(given.tensors))
-        with self.modules.running(dict(zip(given.paths, given.tensors, strict=True))):
+        bound = inspect.BoundArguments(self._signature, arguments.with_tensors(arguments.tensors))
+        with self.modules.running(dict(zip(arguments.paths, arguments.tensors, strict=True))):
             result = Tree({"result": self.step(*bound.args, **bound.kwargs)})
         return Tree(dict(result.with_tensors([tensor.detach() for tensor in result.tensors])))
 
-    def _run_eagerly(self, given: Tree) -> R:
-        with _noted_streams(self.modules):
-            result = self.run(given)
-        kind = self._kind(given)  # the run has shown what the step itself sets
+    def _run_eagerly(self, arguments: Tree) -> R:
+        with _recorded_streams(self.modules):
+            result = self.run(arguments)
+        kind = self._kind(arguments)  # the run has shown what the step itself sets
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         return cast(R, result.with_tensors(result.tensors)["result"])
 
 
 @contextmanager
-def _noted_streams(modules: Modules) -> Iterator[None]:
-    """In this context backward records whether a DDP accumulates gradients on the default stream: DDP keeps autograd
+def _recorded_streams(modules: Modules) -> Iterator[None]:
+    """A context in which backward records whether a DDP accumulates gradients on the default stream: DDP keeps autograd
     nodes, and nodes keep their stream. Does nothing where torch can redirect them."""
 
-    def note(_: object) -> None:
+    def record_stream(_: object) -> None:
         modules.ddp_on_default_stream |= torch.cuda.current_stream() == torch.cuda.default_stream()
 
     modules.ddp_on_default_stream = False
     ddps = modules.ddps if torch.cuda.is_available() and not may_redirect_streams else ()
     with ExitStack() as stack:
         for parameter in (
-            each for ddp in ddps for each in ddp_parameters(ddp) if each.requires_grad
+            param for ddp in ddps for param in ddp_parameters(ddp) if param.requires_grad
         ):
             stack.callback(
-                torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(note).remove
+                torch.autograd.graph.get_gradient_edge(parameter)
+                .node.register_prehook(record_stream)
+                .remove
             )
         yield
 
@@ -361,11 +363,11 @@ def _deciding_groups(modules: Modules) -> list[dist.ProcessGroup]:
     ]
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in modules.sharded):
         groups += mesh.get_all_groups()
-    known = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]
-    found = []
+    covered = [set(layer.heap.bootstrap.global_ranks) for layer in modules.layers]
+    deciding = []
     for group in sorted(groups, key=dist.get_world_size, reverse=True):
         ranks = set(dist.get_process_group_ranks(group))
-        if not any(ranks <= others for others in known):
-            found.append(group)
-            known.append(ranks)
-    return found
+        if not any(ranks <= superset for superset in covered):
+            deciding.append(group)
+            covered.append(ranks)
+    return deciding

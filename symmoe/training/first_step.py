@@ -36,10 +36,10 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     check_kind("optimizer", optimizer, torch.optim.Optimizer)
     layers = _layers(model)
-    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    trained_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     experts = [parameter for _, parameter, is_expert in named_parameters(model) if is_expert]
-    if "ZeroRedundancyOptimizer" in kinds and not given.isdisjoint(map(id, experts)):
+    if "ZeroRedundancyOptimizer" in kinds and not trained_ids.isdisjoint(map(id, experts)):
         raise ArgumentError(
             "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites "
             "them with those of the rank to which it gives their update: give it the dense parameters only, "
@@ -50,25 +50,25 @@ def check_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     before: list[int] = []
     watched = [model]  # until its first step is over
 
-    def note(*_: Any) -> None:
-        for each in watched:  # again where a step calls another one, or has failed
-            before[:] = _experts_checksum(_layers(each)), *_checksums(each, given)
+    def record_checksums(*_: Any) -> None:
+        for module in watched:  # again where a step calls another one, or has failed
+            before[:] = _experts_checksum(_layers(module)), *_checksums(module, trained_ids)
 
     def compare(*_: Any) -> None:
         while watched:
-            its = watched.pop()
-            layers = _layers(its)
+            module = watched.pop()
+            layers = _layers(module)
             are_reduced = any(
                 hasattr(parameter.grad, REDUCED)
                 for layer in layers
                 for parameter in layer.parameters()
             )
-            sums = layers[0].heap.bootstrap.gather([*before, *_checksums(its, given)])
+            sums = layers[0].heap.bootstrap.gather([*before, *_checksums(module, trained_ids)])
             for text in _mistakes(sums, are_reduced=are_reduced):
                 warn(text)
 
     # torch iterates over hooks while it runs them, so a hook cannot remove itself. It stays, without the model.
-    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_pre_hook(record_checksums)
     optimizer.register_step_post_hook(compare)
 
 
@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> list[ExpertParallelModule]:
 
 def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
     """Mistakes that all ranks' checksums show. A row: experts, the layers' dense parameters and other dense parameters
-    before the step, and the last two after it."""
+    before the step, and both dense groups after it."""
     experts, before, before_elsewhere, after, after_elsewhere = (
         len(set(column)) for column in zip(*rows, strict=True)
     )
@@ -108,11 +108,11 @@ def _mistakes(rows: list[list[int]], *, are_reduced: bool) -> list[str]:
         "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed "
         "them with heap.rank, and make the others equal with symmoe.training.broadcast_parameters(model)"
     )
-    found = [text for is_so, text in of_dense if is_so][:1]
-    return [*found, of_experts] if experts == 1 else found
+    texts = [text for is_so, text in of_dense if is_so][:1]
+    return [*texts, of_experts] if experts == 1 else texts
 
 
-def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
+def _checksums(model: nn.Module, trained_ids: set[int]) -> tuple[int, int]:
     """Checksums of the layers' dense parameters, which must be equal on all ranks, and of the optimizer's other dense
     parameters, which may differ. If it trains none of the layers', all are one."""
     layers = _layers(model)
@@ -127,7 +127,7 @@ def _checksums(model: nn.Module, given: set[int]) -> tuple[int, int]:
         if not is_expert and _has_bits(parameter)
     ]
     of_layers = [parameter for parameter, is_inside in named if is_inside]
-    elsewhere = [each for each, is_inside in named if not is_inside and id(each) in given]
+    elsewhere = [param for param, is_inside in named if not is_inside and id(param) in trained_ids]
     if not any(parameter.requires_grad for parameter in of_layers):
         return _checksum(of_layers + elsewhere), 0
     return _checksum(of_layers), _checksum(elsewhere)
@@ -144,14 +144,14 @@ def _experts_checksum(layers: list[ExpertParallelModule]) -> int:
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Checksum of the bits of tensors, whatever their order. Synchronises."""
-    bits = [each.detach().view(_INTEGERS[each.element_size()]) for each in tensors]
-    sums = [each.sum(dtype=torch.int64) for each in bits]
+    bits = [tensor.detach().view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
+    sums = [tensor.sum(dtype=torch.int64) for tensor in bits]
     digest = hashlib.sha256(repr(sorted(map(int, sums))).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def _has_bits(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is entirely in its own memory, which can be summed."""
+    """Whether the parameter has memory of its own for all elements, whose bits can be summed."""
     return (
         type(parameter) in (torch.Tensor, torch.nn.Parameter)
         and parameter.layout is torch.strided

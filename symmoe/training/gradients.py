@@ -68,8 +68,8 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
             f"group has {num_ranks} ranks; the heap has {heap.num_ranks}, and its expert_group "
             f"{len(heap.expert_ranks)}: group must have as many as both, multiplied"
         )
-    # Their versions are unchanged. (Replays of a graph do not change versions.)
-    shows = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
+    # A reduced gradient has its version of then. Replays of a graph do not change versions.
+    has_versions = num_ranks > 1 and not any(layer.heap.memory.graph_bytes for layer in layers)
     # All ranks must agree, even if an expert of one rank has no gradient.
     present = [parameter.grad for parameter in parameters if parameter.grad is not None]
     raise_for(
@@ -80,7 +80,7 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
                 "reduce_gradients would do it again",
             ),
             (
-                shows and present and all(map(_is_reduced, present)),
+                has_versions and present and all(map(_is_reduced, present)),
                 "reduce_gradients has been called for these gradients already, and there was no backward since: again "
                 f"it would divide those of experts by the number of ranks ({num_ranks}) once more",
             ),
@@ -96,16 +96,18 @@ def reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
         )
     )
     # Gradients that a submodule reduced before travel again, so that all ranks send the same sizes.
-    reduced = [p.grad for p in experts if shows and p.grad is not None and _is_reduced(p.grad)]
-    kept = [gradient.clone() for gradient in reduced]
+    reduced = [
+        p.grad for p in experts if has_versions and p.grad is not None and _is_reduced(p.grad)
+    ]
+    saved = [gradient.clone() for gradient in reduced]
     _sum_gradients(experts, group=None if heap is None else heap.expert_group)
     _sum_gradients(dense, group=group)
     if num_ranks > 1:
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_div_(gradients, num_ranks)
-        for gradient, value in zip(reduced, kept, strict=True):
+        for gradient, value in zip(reduced, saved, strict=True):
             gradient.copy_(value)
-        _note_reduced(gradients)
+        _mark_reduced(gradients)
 
 
 @torch.no_grad()
@@ -141,7 +143,7 @@ def clip_grad_norm(
     device = next(
         model.parameters()
     ).device  # without gradients, torch would return the norm on the CPU
-    everywhere, here = torch.zeros(
+    shared_square, local_square = torch.zeros(
         2, device=device
     )  # squares of shared parts, and of parts to sum over ranks
     for num_copies, gradients in sorted(copies.items()):
@@ -157,17 +159,17 @@ def clip_grad_norm(
             .to(device)
         )
         if num_copies == num_ranks:
-            everywhere += square
+            shared_square += square
         else:
-            here += square / num_copies  # the sum over ranks repeats it
+            local_square += square / num_copies  # the sum over ranks repeats it
     if group is not None:
-        dist.all_reduce(here, group=group)
-    total_norm: torch.Tensor = (everywhere + here).sqrt()
+        dist.all_reduce(local_square, group=group)
+    total_norm: torch.Tensor = (shared_square + local_square).sqrt()
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for gradients in copies.values():
         reduced = [gradient for gradient in gradients if _is_reduced(gradient)]
         torch._foreach_mul_(gradients, factor)
-        _note_reduced(reduced)
+        _mark_reduced(reduced)
     return total_norm
 
 
@@ -192,11 +194,11 @@ def broadcast_parameters(model: nn.Module, *, group: dist.ProcessGroup | None = 
     group = group or dist.group.WORLD
     expert_group = expert_group_of(model)
     for tensor in tensors.values():
-        its_group = expert_group if id(tensor) in experts else group
-        if group_size(its_group) == 1 or not tensor.numel():
+        tensor_group = expert_group if id(tensor) in experts else group
+        if group_size(tensor_group) == 1 or not tensor.numel():
             continue
         sent = tensor.contiguous().view(-1).view(torch.uint8)  # of any dtype
-        dist.broadcast(sent, group=its_group, group_src=0)
+        dist.broadcast(sent, group=tensor_group, group_src=0)
         tensor.copy_(
             sent.view(tensor.dtype).view(tensor.shape)
         )  # usually its own memory; values derived from it are stale
@@ -213,16 +215,16 @@ def _local_gradients(
             continue
         num_copies = num_replicas if is_expert else num_ranks
         if hasattr(gradient, "device_mesh"):
-            whole: Any = gradient  # a DTensor, whose module is not imported here
-            if any(placement.is_partial() for placement in whole.placements):
+            dtensor: Any = gradient  # a DTensor, whose module is not imported here
+            if any(placement.is_partial() for placement in dtensor.placements):
                 raise ArgumentError(
-                    f"{name}.grad is a partial sum {whole.placements}: it has no norm yet"
+                    f"{name}.grad is a partial sum {dtensor.placements}: it has no norm yet"
                 )
-            sizes = zip(whole.device_mesh.shape, whole.placements, strict=True)
+            sizes = zip(dtensor.device_mesh.shape, dtensor.placements, strict=True)
             num_copies = num_ranks // math.prod(
                 size for size, placement in sizes if not placement.is_replicate()
             )
-            gradient = whole.to_local()
+            gradient = dtensor.to_local()
         parts.setdefault(num_copies, []).append(gradient)
     return parts
 
@@ -243,6 +245,6 @@ def _is_reduced(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and getattr(gradient, REDUCED, None) == version_of(gradient)
 
 
-def _note_reduced(gradients: Iterable[torch.Tensor]) -> None:
+def _mark_reduced(gradients: Iterable[torch.Tensor]) -> None:
     for gradient in gradients:
         setattr(gradient, REDUCED, version_of(gradient))

@@ -149,11 +149,11 @@ class _Memory(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = [storage_of(each) for each in args if isinstance(each, torch.Tensor)]
-        if function is torch.empty_like and self.spent in given:
+        argument_keys = [storage_of(tensor) for tensor in args if isinstance(tensor, torch.Tensor)]
+        if function is torch.empty_like and self.spent in argument_keys:
             return args[0]
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in given:
+        if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in argument_keys:
             storage = result.untyped_storage()
             events = self._heap.events
             if storage.nbytes() < ENDLESS_BYTES:  # excludes arenas: their leases count
@@ -193,7 +193,7 @@ def _dry_call(
             node = cast(Any, y.grad_fn)
             plan = node.step.plan
             num_forward = len(heap.events)
-            kept = {
+            saved_bytes = {
                 storage_of(t): t.untyped_storage().nbytes()
                 for t in (*vars(plan).values(), *node.index, *node.saved_tensors, tokens)
                 if isinstance(t, torch.Tensor)
@@ -215,17 +215,17 @@ def _dry_call(
         name: [event for event in part if isinstance(event[1], tuple)]
         for name, part in (("forward", events[:num_forward]), ("backward", events[num_forward:]))
     }
-    return plan, passes, sum(kept.values()), max(_bytes_after(events))
+    return plan, passes, sum(saved_bytes.values()), max(_bytes_after(events))
 
 
 def _bytes_after(events: list[Event]) -> list[int]:
     """Total bytes of the live allocations of these events, after each event."""
     live: dict[object, int] = {}
-    held = []
+    totals = []
     for num_bytes, lease in events:
         live[lease] = num_bytes or 0
-        held.append(sum(live.values()))
-    return held
+        totals.append(sum(live.values()))
+    return totals
 
 
 def _one_forward_one_backward(
@@ -251,8 +251,8 @@ def _heap_bytes(
 ) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes
-    whole = Arena(control_bytes, ENDLESS_BYTES)
-    arena = Arena(0, 0) if in_graph else whole
+    full_arena = Arena(control_bytes, ENDLESS_BYTES)
+    arena = Arena(0, 0) if in_graph else full_arena
     end = control_bytes + ALIGNMENT_BYTES
     live: dict[object, tuple[int, int]] = {}
     for direction, micro_batch, layer in schedule:
@@ -261,7 +261,7 @@ def _heap_bytes(
             if num_bytes is None:
                 arena.give_back(*live.pop(key))
                 continue
-            span = arena.take_or_grow(num_bytes, whole) if in_graph else arena.take(num_bytes)
+            span = arena.take_or_grow(num_bytes, full_arena) if in_graph else arena.take(num_bytes)
             if span is None:
                 raise ArgumentError(_TOO_LARGE)
             live[key] = span

@@ -178,16 +178,16 @@ def plan_network(
 
 
 def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
-    """Forward and backward, trip after trip in the order of moe/overlap.py. In addition to its costs: rows that are
-    sent, placed and summed are read and written once more; rails are slower while GEMMs run; each expert wastes half a
-    tile; reads and writes of weights and their gradients cost a part of their time; so do router, plan and launches."""
+    """Seconds of forward and of backward, trip after trip in the order of moe/overlap.py. Costs beyond that module's:
+    rows that are sent, placed and summed are read and written once more; rails are slower while GEMMs run; each expert
+    wastes half a tile; weights and their gradients cost a part of their time; router, plan and launches cost time."""
     chosen = overlap(sizes, H200_SMS, rates)
-    own = 1 / sizes.num_nodes
+    local_share = 1 / sizes.num_nodes
     rail_s = sizes.rail_bytes / min(sizes.rail_bytes_per_s, rates.link_bytes)
     tokens_bytes = sizes.row_bytes / sizes.top_k
-    own_s, others_s = (
+    local_s, remote_s = (
         (share * sizes.row_bytes * sizes.is_expert_major + rows_bytes) / rates.memory_bytes
-        for share, rows_bytes in ((own, tokens_bytes), (1 - own, sizes.rail_bytes))
+        for share, rows_bytes in ((local_share, tokens_bytes), (1 - local_share, sizes.rail_bytes))
     )
     padding = 1 + PART_ROWS / 2 * sizes.num_experts / sizes.num_ranks / sizes.num_rows
 
@@ -197,13 +197,20 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
 
     def dispatch_s(flops: float, division: Division | None, row_bytes: int | None) -> float:
         on_rails_s = sizes.sent_share(row_bytes) * rail_s
-        taken_s = 2 * sizes.rail_bytes / rates.memory_bytes
+        receive_s = 2 * sizes.rail_bytes / rates.memory_bytes
         link_s = sizes.push(row_bytes).push_bytes / rates.link_bytes
         if division is None:
-            return on_rails_s + own_s + others_s + taken_s + link_s + gemm_s(flops)
-        first_s = own_s + max(_RAIL_DURING_GEMM * on_rails_s - own_s, gemm_s(own * flops, division))
+            return on_rails_s + local_s + remote_s + receive_s + link_s + gemm_s(flops)
+        first_s = local_s + max(
+            _RAIL_DURING_GEMM * on_rails_s - local_s, gemm_s(local_share * flops, division)
+        )
         return (
-            first_s + taken_s + others_s + link_s + gemm_s((1 - own) * flops) + 2 * rates.launch_s
+            first_s
+            + receive_s
+            + remote_s
+            + link_s
+            + gemm_s((1 - local_share) * flops)
+            + 2 * rates.launch_s
         )
 
     def combine_s(flops: float, division: Division | None, wgrad_flops: float) -> float:
@@ -213,9 +220,11 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
         if division is None:
             return gemm_s(flops) + dw1_s + read_s + rail_s + home_s
         meanwhile_s = (
-            gemm_s(own * flops, division) + dw1_s * H200_SMS / division.num_sms + own * read_s
+            gemm_s(local_share * flops, division)
+            + dw1_s * H200_SMS / division.num_sms
+            + local_share * read_s
         )
-        first_s = gemm_s((1 - own) * flops) + (1 - own) * read_s
+        first_s = gemm_s((1 - local_share) * flops) + (1 - local_share) * read_s
         return first_s + max(_RAIL_DURING_GEMM * rail_s, meanwhile_s) + home_s + 2 * rates.launch_s
 
     product = sizes.product_flops
@@ -229,10 +238,10 @@ def _step_s(sizes: Sizes, rates: Rates) -> tuple[float, float]:
         * sizes.item_bytes
     )
     once_s = _WEIGHTS_SEEN * weight_bytes / rates.memory_bytes
-    rest_s = _FIXED_S + sizes.num_rows / sizes.top_k * _TOKEN_S
+    fixed_s = _FIXED_S + sizes.num_rows / sizes.top_k * _TOKEN_S
     forward_s = dispatch_s(fc1, chosen.dispatch, sizes.sent_row_bytes) + combine_s(
         product, chosen.combine, 0.0
     )
     backward_s = dispatch_s(product, chosen.gradient_dispatch, sizes.sent_gradient_row_bytes)
     backward_s += product / rates.wgrad_flops + combine_s(fc1, chosen.gradient_combine, fc1)
-    return forward_s + once_s + rest_s / 2, backward_s + 2 * once_s + rest_s / 2
+    return forward_s + once_s + fixed_s / 2, backward_s + 2 * once_s + fixed_s / 2

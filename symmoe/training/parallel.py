@@ -139,8 +139,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh) -
     for layer in layers:
         for linear in (layer.experts.fc1, layer.experts.fc2):
             for name, parameter in list(linear.named_parameters()):
-                whole = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
-                setattr(linear, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+                dtensor = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
+                setattr(linear, name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
     return layers
 
 
@@ -153,12 +153,12 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
 def _replica_names(mesh: DeviceMesh) -> tuple[str, ...]:
     names = tuple(mesh.mesh_dim_names or ())
-    others = tuple(name for name in names if name != EP)
-    if EP not in names or len(others) not in (1, 2):
+    replica_names = tuple(name for name in names if name != EP)
+    if EP not in names or len(replica_names) not in (1, 2):
         raise ArgumentError(
             f"mesh has dimensions {names}; it must have '{EP}' and one or two others, e.g. 'efsdp'"
         )
-    return others
+    return replica_names
 
 
 def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh, expert_mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Whether a layer's steps take less time in FP8 than in bf16, from measurements (`choose_precision`, "float8-auto"):
+"""Chooses FP8 for a layer if measured steps were faster in FP8 than in bf16 (`choose_precision`, "float8-auto"). See
 "FP8" in docs/tuning.md."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def choose_precision(
     num_micro_batches: int = 1,
 ) -> MoEConfig:
     """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype: with
-    `precision=None` and `quantized_wire="none"`. docs/tuning.md says when FP8 is chosen. Local; does not synchronise
+    `precision=None` and `quantized_wire="none"`. The rule is in docs/tuning.md. Local; does not synchronise
     the host. The choice depends only on the arguments and the kind of GPU, so ranks with the same ones agree; ranks
     that choose differently raise ConfigMismatch in their first call.
 
@@ -103,11 +103,11 @@ def best_measured(
     )
     config.experts_per_rank(num_ranks)
     speed_ups = [
-        (each, each.speed_up(config.quantized_wire, num_micro_batches))
-        for each in MEASURED
-        if each.hidden <= config.expert_hidden
-        and each.ffn <= config.ffn
-        and each.rows_per_expert * config.num_experts <= num_ranks * num_tokens * config.top_k
+        (layer, layer.speed_up(config.quantized_wire, num_micro_batches))
+        for layer in MEASURED
+        if layer.hidden <= config.expert_hidden
+        and layer.ffn <= config.ffn
+        and layer.rows_per_expert * config.num_experts <= num_ranks * num_tokens * config.top_k
     ]
     return max(speed_ups, key=lambda pair: pair[1], default=(None, 0.0))
 

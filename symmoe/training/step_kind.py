@@ -47,7 +47,7 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
     if kind is slice:
         return {
             f".{name}": getattr(value, name) for name in ("start", "stop", "step")
-        }, lambda new: slice(*new)
+        }, lambda new_parts: slice(*new_parts)
     is_dataclass = dataclasses.is_dataclass(kind)
     if is_dataclass or isinstance(value, dict | UserDict | types.SimpleNamespace):
         items = value if isinstance(value, dict) else {}
@@ -60,23 +60,23 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
         if not all(map(_is_constant, items)):
             return None
 
-        def like(new: list[Any]) -> Any:
-            other = copy.copy(value)
-            for key, part in zip(items, new, strict=False):
-                dict.__setitem__(other, key, part)
-            for name, part in zip(names, new[len(items) :], strict=True):
-                object.__setattr__(other, name, part)  # it may be frozen
-            return other
+        def rebuild(new_parts: list[Any]) -> Any:
+            result = copy.copy(value)
+            for key, part in zip(items, new_parts, strict=False):
+                dict.__setitem__(result, key, part)
+            for name, part in zip(names, new_parts[len(items) :], strict=True):
+                object.__setattr__(result, name, part)  # it may be frozen
+            return result
 
         return {
             **{f"[{key!r}]": part for key, part in items.items()},
             **{f".{name}": getattr(value, name) for name in names},
-        }, like
+        }, rebuild
     children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if spec.is_leaf():
         return None
     parts = {f"[{i}]": part for i, part in enumerate(children)} | {".context": spec.context}
-    return parts, lambda new: pytree.tree_unflatten(new[:-1], spec)
+    return parts, lambda new_parts: pytree.tree_unflatten(new_parts[:-1], spec)
 
 
 class Tree:
@@ -105,10 +105,10 @@ class Tree:
         if isinstance(value, torch.Tensor):
             number = self._numbers.get(id(value))
             return value.clone() if number is None else tensors[number]
-        if type(value) in _CONSTANTS or (found := _parts(value)) is None:
+        if type(value) in _CONSTANTS or (split := _parts(value)) is None:
             return value
-        parts, like = found
-        return like([self._with(part, tensors) for part in parts.values()])
+        parts, rebuild = split
+        return rebuild([self._with(part, tensors) for part in parts.values()])
 
     def _add(self, path: str, value: object, tokens: list[Hashable]) -> None:
         if isinstance(value, torch.Tensor):
@@ -117,8 +117,8 @@ class Tree:
             tokens.append(
                 (type(value), value if isinstance(value, str) else repr(value))
             )  # 0.0 is not -0.0
-        elif (found := _parts(value)) is not None:
-            parts, _ = found
+        elif (split := _parts(value)) is not None:
+            parts, _ = split
             tokens.append((type(value), *parts))
             for where, part in parts.items():
                 self._add(path + where, part, tokens)
@@ -156,7 +156,7 @@ class Tree:
 
 
 def modes(device_type: str) -> Hashable:
-    """torch's settings."""
+    """torch's global settings that a capture fixes."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -172,22 +172,24 @@ def modes(device_type: str) -> Hashable:
 
 
 class Modules:
-    """A model's modules, inspected before every call. num_looks: inspections that found other parameters,
-    buffers, modules, hooks or listeners, or other attributes set by the step."""
+    """A model's modules, inspected before every call. num_inspections: the number of full inspections, which follow a
+    change of parameters, buffers, modules, hooks, listeners, or attributes set by the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.num_looks = 0
+        self.num_inspections = 0
         self._num_replaced = 0
-        self._own: dict[tuple[int, str], object] = {}  # attributes that the step itself sets
+        self._set_by_step: dict[
+            tuple[int, str], object
+        ] = {}  # attributes that the step itself sets
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, object] = {}  # by id; the reference keeps the id unique
-        self.ddp_on_default_stream = False  # whether a DDP accumulates there
+        self.ddp_on_default_stream = False  # a DDP accumulates gradients on it
         self._settings = 0
-        self._look()
+        self._inspect()
 
-    def _look(self) -> None:
-        self.num_looks += 1
+    def _inspect(self) -> None:
+        self.num_inspections += 1
         modules = modules_of(self._model, nn.Module)  # ArgumentError: no model
         self.parameters = list(self._model.parameters())
         self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
@@ -204,19 +206,21 @@ class Modules:
         self._entries = list(chain.from_iterable(map(dict.values, self._full)))
         self._vars = list(map(vars, modules))
         self._num_attributes = sum(map(len, self._vars))
-        found = [
+        attributes = [
             (d, n)
             for d in self._vars
             for n in d
-            if (id(d), n) not in self._own and n not in _SET_BY_DDP
+            if (id(d), n) not in self._set_by_step and n not in _SET_BY_DDP
         ]
         self._attributes = [
             (d, name)
-            for d, name in found
+            for d, name in attributes
             if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
         ]
         self._public = [
-            (d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor
+            (d, name)
+            for d, name in attributes
+            if name[0] != "_" and type(d[name]) is not torch.Tensor
         ]
         self.located = [  # in memory of their own
             t
@@ -227,33 +231,33 @@ class Modules:
             parameter for parameter in self.parameters if hasattr(parameter, "device_mesh")
         ]
         # Unknown until `settings`.
-        self.places: list[list[Any]] = []  # tensor addresses
+        self.addresses: list[list[Any]] = []  # tensor addresses
         self._trained: list[tuple[Any, ...]] = []
         self._values: list[Any] = []
 
     def settings(self) -> int:
         """A number that identifies the step's settings, except tensor addresses."""
-        if self._are_others() or sum(map(len, self._vars)) != self._num_attributes:
-            self._look()
+        if self._have_changed() or sum(map(len, self._vars)) != self._num_attributes:
+            self._inspect()
         trained = list(map(_TRAINED, self.parameters))
         values = [d.get(name) for d, name in self._public]
         tensors = self._tensors()
-        places = [
-            list(map(of, tensors))
-            for of in (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel)
+        addresses = [
+            list(map(read, tensors))
+            for read in (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel)
         ]
         if (
             trained == self._trained
-            and places == self.places
+            and addresses == self.addresses
             and all(map(operator.is_, values, self._values))
         ):
             return self._settings
         if torch.Tensor in map(type, values) or [hooks for _, *hooks in trained] != self._hooks:
-            self._look()
+            self._inspect()
             return self.settings()
         self._trained = trained
         self._values = values
-        self.places = places
+        self.addresses = addresses
         tokens = [
             (type(value), repr(value) if type(value) in _CONSTANTS else id(value))
             for value in values
@@ -263,7 +267,7 @@ class Modules:
             (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
         ]
         settings = (
-            self.num_looks,
+            self.num_inspections,
             *[needs_gradient for needs_gradient, *_ in trained],
             *tokens,
             *layouts,
@@ -301,9 +305,9 @@ class Modules:
         """A context that detects which attributes the step sets. arguments: by position. ArgumentError: the step
         writes into arguments or parameters, or always replaces something in the model."""
         tensors = [
-            each
-            for each in (*arguments.items(), *self._model.named_parameters())
-            if not each[1].is_inference()  # inference tensors have no versions
+            (name, tensor)
+            for name, tensor in (*arguments.items(), *self._model.named_parameters())
+            if not tensor.is_inference()  # inference tensors have no versions
         ]
         versions = [version_of(tensor) for _, tensor in tensors]
         watched = [*self._public, *self._attributes]
@@ -314,30 +318,30 @@ class Modules:
                 raise ArgumentError(
                     f"the step writes into {name} {list(tensor.shape)}, twice if it has to be repeated"
                 )
-        self._num_replaced = self._num_replaced + 1 if self._are_others() else 0
+        self._num_replaced = self._num_replaced + 1 if self._have_changed() else 0
         if self._num_replaced == 2:
-            known = set(map(id, self._entries))
+            entry_ids = set(map(id, self._entries))
             names = [
                 key
                 for d in (*self._full, *self._empty)
                 for key, value in d.items()
-                if id(value) not in known
+                if id(value) not in entry_ids
             ]
             raise ArgumentError(
                 f"the step replaces {names or ['listeners']} of modules in every call, which a replay would not"
             )
-        own = [
+        changed = [
             pair
             for pair, value in zip(watched, before, strict=True)
             if not _is_same(value, pair[0].get(pair[1]))
         ]
-        if own:
-            names = sorted({name for _, name in own})
+        if changed:
+            names = sorted({name for _, name in changed})
             warn(f"the step sets {names} of modules, which replays of a capture will not")
-            self._own |= {(id(d), name): d for d, name in own}
-            self._look()
+            self._set_by_step |= {(id(d), name): d for d, name in changed}
+            self._inspect()
 
-    def _are_others(self) -> bool:
+    def _have_changed(self) -> bool:
         """Whether parameters, buffers, modules, hooks or listeners differ from the last inspection."""
         entries = chain.from_iterable(map(dict.values, self._full))
         is_known = all(map(operator.is_, entries, self._entries)) and sum(
@@ -346,9 +350,11 @@ class Modules:
         return (
             not is_known
             or any(self._empty)
-            or [each.callbacks for each in self._listeners] != self._callbacks
+            or [listeners.callbacks for listeners in self._listeners] != self._callbacks
         )
 
 
-def _is_same(old: object, new: object) -> bool:
-    return old is new or (type(old) is type(new) and type(old) in _CONSTANTS and old == new)
+def _is_same(first: object, second: object) -> bool:
+    return first is second or (
+        type(first) is type(second) and type(first) in _CONSTANTS and first == second
+    )

@@ -1,4 +1,4 @@
-"""Buffers of the caller: what is refused, and that using one again is right or an error, never silently wrong."""
+"""Buffers of the caller: refused buffers, and reuse of a buffer, which is correct or an error, never silently wrong."""
 
 import functools
 import gc
@@ -21,24 +21,24 @@ BOTH = ("out", "grad_input_out")
 
 
 class Op:
-    """One of WAYS, H -> H, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
+    """A module H -> H of one of WAYS, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
 
     def __init__(self, name: str, case: cases.Case = PLAIN) -> None:
         self.name = name
         self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
-        activation, way = symmoe.grouped.ScaledSwiGLU(), name
+        activation, kind = symmoe.grouped.ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
-            way = "sequential"
-        self.call, layers = cases.make_way(way, case, self.inputs, activation=activation)
+            kind = "sequential"
+        self.call, layers = cases.make_way(kind, case, self.inputs, activation=activation)
         self.fc1, *_, self.fc2 = [*layers.values()] * 2
 
     def __call__(self, x, **buffers):
         return self.call(x, self.scale, self.splits, **buffers)
 
     def gradient(self) -> torch.Tensor:
-        """Of the x of its inputs for their d_y, without buffers."""
+        """The gradient of x without buffers, for these inputs and their d_y."""
         x = self.inputs.x.clone().requires_grad_()
         return torch.autograd.grad(self(x), x, self.inputs.d_y)[0][: cases.TINY.num_used]
 
@@ -50,13 +50,13 @@ def op(request) -> Op:
 
 @pytest.fixture(params=[name for name in cases.WAYS if name != "modules"])
 def single(request) -> Op:
-    """An op whose backward is one step, which reads the gradient of the result while it writes that of x."""
+    """An op whose backward is one step that reads the result's gradient while it writes the gradient of x."""
     return Op(request.param)
 
 
 @pytest.fixture
 def raw_writes(monkeypatch) -> None:
-    """Twins that write past autograd's version counters, as kernels on GPUs do."""
+    """Twins whose writes bypass autograd's version counters, like kernels on GPUs."""
 
     def write(kernel, rows, weight, row_range, out, **options):
         kernel(rows, weight, row_range, out.data, **options)
@@ -70,7 +70,7 @@ def buffer(*shape: int) -> torch.Tensor:
 
 
 def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> None:
-    """The rule for every reuse: what comes out is right, or there is an error."""
+    """The rule for every reuse: the results are correct, or there is an error."""
     try:
         compute()
     except (symmoe.errors.ArgumentError, symmoe.errors.StaleLease):
@@ -121,7 +121,7 @@ MISTAKES = {  # the buffer from the op and its x, parts of the text
 
 
 def around(x: torch.Tensor, first_row: int) -> torch.Tensor:
-    """[N, H] in the memory that x is the middle of, beginning so many rows after x."""
+    """[N, H] in memory that x lies in the middle of; starts so many rows after x."""
     return x._base.view(-1).as_strided((N, H), (H, 1), x.storage_offset() + first_row * H)
 
 
@@ -142,11 +142,15 @@ def with_scale(op: Op) -> torch.Tensor:
 
 
 def inside(layer: torch.nn.Module, name: str) -> torch.Tensor:
-    """[N, H] whose memory a parameter of the layer shares."""
-    old = getattr(layer, name)
-    memory = torch.zeros(max(N * H, old.numel()))
+    """[N, H] that shares memory with a parameter of the layer."""
+    parameter = getattr(layer, name)
+    memory = torch.zeros(max(N * H, parameter.numel()))
     setattr(
-        layer, name, torch.nn.Parameter(memory[: old.numel()].view(old.shape).copy_(old.detach()))
+        layer,
+        name,
+        torch.nn.Parameter(
+            memory[: parameter.numel()].view(parameter.shape).copy_(parameter.detach())
+        ),
     )
     return memory[: N * H].view(N, H)
 
@@ -159,22 +163,22 @@ def x_with_room(op: Op) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("make", "parts"), MISTAKES.values(), ids=MISTAKES)
-def test_refused_in_forward(op, make, parts):
+def test_wrong_buffers_are_refused_in_forward(op, make, parts):
     x = x_with_room(op)
     wrong = make(op, x)
-    other = buffer()
+    second_buffer = buffer()
     want = op(x)
-    kept = x.clone()
+    saved = x.clone()
     contexts = nullcontext, torch.no_grad, torch.inference_mode
     for (name, right), context in itertools.product((BOTH, BOTH[::-1]), contexts):
         with context(), pytest.raises(symmoe.errors.ArgumentError) as caught:
-            op(x, **{right: other, name: wrong})
+            op(x, **{right: second_buffer, name: wrong})
         text = str(caught.value)
         assert text.startswith(name)
         for part in parts:
             assert part in text
-    assert (other == cases.SENTINEL).all(), "nothing has been computed"
-    cases.assert_same_bits(x, kept)
+    assert (second_buffer == cases.SENTINEL).all(), "nothing has been computed"
+    cases.assert_same_bits(x, saved)
     out = buffer()
     y = op(x, out=out, grad_input_out=buffer())
     cases.assert_same_bits(y[: cases.TINY.num_used], want[: cases.TINY.num_used])
@@ -182,14 +186,14 @@ def test_refused_in_forward(op, make, parts):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 1 - N])
-def test_the_two_buffers_overlap(op, shift):
+def test_overlapping_buffers_are_refused(op, shift):
     memory = buffer(3 * N, H)
     with pytest.raises(symmoe.errors.ArgumentError, match="overlaps a tensor of shape"):
         op(op.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
 
 
 def test_an_empty_tensor_overlaps_nothing():
-    """It has an address all the same."""
+    """An empty tensor has an address, too."""
     memory = torch.zeros(8, 4)
     assert overlap_problem([Buffer("out", memory)], [memory[4:4]]) is None
     assert overlap_problem([Buffer("out", memory[:4])], [memory[4:]]) is None
@@ -199,7 +203,7 @@ def test_an_empty_tensor_overlaps_nothing():
 
 
 def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
-    """A view of memory that was a lease's, and that somebody else has by now."""
+    """A view of a released lease's memory, which another lease has taken."""
     lease = heap.lease(tuple(like.shape), like.dtype, name="mine")
     view = lease.tensor.copy_(like)[:]
     lease.release()
@@ -216,30 +220,30 @@ MODULES = symmoe.grouped.Sequential(
 )
 # (argument, a call of a public function that is given a released tensor for it).
 CALLS_WITH_RELEASED_MEMORY = [
-    ("x", lambda gone: LINEAR(gone(INPUTS.x), SPLITS)),
-    ("splits", lambda gone: LINEAR(INPUTS.x, gone(SPLITS))),
-    ("bias_scale", lambda gone: LINEAR(INPUTS.x, SPLITS, bias_scale=gone(INPUTS.scale))),
+    ("x", lambda free: LINEAR(free(INPUTS.x), SPLITS)),
+    ("splits", lambda free: LINEAR(INPUTS.x, free(SPLITS))),
+    ("bias_scale", lambda free: LINEAR(INPUTS.x, SPLITS, bias_scale=free(INPUTS.scale))),
     *(
-        (name, lambda gone, call=call, name=name: call(**{name: gone(INPUTS.x)}))
+        (name, lambda free, call=call, name=name: call(**{name: free(INPUTS.x)}))
         for name in BOTH
         for call in (
             functools.partial(LINEAR, INPUTS.x, SPLITS),
             functools.partial(MLP, INPUTS.x, SPLITS, INPUTS.scale),
         )
     ),
-    ("rows", lambda gone: MLP(gone(INPUTS.x), SPLITS, INPUTS.scale)),
-    ("splits", lambda gone: MLP(INPUTS.x, gone(SPLITS), INPUTS.scale)),
-    ("row_probs", lambda gone: MLP(INPUTS.x, SPLITS, gone(INPUTS.scale))),
-    ("h", lambda gone: SWIGLU(gone(INPUTS.x), INPUTS.scale)),
-    ("scale", lambda gone: SWIGLU(INPUTS.x, gone(INPUTS.scale))),
-    ("x", lambda gone: MODULES(gone(INPUTS.x), SPLITS, INPUTS.scale, SPLITS)),
-    ("splits", lambda gone: MODULES(INPUTS.x, SPLITS, INPUTS.scale, gone(SPLITS))),
-    ("scale", lambda gone: MODULES(INPUTS.x, SPLITS, gone(INPUTS.scale), SPLITS)),
+    ("rows", lambda free: MLP(free(INPUTS.x), SPLITS, INPUTS.scale)),
+    ("splits", lambda free: MLP(INPUTS.x, free(SPLITS), INPUTS.scale)),
+    ("row_probs", lambda free: MLP(INPUTS.x, SPLITS, free(INPUTS.scale))),
+    ("h", lambda free: SWIGLU(free(INPUTS.x), INPUTS.scale)),
+    ("scale", lambda free: SWIGLU(INPUTS.x, free(INPUTS.scale))),
+    ("x", lambda free: MODULES(free(INPUTS.x), SPLITS, INPUTS.scale, SPLITS)),
+    ("splits", lambda free: MODULES(INPUTS.x, SPLITS, INPUTS.scale, free(SPLITS))),
+    ("scale", lambda free: MODULES(INPUTS.x, SPLITS, free(INPUTS.scale), SPLITS)),
 ]
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS_WITH_RELEASED_MEMORY)
-def test_every_tensor_of_a_call_must_live(heap, name, call):
+def test_tensors_of_a_released_lease_are_refused(heap, name, call):
     with pytest.raises(
         symmoe.errors.StaleLease, match=rf"^{name} is memory of lease 'mine' \(generation 1\)"
     ):
@@ -247,7 +251,7 @@ def test_every_tensor_of_a_call_must_live(heap, name, call):
     call(lambda like: heap.lease(tuple(like.shape), like.dtype).tensor.copy_(like))
 
 
-def test_a_gradient_whose_lease_was_released(op, heap):
+def test_a_gradient_of_a_released_lease_is_refused(op, heap):
     x = op.inputs.x.clone().requires_grad_()
     y = op(x)
     with pytest.raises(symmoe.errors.StaleLease, match=r"^d_y is memory of lease 'mine'"):
@@ -257,7 +261,7 @@ def test_a_gradient_whose_lease_was_released(op, heap):
     cases.assert_same_bits(used_rows_of(x.grad), op.gradient())
 
 
-def test_gradient_buffer_is_where_the_gradient_comes_from(single):
+def test_a_gradient_buffer_may_be_the_memory_of_the_incoming_gradient(single):
     grad_input_out = buffer()
     x = single.inputs.x.clone().requires_grad_()
     y = single(x, grad_input_out=grad_input_out)
@@ -280,7 +284,7 @@ Memory = torch.Tensor | None  # a buffer that is used again and again, or none
 
 
 def one_leaf(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
-    """Autograd must not take the buffer itself for the leaf's `.grad`."""
+    """Autograd must not use the buffer itself as the leaf's `.grad`."""
     x = op.inputs.x.clone().requires_grad_()
     for batch in batches():
         with torch.no_grad():
@@ -290,10 +294,10 @@ def one_leaf(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
     return [x.grad]
 
 
-def gradients_of_their_own(
+def separate_gradients(
     op: Op, out: Memory, gradient: Memory, is_leaf: bool = True
 ) -> list[torch.Tensor]:
-    """A `.grad`, of a leaf or retained, of an earlier micro-batch is not overwritten by a later one."""
+    """A later micro-batch does not overwrite the `.grad` of an earlier one, of a leaf or retained."""
     xs = []
     for batch in batches():
         x = batch.x.clone().requires_grad_()
@@ -343,7 +347,7 @@ def two_consumers(
 
 
 def two_micro_batches(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
-    """In one backward: the producers of both x run after both gradients have been written."""
+    """In one backward: the producers of both x run after both gradients are written."""
     leaves = [batch.x.nan_to_num().requires_grad_() for batch in batches(2)]
     ys = [op(leaf * (2 + i), grad_input_out=gradient) for i, leaf in enumerate(leaves)]
     torch.autograd.backward(ys, [batch.d_y.nan_to_num() for batch in batches(2)])
@@ -358,7 +362,7 @@ def layers_in_a_row(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]
 
 
 def result_written_in_place(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
-    """y.mul_(2) writes into the caller's buffer; gradients know of it, or it is refused."""
+    """y.mul_(2) writes into the caller's buffer: gradients include the factor, or the write is refused."""
     x = op.inputs.x.nan_to_num().requires_grad_()
     y = op(x, out=out)
     y.mul_(2)
@@ -372,29 +376,29 @@ def not_of_leaves(program: Callable[..., list[torch.Tensor]]) -> Callable[..., l
 
 ALWAYS_RIGHT = (
     one_leaf,
-    gradients_of_their_own,
+    separate_gradients,
     backward_twice,
     a_second_consumer,
     out_after_backward,
-    not_of_leaves(gradients_of_their_own),
+    not_of_leaves(separate_gradients),
     not_of_leaves(a_second_consumer),
 )
 RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches, layers_in_a_row)
 
 
 @pytest.mark.parametrize("program", [*ALWAYS_RIGHT, *RIGHT_OR_ERROR, result_written_in_place])
-def test_a_buffer_that_is_used_again(op, program):
-    """Gradients are those without buffers, whatever has been in them meanwhile."""
+def test_a_reused_buffer_is_right_or_an_error(op, program):
+    """Gradients are those without buffers, whatever the buffer had in between."""
     want = program(op, None, None)
-    found = []
+    actual = []
     buffers = [buffer(2 * N, H)[:N] for _ in BOTH]  # views stay plain tensors
 
     def compute():
-        found.extend(program(op, *buffers))
+        actual.extend(program(op, *buffers))
 
     def check():
         assert not any(plain.requires_grad for plain in (*buffers, *(b._base for b in buffers)))
-        for got, expected in zip(found, want, strict=True):
+        for got, expected in zip(actual, want, strict=True):
             cases.assert_near(used_rows_of(got), used_rows_of(expected), torch.float32)
 
     if program in ALWAYS_RIGHT:
@@ -405,7 +409,7 @@ def test_a_buffer_that_is_used_again(op, program):
 
 
 def layer_after_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """It is one of our own layers that keeps the result of another."""
+    """The layer that saves the other's result is a grouped layer."""
     out = buffer()
     z = Op("mlp")(op(x, out=out))
     op(later, out=out)
@@ -420,7 +424,7 @@ def square_through_a_view(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch
 
 
 def product_with_a_gradient_buffer(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """The gradient buffer held something that a graph still needs."""
+    """The gradient buffer holds a tensor that a graph still needs."""
     shared = torch.ones(N, H)
     product = torch.ones(N, H, requires_grad=True) * shared
     op(x, grad_input_out=shared).backward(op.inputs.d_y)
@@ -444,7 +448,7 @@ def result_of_an_input(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Te
         result_of_an_input,
     ],
 )
-def test_what_a_graph_needs_is_written_over(op, result):
+def test_overwriting_saved_tensors_is_an_error(op, result):
     x = op.inputs.x.nan_to_num().requires_grad_()
     later = batches(1)[0].x.nan_to_num()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -452,10 +456,10 @@ def test_what_a_graph_needs_is_written_over(op, result):
 
 
 @pytest.mark.usefixtures("raw_writes")
-def test_delayed_gradients_and_buffers_that_are_used_again():
-    """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
+def test_delayed_gradients_and_reused_buffers():
+    """backward_dw of the first micro-batch runs after the second one has overwritten x and d_y of the first."""
     case = cases.Case(delayed=True, buffers=())
-    found = []
+    actual = []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner = Op("linear", case)
         outer = Op("linear", case)
@@ -465,14 +469,14 @@ def test_delayed_gradients_and_buffers_that_are_used_again():
                 outer(inner(batch.x, out=out), grad_input_out=d_mid).backward(batch.d_y)
             for layer in (inner.fc1, outer.fc1) * 2:
                 layer.backward_dw()
-            found.append((inner.fc1.weight.grad, outer.fc1.weight.grad))
+            actual.append((inner.fc1.weight.grad, outer.fc1.weight.grad))
 
         def check():
-            for got, want in zip(found[-1], found[0], strict=True):
+            for got, want in zip(actual[-1], actual[0], strict=True):
                 cases.assert_near(got, want, torch.float32)
 
         right_or_error(compute, check)
-    assert found
+    assert actual
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -488,50 +492,50 @@ ENDS_OF_THREE += [("dropped",) * 3]
 
 @pytest.mark.parametrize("ends", ENDS_OF_THREE, ids=" ".join)
 def test_leases_that_end_before_backward(op, heap, ends):
-    """A graph keeps the memory of what it still needs: nobody else gets it. Of what was released, it is right or an
-    error, and memory of somebody else is not written."""
+    """A graph keeps the memory that it needs: no new lease gets it. A use of released memory is correct or an error,
+    and never writes into another lease."""
     source = op.inputs.x.nan_to_num().requires_grad_()
     inputs = source, op.fc1.weight
-    wanted = torch.autograd.grad(used_rows_of(op(source)).square().sum(), inputs)
-    mine = leases(heap, 3)
-    of_rows, out, gradient = (lease.tensor for lease in mine)
+    expected = torch.autograd.grad(used_rows_of(op(source)).square().sum(), inputs)
+    op_leases = leases(heap, 3)
+    of_rows, out, gradient = (lease.tensor for lease in op_leases)
     y = op(of_rows.copy_(source), out=out, grad_input_out=gradient)
     loss = used_rows_of(y).square().sum()  # keeps y
     del of_rows, out, gradient, y
-    for lease in itertools.compress(mine, (how == "released" for how in ends)):
+    for lease in itertools.compress(op_leases, (end == "released" for end in ends)):
         lease.release()
-    mine[:] = itertools.compress(mine, (how == "kept" for how in ends))
+    op_leases[:] = itertools.compress(op_leases, (end == "kept" for end in ends))
     gc.collect()
-    others = [lease.tensor.fill_(cases.SENTINEL) for lease in leases(heap, 4)]
-    found = []
+    new_tensors = [lease.tensor.fill_(cases.SENTINEL) for lease in leases(heap, 4)]
+    actual = []
 
     def check():
-        cases.assert_near(*(used_rows_of(of_x) for of_x, _ in (found[0], wanted)), torch.float32)
-        cases.assert_near(found[0][1], wanted[1], torch.float32)
+        cases.assert_near(*(used_rows_of(of_x) for of_x, _ in (actual[0], expected)), torch.float32)
+        cases.assert_near(actual[0][1], expected[1], torch.float32)
 
     def compute():
-        found.append(torch.autograd.grad(loss, inputs))
+        actual.append(torch.autograd.grad(loss, inputs))
 
     if "released" in ends:
         right_or_error(compute, check)
     else:
         compute()
         check()
-    assert all((other == cases.SENTINEL).all() for other in others)
+    assert all((tensor == cases.SENTINEL).all() for tensor in new_tensors)
 
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
-def test_losses_that_are_kept_keep_no_leases(op, heap):
+def test_retained_losses_keep_no_leases(op, heap):
     x = op.inputs.x.nan_to_num().requires_grad_()
     losses = []
     want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
-    for asked in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
+    for targets in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
         out, grad_input_out = leases(heap, 2)
         loss = (
             used_rows_of(op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)).square().sum()
         )
         del out, grad_input_out
-        loss.backward(inputs=asked)
+        loss.backward(inputs=targets)
         losses.append(loss)
         assert heap.leased_bytes == 0
     cases.assert_near(used_rows_of(x.grad), 5 * used_rows_of(want).double(), torch.float32)
@@ -559,8 +563,8 @@ def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, heap):
         loss.backward()
 
 
-def test_a_backward_that_fails_can_be_tried_again(heap):
-    """The graph is not spent: its buffer is still the one that was given."""
+def test_a_failed_backward_can_be_repeated(heap):
+    """The graph is not consumed, and still has the caller's buffer."""
     op = Op("linear", cases.Case(main_grad=True, buffers=()))
     x = op.inputs.x.nan_to_num().requires_grad_()
     grad_input_out = heap.lease((N, H), torch.float32).tensor
@@ -574,13 +578,15 @@ def test_a_backward_that_fails_can_be_tried_again(heap):
     cases.assert_same_bits(used_rows_of(grad_input_out), op.gradient())
 
 
-def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
-    """torch.autograd.grad gives it out without a copy, and whoever has it may use the buffer again."""
+def test_the_returned_gradient_is_the_buffer(op, heap):
+    """torch.autograd.grad returns the buffer without a copy, and its caller may use the buffer again."""
     x = op.inputs.x.nan_to_num().requires_grad_()
     grad_input_out = heap.lease((N, H), torch.float32).tensor
     for _ in range(2):
-        (found,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
-        assert found.data_ptr() == grad_input_out.data_ptr()
+        (gradient,) = torch.autograd.grad(
+            used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x
+        )
+        assert gradient.data_ptr() == grad_input_out.data_ptr()
 
 
 # -- with dispatch and combine ----------------------------------------------------------------------------------------
@@ -597,7 +603,7 @@ class Step:
         self.model = symmoe.GroupedMLP(4, H, cases.TINY.ffn, bias=True)
 
     def forward(self, *, on_heap: bool = True) -> torch.Tensor:
-        """y; the buffers live on the heap and nowhere else."""
+        """y; only leases have the buffers' memory."""
         plan = symmoe.make_plan(self.ids, num_experts=4, heap=self.heap)
 
         def lease() -> torch.Tensor | None:
@@ -633,15 +639,15 @@ def test_no_copies_between_the_parts(heap):
     copies = heap.statistics.num_staging_copies
     assert copies > 0
     for _ in range(2):
-        for found, expected in zip(step.run(on_heap=True), want, strict=True):
-            cases.assert_same_bits(found, expected)
+        for actual, expected in zip(step.run(on_heap=True), want, strict=True):
+            cases.assert_same_bits(actual, expected)
     assert heap.statistics.num_staging_copies == copies, (
         "every buffer was read and written in place"
     )
 
 
 def test_a_second_backward_through_combine(heap):
-    """Right if the graph is retained; an error, on every rank alike, if its buffer has been let go of."""
+    """Correct if the graph is retained; an error on every rank if the buffer has been freed."""
     step = Step(heap)
     plan = symmoe.make_plan(step.ids, num_experts=4, heap=heap)
     rows, _, handle = symmoe.dispatch_tokens(step.x, plan)

@@ -1,4 +1,5 @@
-"""Grouped layers by every way, one linear layer or experts: against a float64 oracle, and bit for bit each other."""
+"""Grouped layers in every form, one linear layer or experts: against a float64 oracle, and with the same bits as each
+other."""
 
 from functools import partial
 
@@ -27,8 +28,8 @@ def filled(case, inputs, **options) -> GroupedMLP:
 
 
 def cut(matrix: list[cases.Case]) -> list:
-    """With half of the cases slow, such that every three options meet in all ways, and those of fp16, which are as
-    those of bf16."""
+    """The cases with half of them marked slow: every three options meet in the quick ones. Cases of fp16 are slow, as
+    they repeat those of bf16."""
     parameters = []
     for case in matrix:
         flags = case.is_nd, case.bias, case.main_grad, case.delayed, case.dtype == torch.bfloat16
@@ -40,7 +41,7 @@ def cut(matrix: list[cases.Case]) -> list:
 @cases.everywhere
 @pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("case", cut(cases.matrix()), ids=str)
-def test_matrix(case, way, sizes, device):
+def test_all_options_equal_the_oracle(case, way, sizes, device):
     cases.check_case(way, case, sizes, device)
 
 
@@ -98,15 +99,15 @@ def test_splits(kind, splits):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
-def test_no_rows(shape, bias, way):
+def test_calls_without_rows(shape, bias, way):
     case = cases.Case(bias=bias, buffers=())
     inputs = cases.inputs_of(way, case)
     columns = inputs.d_y.shape[-1]
     inputs.x = torch.empty(*shape, 16, requires_grad=True)
     inputs.scale = torch.empty(shape, requires_grad=True)
     call, layers = cases.make_way(way, case, inputs)
-    given = inputs.x, inputs.scale, torch.zeros_like(inputs.splits)
-    y = call(*given, out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
+    arguments = inputs.x, inputs.scale, torch.zeros_like(inputs.splits)
+    y = call(*arguments, out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
     assert y.shape == (*shape, columns)
     y.sum().backward()
     assert inputs.x.grad.shape == (*shape, 16)
@@ -125,21 +126,21 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
     inputs = cases.inputs_of(way, case)
     want = cases.run_way("linear" if way == "linear" else "modules", case, inputs).tensors["y"]
     call, layers = cases.make_way(way, case, inputs)
-    given = cases.Buffers.of(case, inputs, out_features=want.shape[-1])
+    buffer_arguments = cases.Buffers.of(case, inputs, out_features=want.shape[-1])
     for layer in layers.values() if mode == "eval" else ():
         layer.eval().requires_grad_(False)
     with {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[
         mode
     ]():
         for _ in range(2):  # a buffer may be used again
-            y = call(inputs.x, inputs.scale, inputs.splits, **vars(given))
+            y = call(inputs.x, inputs.scale, inputs.splits, **vars(buffer_arguments))
     assert not y.requires_grad
     cases.assert_same_bits(cases.used(y, cases.TINY), cases.used(want, cases.TINY))
-    if given.out is not None:
-        assert y.data_ptr() == given.out.data_ptr()
-        assert (given.out.flatten(0, -2)[cases.TINY.num_used :] == cases.SENTINEL).all()
-    if given.grad_input_out is not None:
-        assert (given.grad_input_out == cases.SENTINEL).all()
+    if buffer_arguments.out is not None:
+        assert y.data_ptr() == buffer_arguments.out.data_ptr()
+        assert (buffer_arguments.out.flatten(0, -2)[cases.TINY.num_used :] == cases.SENTINEL).all()
+    if buffer_arguments.grad_input_out is not None:
+        assert (buffer_arguments.grad_input_out == cases.SENTINEL).all()
 
 
 @cases.everywhere
@@ -163,9 +164,9 @@ def test_a_grouped_mlp_of_its_own_layers(weights):
         cases.used(y, cases.TINY), cases.mlp_oracle(inputs, PLAIN)["y"], torch.float32
     )
     assert all(is_expert for _, _, is_expert in named_parameters(model))
-    other = GroupedMLP(cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, bias=True)
-    other.load_state_dict(model.state_dict())
-    cases.assert_same_bits(other(inputs.x, inputs.splits, inputs.scale), y)
+    mlp = GroupedMLP(cases.TINY.num_groups, cases.TINY.hidden, cases.TINY.ffn, bias=True)
+    mlp.load_state_dict(model.state_dict())
+    cases.assert_same_bits(mlp(inputs.x, inputs.splits, inputs.scale), y)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -181,11 +182,11 @@ def test_delayed_gradients_come_from_one_call(main_grad):
         oracle = cases.mlp_oracle(inputs, case)
         for name in ("fc1", "fc2"):
             weight = getattr(model, name).weight
-            found, start = (
+            actual, start = (
                 (weight.main_grad, cases.MAIN_GRAD_START) if main_grad else (weight.grad, 0.0)
             )
-            assert not found.requires_grad
-            cases.assert_near(found, oracle[f"d_{name}.weight"] * count + start, torch.float32)
+            assert not actual.requires_grad
+            cases.assert_near(actual, oracle[f"d_{name}.weight"] * count + start, torch.float32)
     model.backward_dw()
 
 
@@ -198,15 +199,15 @@ def test_first_micro_batch_overwrites_both(first):
     oracle = cases.mlp_oracle(inputs, case)
     start = 0.0 if first else cases.MAIN_GRAD_START
     for name in ("fc1", "fc2"):
-        found = getattr(model, name).weight.main_grad
-        cases.assert_near(found, oracle[f"d_{name}.weight"] + start, torch.float32)
-        assert (found[1] == start).all(), "group 1 has no rows"
+        main_grad = getattr(model, name).weight.main_grad
+        cases.assert_near(main_grad, oracle[f"d_{name}.weight"] + start, torch.float32)
+        assert (main_grad[1] == start).all(), "group 1 has no rows"
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2", "fc", "weight", "x", "scale", "bias", "nothing"])
 @pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
-def test_some_inputs_take_no_gradient(way, frozen):
-    """The buffer for the gradient of x is written if x takes one."""
+def test_inputs_without_gradients(way, frozen):
+    """The gradient buffer of x is written if x requires a gradient."""
     inputs = cases.inputs_of(way, PLAIN)
     buffers = cases.Buffers(grad_input_out=torch.full_like(inputs.x, cases.SENTINEL))
     call, layers = cases.make_way(way, PLAIN, inputs)
@@ -218,15 +219,15 @@ def test_some_inputs_take_no_gradient(way, frozen):
     for name, parameter in parameters.items():
         parameter.requires_grad_(frozen not in name)
     call(x, scale, inputs.splits, **vars(buffers)).backward(inputs.d_y)
-    found = {"d_x": x.grad, "d_scale": scale.grad} | {
+    actual = {"d_x": x.grad, "d_scale": scale.grad} | {
         name: p.grad for name, p in parameters.items()
     }
     for name, want in cases.oracle_of(way, PLAIN, inputs).items():
         if frozen in name:
-            assert found[name] is None, name
+            assert actual[name] is None, name
         elif name != "y":
             cases.assert_near(
-                cases.of_groups(name, found[name], cases.TINY), want, torch.float32, name
+                cases.of_groups(name, actual[name], cases.TINY), want, torch.float32, name
             )
     assert (buffers.grad_input_out == cases.SENTINEL).all() == (frozen == "x")
 
@@ -249,7 +250,7 @@ def test_some_inputs_take_no_gradient(way, frozen):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else " ".join(value),
 )
-def test_wrong_arguments(change, parts):
+def test_wrong_arguments_are_refused(change, parts):
     inputs = cases.make_inputs(PLAIN)
     model = filled(PLAIN, inputs)
     good = {
@@ -280,7 +281,7 @@ def test_wrong_arguments(change, parts):
         ),
     ],
 )
-def test_wrong_constructor_arguments(changes, text):
+def test_wrong_constructor_arguments_are_refused(changes, text):
     with pytest.raises(ArgumentError, match=text):
         GroupedMLP(**({"num_groups": 2, "hidden": 4, "ffn": 4} | changes))
 

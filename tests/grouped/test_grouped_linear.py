@@ -1,4 +1,4 @@
-"""GroupedLinear: every way to give splits, weights, buffers and gradients, against a float64 oracle and itself."""
+"""GroupedLinear: every form of splits, weights, buffers and gradients, against a float64 oracle and against itself."""
 
 import copy
 import itertools
@@ -82,7 +82,7 @@ def test_rows_need_not_be_contiguous():
     ],
     ids=str,
 )
-def test_wrong_splits(splits, parts):
+def test_wrong_splits_are_refused(splits, parts):
     layer, inputs = layer_and_inputs()
     with cases.refused(*parts):
         layer(inputs.x, splits)
@@ -105,7 +105,7 @@ def test_wrong_splits(splits, parts):
         (lambda x: x.to("meta"), ["x is on meta", "cpu"]),
     ],
 )
-def test_wrong_x(change, parts):
+def test_a_wrong_x_is_refused(change, parts):
     layer, inputs = layer_and_inputs()
     with cases.refused(*parts):
         layer(change(inputs.x), inputs.splits)
@@ -149,10 +149,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "wanted"), WRONG, ids=str)
-def test_wrong_constructor_arguments(name, value, wanted):
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG, ids=str)
+def test_wrong_constructor_arguments_are_refused(name, value, expected):
     with pytest.raises(
-        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {re.escape(wanted)}"
+        ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {re.escape(expected)}"
     ):
         GroupedLinear(**(SIZES | {name: value}))
 
@@ -188,26 +188,32 @@ def test_state_dicts_of_either_form(source, target, bias, prefix):
             else layer
         )
 
-    theirs, inputs = layer_and_inputs(cases.Case(bias=bias, buffers=()), weights=source)
-    state = {name: tensor.clone() for name, tensor in wrapped(theirs).state_dict().items()}
-    kept = dict(state)
-    ours = GroupedLinear(cases.TINY.num_groups, cases.TINY.hidden, OUT, bias=bias, weights=target)
-    found = wrapped(ours).load_state_dict(state)
-    assert not found.missing_keys
-    assert not found.unexpected_keys
-    assert state.keys() == kept.keys(), "the caller's state dict is not changed"
-    cases.assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
+    source_layer, inputs = layer_and_inputs(cases.Case(bias=bias, buffers=()), weights=source)
+    state = {name: tensor.clone() for name, tensor in wrapped(source_layer).state_dict().items()}
+    saved = dict(state)
+    target_layer = GroupedLinear(
+        cases.TINY.num_groups, cases.TINY.hidden, OUT, bias=bias, weights=target
+    )
+    result = wrapped(target_layer).load_state_dict(state)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert state.keys() == saved.keys(), "the caller's state dict is not changed"
+    cases.assert_same_bits(
+        target_layer(inputs.x, inputs.splits), source_layer(inputs.x, inputs.splits)
+    )
 
 
 def test_state_dict_with_a_bias_per_group():
-    theirs, inputs = layer_and_inputs()
+    source_layer, inputs = layer_and_inputs()
     state = {f"weight{g}": inputs.w1[g] for g in range(4)} | {
         f"bias{g}": inputs.b1[g] for g in range(4)
     }
     for weights in FORMS:
-        ours = GroupedLinear(4, cases.TINY.hidden, OUT, weights=weights)
-        ours.load_state_dict(state)
-        cases.assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
+        target_layer = GroupedLinear(4, cases.TINY.hidden, OUT, weights=weights)
+        target_layer.load_state_dict(state)
+        cases.assert_same_bits(
+            target_layer(inputs.x, inputs.splits), source_layer(inputs.x, inputs.splits)
+        )
 
 
 @pytest.mark.parametrize("target", FORMS)
@@ -221,12 +227,12 @@ def test_state_dict_with_a_bias_per_group():
     ],
     ids=["missing", "unexpected", "width", "groups"],
 )
-def test_state_dicts_that_do_not_fit(target, changes, text):
+def test_wrong_state_dicts_are_refused(target, changes, text):
     layer = GroupedLinear(4, 8, 8, weights=target)
-    kept = {} if isinstance(changes.get("weight"), torch.Tensor) else layer.state_dict()
-    state = {"bias": torch.zeros(4, 8), **kept, **changes}
+    base_state = {} if isinstance(changes.get("weight"), torch.Tensor) else layer.state_dict()
+    state = {"bias": torch.zeros(4, 8), **base_state, **changes}
     with pytest.raises(RuntimeError, match=text):
-        layer.load_state_dict({name: each for name, each in state.items() if each is not None})
+        layer.load_state_dict({name: value for name, value in state.items() if value is not None})
 
 
 @pytest.mark.parametrize("weights", FORMS)
@@ -246,11 +252,11 @@ def test_init(weights):
 def test_copies_are_independent(weights):
     layer, inputs = layer_and_inputs(weights=weights)
     want = layer(inputs.x, inputs.splits)
-    other = copy.deepcopy(layer)
+    copied = copy.deepcopy(layer)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
-    cases.assert_same_bits(other(inputs.x, inputs.splits), want)
+    cases.assert_same_bits(copied(inputs.x, inputs.splits), want)
 
 
 # -- bias -------------------------------------------------------------------------------------------------------------
@@ -259,8 +265,10 @@ def test_copies_are_independent(weights):
 def test_return_bias(bias, buffers):
     case = cases.Case(bias=bias, buffers=buffers)
     layer, inputs = layer_and_inputs(case, return_bias=True)
-    given = cases.Buffers.of(case, inputs, out_features=OUT)
-    y, returned = layer(inputs.x, inputs.splits, out=given.out, grad_input_out=given.grad_input_out)
+    arguments = cases.Buffers.of(case, inputs, out_features=OUT)
+    y, returned = layer(
+        inputs.x, inputs.splits, out=arguments.out, grad_input_out=arguments.grad_input_out
+    )
     without = cases.Case(bias=False, buffers=())
     cases.assert_near(
         cases.used(y, cases.TINY), cases.linear_oracle(inputs, without)["y"], torch.float32
@@ -317,7 +325,7 @@ def test_bias_scale(dtype, is_nd, scale_dtype):
         ({"bias": False}, lambda s: 3.0, ["bias_scale (float)", "needs a bias"]),
     ],
 )
-def test_wrong_bias_scale(options, change, parts):
+def test_a_wrong_bias_scale_is_refused(options, change, parts):
     inputs = cases.linear_inputs(PLAIN)
     layer = GroupedLinear(4, cases.TINY.hidden, OUT, **options)
     with cases.refused(*parts):
@@ -346,10 +354,12 @@ def test_bias_gradient_is_deterministic_and_exact(dtype):
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_micro_batches_accumulate(weights, main_grad, delayed):
-    """Two micro-batches with other splits; the buffers and the leaf x are the same ones each time."""
+    """Two micro-batches with different splits, and with the same buffers and leaf x."""
     case = cases.Case(main_grad=main_grad, delayed=delayed)
     sizes = [cases.Sizes(splits=splits) for splits in ((3, 0, 2, 4), (0, 5, 0, 7))]
-    inputs = [cases.linear_inputs(case, sizes=each, seed=i) for i, each in enumerate(sizes)]
+    inputs = [
+        cases.linear_inputs(case, sizes=batch_sizes, seed=i) for i, batch_sizes in enumerate(sizes)
+    ]
     layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
     out = torch.empty(12, OUT)
     grad_input_out = torch.empty(12, cases.TINY.hidden)
@@ -369,10 +379,10 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
     ):
         want = oracles[0][name] + oracles[1][name]
         if main_grad and name == "d_fc.weight":
-            found, want = [p.main_grad for p in parameters], want + cases.MAIN_GRAD_START
+            actual, want = [p.main_grad for p in parameters], want + cases.MAIN_GRAD_START
         else:
-            found = [p.grad for p in parameters]
-        cases.assert_near(torch.stack(found).view(want.shape), want, torch.float32, name)
+            actual = [p.grad for p in parameters]
+        cases.assert_near(torch.stack(actual).view(want.shape), want, torch.float32, name)
     want = torch.zeros(12, cases.TINY.hidden, dtype=torch.float64)
     for oracle in oracles:
         want[: len(oracle["d_x"])] += oracle["d_x"]
@@ -382,18 +392,18 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("weights", FORMS)
-@pytest.mark.parametrize("how", ["call", "attribute", "accumulate"])
-def test_main_grad_of_groups_without_rows(dtype, weights, how):
+@pytest.mark.parametrize("mode", ["call", "attribute", "accumulate"])
+def test_main_grad_of_groups_without_rows(dtype, weights, mode):
     case = cases.Case(dtype=dtype, main_grad=True, buffers=())
     layer, inputs = layer_and_inputs(case, weights=weights)
     for parameter in layer.weight_parameters():
-        parameter.overwrite_main_grad = how == "attribute"
-    layer(inputs.x, inputs.splits, is_first_microbatch=how == "call").backward(inputs.d_y)
-    found = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
-    before = cases.MAIN_GRAD_START if how == "accumulate" else 0.0
-    assert found.dtype == torch.float32
-    assert (found[1] == before).all(), "group 1 has no rows"
-    cases.assert_near(found, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
+        parameter.overwrite_main_grad = mode == "attribute"
+    layer(inputs.x, inputs.splits, is_first_microbatch=mode == "call").backward(inputs.d_y)
+    main_grads = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
+    before = cases.MAIN_GRAD_START if mode == "accumulate" else 0.0
+    assert main_grads.dtype == torch.float32
+    assert (main_grads[1] == before).all(), "group 1 has no rows"
+    cases.assert_near(main_grads, cases.linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
 
 
 def test_main_grad_accumulates_in_fp32():
@@ -427,24 +437,24 @@ def test_trainer_protocol(weights, has_flag):
         assert not has_flag or not parameter.grad.any()
 
 
-def test_main_grad_is_asked_for_when_it_is_needed():
+def test_main_grad_is_read_when_it_is_needed():
     layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
     del layer.weight.main_grad
-    made = []
+    created = []
 
     def get_main_grad():
-        made.append(torch.zeros_like(layer.weight))
-        return made[-1]
+        created.append(torch.zeros_like(layer.weight))
+        return created[-1]
 
     layer.weight.get_main_grad = get_main_grad
     y = layer(inputs.x, inputs.splits)
-    assert not made
+    assert not created
     y.backward(inputs.d_y)
-    cases.assert_near(made[0], cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    cases.assert_near(created[0], cases.linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
 
 
 def test_placeholder_gradients_are_not_shared_state():
-    """A gradient of zeros that a trainer writes into must not turn up, written, in another layer."""
+    """If a trainer writes into a placeholder gradient of zeros, no other layer may see the values."""
     case = cases.Case(main_grad=True)
     layers = [layer_and_inputs(case)[0] for _ in range(2)]
     _, inputs = layer_and_inputs(case)
@@ -468,7 +478,7 @@ def test_placeholder_gradients_are_not_shared_state():
     ],
     ids=["none", "dtype", "shape", "strided", "device"],
 )
-def test_wrong_main_grad(main_grad, parts):
+def test_a_wrong_main_grad_is_refused(main_grad, parts):
     layer, inputs = layer_and_inputs(cases.Case(main_grad=True))
     layer.weight.main_grad = main_grad
     with cases.refused(*parts):
@@ -482,7 +492,7 @@ def test_wrong_main_grad(main_grad, parts):
 
 # -- delay_wgrad ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("option", ["delay_wgrad", "accumulate_into_main_grad"])
-def test_gradients_that_would_get_lost_in_a_parametrization(option: str):
+def test_gradients_that_a_parametrization_would_lose_are_refused(option: str):
     layer = GroupedLinear(2, 8, 8, bias=False, **{option: True})
     parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
     y = layer(torch.randn(4, 8), [2, 2])
@@ -493,7 +503,7 @@ def test_gradients_that_would_get_lost_in_a_parametrization(option: str):
 
 
 @pytest.mark.parametrize("weights", FORMS)
-def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
+def test_backward_dw_runs_the_oldest_first_and_accumulates(weights):
     case = cases.Case(delayed=True, buffers=())
     inputs = [cases.linear_inputs(case, seed=i) for i in range(3)]
     layer = cases.make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
@@ -509,10 +519,10 @@ def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
     for batch in inputs:
         layer.backward_dw()
         want = want + cases.linear_oracle(batch, case)["d_fc.weight"]
-        found = torch.stack(trainers).view(want.shape)
-        cases.assert_near(found, want, torch.float32)
+        actual = torch.stack(trainers).view(want.shape)
+        cases.assert_near(actual, want, torch.float32)
     layer.backward_dw()  # nothing is left
-    cases.assert_same_bits(torch.stack(trainers).view(want.shape), found)
+    cases.assert_same_bits(torch.stack(trainers).view(want.shape), actual)
     for parameter, gradient in zip(layer.weight_parameters(), trainers, strict=True):
         assert parameter.grad is gradient, "a gradient buffer of the trainer stays the one in use"
 
@@ -534,7 +544,7 @@ def test_hooks_after_backward_dw():
     assert not hasattr(layer_and_inputs()[0].weight, "skip_backward_post_hook")
 
 
-def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
+def test_frozen_weights_delay_no_gradient():
     layer, inputs = layer_and_inputs(cases.Case(delayed=True))
     layer.weight.requires_grad_(False)
     layer(inputs.x.clone().requires_grad_(), inputs.splits).backward(inputs.d_y)
@@ -543,21 +553,22 @@ def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
 
 
 @pytest.mark.parametrize("shape", [(12,), (3, 4)])
-@pytest.mark.parametrize("what", ["x", "d_y"])
-def test_delayed_gradients_of_rows_that_were_overwritten(what, shape):
-    """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong. Later calls run programs."""
+@pytest.mark.parametrize("overwritten", ["x", "d_y"])
+def test_delayed_gradients_of_overwritten_rows_are_refused(overwritten, shape):
+    """backward_dw reads x and d_y later; if they were overwritten in between, the gradient would be wrong. Later calls
+    run programs."""
     layer, inputs = layer_and_inputs(cases.Case(delayed=True, buffers=()))
     for _ in range(4):
-        x, d_y = (each.clone().view(*shape, -1) for each in (inputs.x, inputs.d_y))
+        x, d_y = (tensor.clone().view(*shape, -1) for tensor in (inputs.x, inputs.d_y))
         layer(x, inputs.splits).backward(d_y)
-        {"x": x, "d_y": d_y}[what].fill_(1e6)
-        with pytest.raises(StaleRows, match=rf"^{what} \[12"):
+        {"x": x, "d_y": d_y}[overwritten].fill_(1e6)
+        with pytest.raises(StaleRows, match=rf"^{overwritten} \[12"):
             layer.backward_dw()
         assert layer.weight.grad is None
 
 
 # -- autocast, second backward ----------------------------------------------------------------------------------------
-def test_weight_changed_before_backward():
+def test_a_weight_changed_before_backward_is_refused():
     layer, inputs = layer_and_inputs()
     y = layer(inputs.x.clone().requires_grad_(), inputs.splits)
     with torch.no_grad():
@@ -576,7 +587,7 @@ def test_weight_changed_before_backward():
     ],
     ids=["strides", "dtype", "shape"],
 )
-def test_discrete_weights_that_do_not_fit_each_other(change, parts):
+def test_discrete_weights_of_different_shapes_are_refused(change, parts):
     layer, inputs = layer_and_inputs(weights="discrete")
     layer.weight1.data = change(layer.weight1.data)
     with cases.refused(*parts):
@@ -585,7 +596,7 @@ def test_discrete_weights_that_do_not_fit_each_other(change, parts):
 
 @pytest.mark.parametrize("g", [0, 2])
 def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(heap, g):
-    """The first weight decides nothing: a layer has one dtype."""
+    """A layer has one dtype; the first weight's does not decide."""
     mlp, (x, scale) = GroupedMLP(4, 16, 16, weights="discrete"), (torch.ones(4, 16), torch.ones(4))
     getattr(mlp.fc1, f"weight{g}").data = getattr(mlp.fc1, f"weight{g}").data.bfloat16()
     calls = {"linear": lambda: mlp.fc1(x, [1] * 4), "mlp": lambda: mlp(x, [1] * 4, scale)}
@@ -601,26 +612,28 @@ def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(h
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_a_frozen_weight_among_others(main_grad, delayed):
-    """It gets no gradient; the others get theirs."""
+def test_a_frozen_weight_gets_no_gradient(main_grad, delayed):
+    """The other weights get theirs."""
     case = cases.Case(main_grad=main_grad, delayed=delayed)
     inputs = cases.linear_inputs(case)
-    whole, partly = (
+    all_trained, partly_frozen = (
         cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2)
     )
-    partly.weight2.requires_grad_(False)
-    for layer in (whole, partly) if main_grad else ():  # side by side, which are written as one
+    partly_frozen.weight2.requires_grad_(False)
+    for layer in (
+        (all_trained, partly_frozen) if main_grad else ()
+    ):  # side by side, which are written as one
         together = torch.full((4, *layer.weight0.shape), cases.MAIN_GRAD_START)
         for weight, part in zip(layer.weight_parameters(), together, strict=True):
             weight.main_grad = part
-    for layer in (whole, partly):
+    for layer in (all_trained, partly_frozen):
         layer(inputs.x, inputs.splits).backward(inputs.d_y)
         layer.backward_dw()
     name = "main_grad" if main_grad else "grad"
-    assert partly.weight2.grad is None
-    assert not main_grad or (partly.weight2.main_grad == cases.MAIN_GRAD_START).all()
+    assert partly_frozen.weight2.grad is None
+    assert not main_grad or (partly_frozen.weight2.main_grad == cases.MAIN_GRAD_START).all()
     for g in (0, 1, 3):
         assert torch.equal(
-            getattr(getattr(partly, f"weight{g}"), name),
-            getattr(getattr(whole, f"weight{g}"), name),
+            getattr(getattr(partly_frozen, f"weight{g}"), name),
+            getattr(getattr(all_trained, f"weight{g}"), name),
         )

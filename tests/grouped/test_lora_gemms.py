@@ -1,4 +1,4 @@
-"""Adapters as low-rank GEMMs against dense weights W + s B A in float64: values, what is allocated, and FLOPs."""
+"""Adapters as low-rank GEMMs against dense weights W + s B A in float64: values, allocations, and FLOPs."""
 
 import itertools
 
@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 def random_parameters(
     num_experts: int, hidden: int, ffn: int, rank: int, dtype: torch.dtype, bias: bool
 ) -> Tensors:
-    """Of all experts; the same on every rank."""
+    """The parameters of all experts, the same on every rank."""
     generator = torch.Generator().manual_seed(rank)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
@@ -38,9 +38,9 @@ def random_parameters(
     return parameters
 
 
-def make_experts(parameters: Tensors, mine: slice, **options) -> GroupedMLP:
-    """A GroupedMLP with adapters that has the parameters of these experts."""
-    num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
+def make_experts(parameters: Tensors, experts: slice, **options) -> GroupedMLP:
+    """A GroupedMLP with adapters and the parameters of these experts."""
+    num_experts, hidden, ffn = parameters["fc2.weight"][experts].shape
     mlp = GroupedMLP(
         num_experts,
         hidden,
@@ -50,7 +50,7 @@ def make_experts(parameters: Tensors, mine: slice, **options) -> GroupedMLP:
         **options,
     )
     add_lora(mlp, rank=parameters["fc2.lora_a"].shape[1], alpha=ALPHA)
-    mlp.load_state_dict({name: parameter[mine] for name, parameter in parameters.items()})
+    mlp.load_state_dict({name: parameter[experts] for name, parameter in parameters.items()})
     return mlp
 
 
@@ -77,13 +77,12 @@ def rows_of_experts(
 def oracle_of_rows(
     parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor, Tensors, Tensors]:
-    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, in float64, of rows that go to one
-    expert each."""
+    """y, the gradients of NAMES and those of the weights, by W + s B A in float64; each row goes to one expert."""
     expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
     leaves = {
         name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()
     }
-    x, probs = (each[:ROWS].detach().double().requires_grad_() for each in (x, probs[:, None]))
+    x, probs = (leaf[:ROWS].detach().double().requires_grad_() for leaf in (x, probs[:, None]))
     scaling = ALPHA / parameters["fc1.lora_a"].shape[1]
     dense, biases = zip(
         *(reference.weights_of([leaves], name, scaling) for name in ("fc1", "fc2")), strict=True
@@ -123,12 +122,12 @@ def test_experts_in_buffers_of_the_caller(
     grad_input_out = torch.full_like(x, -77.0)
     row_probs = probs.clone().requires_grad_()
     rows = x.clone().requires_grad_() * 1  # autograd hands the buffer to a producer
-    seen = []
-    rows.register_hook(seen.append)
+    recorded = []
+    rows.register_hook(recorded.append)
     y = mlp(rows, list(SPLITS), row_probs, out=out, grad_input_out=grad_input_out)
     y.backward(dy)
     assert y.data_ptr() == out.data_ptr()
-    assert seen[0].data_ptr() == grad_input_out.data_ptr()
+    assert recorded[0].data_ptr() == grad_input_out.data_ptr()
     got = {
         "x": grad_input_out[:ROWS],
         "probs": row_probs.grad[:ROWS, None],
@@ -180,18 +179,18 @@ def step(mlp: GroupedMLP, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return y.detach()
 
 
-def test_some_of_the_parameters():
-    """Only B is trained (arXiv:2308.03303); one layer is merged; weights and biases are trained after all."""
+def test_partly_frozen_and_merged_adapters():
+    """Only B is trained (arXiv:2308.03303); one layer is merged; weights and biases are unfrozen."""
     parameters = random_parameters(len(SPLITS), 40, FFN, 4, torch.float32, bias=True)
-    whole, only_b, half, thawed = (make_experts(parameters, slice(None)) for _ in range(4))
-    y = step(whole)
+    trained, only_b, half, thawed = (make_experts(parameters, slice(None)) for _ in range(4))
+    y = step(trained)
     only_b.fc1.lora_a.requires_grad_(False)
     assert torch.equal(step(only_b), y)
     assert only_b.fc1.lora_a.grad is None
-    assert torch.equal(only_b.fc1.lora_b.grad, whole.fc1.lora_b.grad)
+    assert torch.equal(only_b.fc1.lora_b.grad, trained.fc1.lora_b.grad)
     half.fc1.merge()
     torch.testing.assert_close(step(half), y, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(half.fc2.lora_a.grad, whole.fc2.lora_a.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(half.fc2.lora_a.grad, trained.fc2.lora_a.grad, rtol=1e-4, atol=1e-4)
     assert half.fc1.lora_a.grad is None
     thawed.requires_grad_(True)
     assert torch.equal(step(thawed), y)
@@ -200,17 +199,17 @@ def test_some_of_the_parameters():
         assert is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
     assert thawed.fc1.bias.grad.any()
     assert thawed.fc2.bias.grad.any()
-    assert torch.equal(thawed.fc1.lora_a.grad, whole.fc1.lora_a.grad)
+    assert torch.equal(thawed.fc1.lora_a.grad, trained.fc1.lora_a.grad)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
 class Allocations(Watching):
-    """Notes the elements of every tensor that an operator makes new memory for."""
+    """Records the number of elements of every tensor for which an operator allocates memory."""
 
-    def look(self, func, given, result) -> None:
-        known = {memory_of(tensor) for tensor in tensors_in(given)}
+    def look(self, func, arguments, result) -> None:
+        argument_memory = {memory_of(tensor) for tensor in tensors_in(arguments)}
         for tensor in tensors_in(result):
-            if memory_of(tensor) not in known:
+            if memory_of(tensor) not in argument_memory:
                 self.seen.append((tensor.untyped_storage().nbytes() // tensor.itemsize, str(func)))
 
     def of_at_least(self, numel: int) -> list[tuple[int, str]]:
@@ -230,7 +229,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize(
     "way", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str
 )
-def test_nothing_of_the_size_of_a_weight_is_made(way):
+def test_adapters_allocate_no_tensor_of_a_weights_size(way):
     num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
     smallest = num_experts * hidden * ffn  # elements of W2
     parameters = random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)

@@ -1,4 +1,4 @@
-"""Pointer loading on the CPU: the twins, the argument checks, and what a GPU launch is made of."""
+"""Pointer loading on the CPU: the twins, the argument checks, and the content of a GPU launch."""
 
 import array
 import ctypes
@@ -52,7 +52,7 @@ SOURCES = [
     offset=st.integers(0, 9),
     kind=st.sampled_from(SOURCES),
 )
-def test_any_byte_count(num_bytes, offset, kind):
+def test_copies_of_any_byte_count(num_bytes, offset, kind):
     data = os.urandom(num_bytes)
     source = kind(data)
     destination = torch.full((num_bytes + offset + 5,), UNTOUCHED, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def test_any_byte_count(num_bytes, offset, kind):
     assert destination.numpy().tobytes() == expected
 
 
-def test_autograd_learns_of_the_write():
+def test_autograd_detects_the_write():
     weight = torch.ones(2, requires_grad=True)
     saved = torch.ones(2)
     y = weight * saved
@@ -133,57 +133,57 @@ def test_wrong_copies_are_refused(source, destination, message):
 
 @pytest.fixture
 def stale():
-    """[4, 4] fp32 in memory of lease 'mine', which somebody else has by now; and what that one's lease shows."""
+    """[4, 4] fp32 in memory of the released lease 'mine', which a new lease has taken; and the new lease's tensor."""
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
         lease = heap.lease((4, 4), torch.float32, name="mine")
         tensor = lease.tensor
         lease.release()
-        with heap.lease((4, 4), torch.float32) as other:
-            assert other.tensor.data_ptr() == tensor.data_ptr()
-            yield tensor, other.tensor.fill_(UNTOUCHED)
+        with heap.lease((4, 4), torch.float32) as new_lease:
+            assert new_lease.tensor.data_ptr() == tensor.data_ptr()
+            yield tensor, new_lease.tensor.fill_(UNTOUCHED)
 
 
 def test_the_memory_of_a_released_lease_is_not_written(stale):
-    tensor, others = stale
+    tensor, new_tensor = stale
     for destination in (tensor, tensor[1:], tensor.view(torch.uint8)):
         with pytest.raises(
             StaleLease, match=r"^destination is memory of lease 'mine' \(generation 1\)"
         ):
             copy_host_to_device(b"1234", destination)
-    assert (others == UNTOUCHED).all()
+    assert (new_tensor == UNTOUCHED).all()
     with pytest.raises(StaleLease, match=r"^source is memory of lease 'mine'"):
         copy_host_to_device(tensor, torch.zeros(16))
-    copy_host_to_device(b"1234", others)
+    copy_host_to_device(b"1234", new_tensor)
 
 
 @pytest.mark.usefixtures("reader")
-def test_the_address_of_a_released_lease_is_not_given_out(stale):
-    tensor, others = stale
+def test_addresses_of_a_released_lease_are_refused(stale):
+    tensor, new_tensor = stale
     good = torch.zeros(4, 4)
     both = {"fc1": [good, good], "fc2": [good, good], "fc1_scales": [good, good]}
     with pytest.raises(StaleLease, match=r"^tensors\[2\] is memory of lease 'mine'"):
-        copy_data_ptrs_to_device([good, others, tensor[1:]], "cpu")
-    for what, lists in (
+        copy_data_ptrs_to_device([good, new_tensor, tensor[1:]], "cpu")
+    for label, lists in (
         (r"fc2\[1\]", {"fc1": [good, good], "fc2": [good, tensor]}),
         (r"fc2_scales\[1\]", {**both, "fc2_scales": [good, tensor]}),
         (r"fc1_scales\[0\]", {"fc1_scales": [tensor.view(torch.uint8)], "swizzle": "nvfp4"}),
     ):
-        with pytest.raises(StaleLease, match=rf"^{what} is memory of lease 'mine'"):
+        with pytest.raises(StaleLease, match=rf"^{label} is memory of lease 'mine'"):
             pack_weight_ptrs(**lists)
-    assert copy_data_ptrs_to_device([good, others], "cpu").tolist() == [
+    assert copy_data_ptrs_to_device([good, new_tensor], "cpu").tolist() == [
         good.data_ptr(),
-        others.data_ptr(),
+        new_tensor.data_ptr(),
     ]
 
 
 @pytest.mark.usefixtures("reader")
-def test_memory_of_a_closed_heap_is_not_given_out():
+def test_addresses_of_a_closed_heap_are_refused():
     good = torch.zeros(4)
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        released, kept = (
+        released, active = (
             heap.lease((4,), torch.float32, name=name) for name in ("released", "kept")
         )
-        tensors = released.tensor, kept.tensor
+        tensors = released.tensor, active.tensor
         released.release()
         copy_data_ptrs_to_device([good, tensors[1]], "cpu")
     for tensor, text in zip(
@@ -194,8 +194,8 @@ def test_memory_of_a_closed_heap_is_not_given_out():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=12))
-def test_ranges_of_arenas(arenas):
-    """Against sets of addresses; ranges that meet are kept as one."""
+def test_ranges_of_arenas_equal_sets_of_addresses(arenas):
+    """Adjacent ranges are merged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_bounds", np.empty(0, np.int64))
         covered = set()
@@ -221,7 +221,8 @@ def test_addresses_of_any_number_of_tensors(num_tensors):
 
 @pytest.fixture(params=["python", "c"])
 def reader(request, monkeypatch):
-    """Every test runs with the twin's read_addresses and with the compiled one of GPUs, which knows CPU tensors too."""
+    """Runs every test with the twin's read_addresses and with the compiled one of GPUs, which accepts CPU tensors,
+    too."""
     if request.param == "c":
         pytest.importorskip("triton")
         from symmoe.kernels.triton import pointers as gpu_pointers
@@ -230,7 +231,7 @@ def reader(request, monkeypatch):
         monkeypatch.setattr(twin, "read_addresses", gpu_pointers.read_addresses)
 
 
-def test_the_compiled_reader_does_the_work(monkeypatch):
+def test_the_compiled_reader_is_called(monkeypatch):
     pytest.importorskip("triton")
     from symmoe.kernels.triton import pointers as gpu_pointers
 
@@ -294,8 +295,8 @@ SWIZZLES = ("mxfp8_rowwise", "mxfp8_columnwise", "nvfp4")
 
 
 def compact_scales(swizzle, shape, is_padded):
-    """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula. Padding
-    of the scales is 255, and must not come through."""
+    """A weight, its compact scales with values from 1 to 249, and (scales [row][block], rows, blocks) for the formula.
+    Padding of the scales is 255, and must not be copied."""
     M, K = shape
     block = 16 if swizzle == "nvfp4" else 32
     is_columnwise = swizzle == "mxfp8_columnwise"
@@ -313,7 +314,8 @@ def compact_scales(swizzle, shape, is_padded):
 
 
 def assert_swizzled(packed, tables, formulas):
-    """The matrices of these tables lie in packed.swizzled one after the other, as the formula says."""
+    """Asserts that packed.swizzled has the matrices of these tables one after the other, as the formula swizzles
+    them."""
     memory = packed.swizzled.tolist()
     start = packed.swizzled.data_ptr()
     expected, addresses = [], []
@@ -325,7 +327,7 @@ def assert_swizzled(packed, tables, formulas):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(name, bytes or matrices) of every launch that a GPU would have: copies of 4080 bytes, and swizzles."""
+    """(name, bytes or matrices) of every launch on a GPU: copies of 4080 bytes, and swizzles."""
     launches = []
     copy, swizzle = twin.copy_host_to_device, twin.swizzle_scales
 
@@ -373,14 +375,14 @@ LISTS = {
     ],
 )
 @pytest.mark.usefixtures("reader")
-def test_lists_are_packed(shapes, is_padded, swizzle, launched):
-    """With one copy of all, cut into launches, and one swizzle of all scales."""
-    made = [
+def test_lists_are_packed_in_few_launches(shapes, is_padded, swizzle, launched):
+    """With one copy of all data, cut into launches, and one swizzle of all scales."""
+    scale_cases = [
         [compact_scales(swizzle or "mxfp8_rowwise", shape, is_padded) for shape in of_list]
         for of_list in shapes
     ]
-    weights = [[weight for weight, _, _ in of_list] for of_list in made[:2]]
-    compact = [[scale for _, scale, _ in of_list] for of_list in made[2:]]
+    weights = [[weight for weight, _, _ in of_list] for of_list in scale_cases[:2]]
+    compact = [[scale for _, scale, _ in of_list] for of_list in scale_cases[2:]]
     packed = pack_weight_ptrs(
         *weights, fc1_scales=compact[0] or None, fc2_scales=compact[1] or None, swizzle=swizzle
     )
@@ -388,15 +390,17 @@ def test_lists_are_packed(shapes, is_padded, swizzle, launched):
         assert table.tolist() == [weight.data_ptr() for weight in of_list]
     tables = [packed.fc1_scales, packed.fc2_scales]
     assert [table is not None for table in tables] == [bool(of_list) for of_list in compact]
-    given = [table for table in tables if table is not None]
+    scale_tables = [table for table in tables if table is not None]
     num_weights, num_scales = (sum(map(len, lists)) for lists in (weights, compact))
     num_bytes = 8 * (num_weights + num_scales)
     if swizzle is None:
         addresses = [scale.data_ptr() for of_list in compact for scale in of_list]
-        assert [at for table in given for at in table.tolist()] == addresses
+        assert [at for table in scale_tables for at in table.tolist()] == addresses
         assert packed.swizzled is None
     else:
-        assert_swizzled(packed, given, [formula for each in made[2:] for *_, formula in each])
+        assert_swizzled(
+            packed, scale_tables, [formula for case in scale_cases[2:] for *_, formula in case]
+        )
         # Where a matrix is and goes, its number, and the extents of each shape of a list.
         num_bytes += 12 * num_scales + 16 * sum(len(set(of_list)) for of_list in shapes[2:])
     copies = [("copy", min(4080, num_bytes - first)) for first in range(0, num_bytes, 4080)]
@@ -487,7 +491,7 @@ def test_wrong_weights_are_refused(changes, message):
 
 
 class FakeLaunches:
-    """Stands in for the driver: does what copy_bytes would do with the arguments of each launch."""
+    """A stand-in for the driver: writes the bytes that copy_bytes would write for the arguments of each launch."""
 
     HEADER = struct.Struct("<QQ")
 
@@ -552,7 +556,7 @@ def launches(monkeypatch):
 def test_launches_carry_all_bytes(launches, num_bytes):
     from symmoe.kernels.triton import pointers as gpu_pointers
 
-    for of in (
+    for buffer in (
         bytes,
         bytearray,
         lambda data: torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[:num_bytes],
@@ -560,13 +564,13 @@ def test_launches_carry_all_bytes(launches, num_bytes):
         launches.sizes.clear()
         source = os.urandom(num_bytes)
         destination = torch.full((num_bytes + 3,), UNTOUCHED, dtype=torch.uint8)
-        gpu_pointers.copy_host_to_device(of(source), destination)
+        gpu_pointers.copy_host_to_device(buffer(source), destination)
         assert destination.numpy().tobytes() == source + bytes([UNTOUCHED] * 3)
-        full, rest = divmod(num_bytes, 4080)
-        assert launches.sizes == [4080] * full + [rest] * bool(rest)
+        full, remainder = divmod(num_bytes, 4080)
+        assert launches.sizes == [4080] * full + [remainder] * bool(remainder)
 
 
-def test_a_launch_that_fails(launches, monkeypatch):
+def test_a_failed_launch_raises(launches, monkeypatch):
     from symmoe.kernels.triton import pointers as gpu_pointers
 
     def check(result, call):

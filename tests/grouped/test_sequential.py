@@ -1,4 +1,5 @@
-"""Sequential: where extra inputs and keyword arguments go, what is an error, and when the fused kernels run."""
+"""Sequential: the modules that extra inputs and keyword arguments go to, its errors, and the conditions of the fused
+kernels."""
 
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def call(model: Sequential, x: torch.Tensor | None = None, **options) -> torch.T
 
 @pytest.fixture
 def num_fused(monkeypatch) -> list[int]:
-    """Grows by one with every call of the fused path."""
+    """A counter of calls of the fused path."""
     calls: list[int] = []
     fused = sequential.fused_mlp
 
@@ -61,7 +62,7 @@ def num_fused(monkeypatch) -> list[int]:
 
 
 class Notes(nn.Module):
-    """Keeps what it is called with; takes only `note`."""
+    """Records its arguments; accepts only `note`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ def test_empty():
 
 
 def nests(modules):
-    """The three modules in one Sequential, and in two."""
+    """The three modules in one Sequential, and in two nested ones."""
     first, second, third = modules
     yield Sequential(first, second, third)
     yield Sequential(Sequential(first, second), third)
@@ -177,16 +178,16 @@ def test_wrong_number_of_extra_inputs():
         (lambda m: {m[1]: 7, 0: 8}, [[8], [7]]),
     ],
 )
-def test_keywords_go_to_the_module_that_is_addressed(key, notes):
+def test_keywords_go_to_the_addressed_module(key, notes):
     model = Sequential(Notes(), Notes())
-    given = {address: {"note": note} for address, note in key(model).items()}
-    model(torch.ones(1), op_kwargs=given)
+    op_kwargs = {address: {"note": note} for address, note in key(model).items()}
+    model(torch.ones(1), op_kwargs=op_kwargs)
     assert [module.notes for module in model] == notes
     model(torch.ones(1))
     assert all(module.notes[1:] == [None] for module in model), (
         "they are not kept for the next call"
     )
-    assert given == {address: {"note": note} for address, note in key(model).items()}
+    assert op_kwargs == {address: {"note": note} for address, note in key(model).items()}
 
 
 def test_modules_that_take_any_keyword_or_positional_defaults():
@@ -284,7 +285,7 @@ def test_wrong_op_kwargs(is_nested, make, parts):
     call(model)
 
 
-def test_module_that_stands_twice():
+def test_a_repeated_module_is_addressed_by_index():
     notes = Notes()
     model = Sequential(notes, nn.Identity(), notes)
     assert len(model) == 3
@@ -298,10 +299,10 @@ def test_module_that_stands_twice():
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__
+    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda activation: type(activation).__name__
 )
 @pytest.mark.parametrize("path", PATHS)
-def test_paths_do_what_they_are_called(path, activation, num_fused):
+def test_only_the_sequential_path_runs_fused(path, activation, num_fused):
     inputs = make_inputs(PLAIN, width=activation.activation.hidden_width(TINY.ffn))
     run_experts(path, PLAIN, inputs, activation=activation)
     assert len(num_fused) == (path == "sequential")
@@ -333,7 +334,7 @@ def test_splits_that_are_the_same(first, second, fuses, num_fused):
 
 
 def unfusible():
-    """Three modules and op_kwargs, by what keeps the modules apart."""
+    """Three modules and op_kwargs, by the property that prevents fusion."""
     fc1, fc2 = linears()
 
     class Subclass(GroupedLinear):
@@ -368,7 +369,7 @@ UNFUSIBLE = unfusible()
 
 
 @pytest.mark.parametrize(("modules", "op_kwargs"), UNFUSIBLE.values(), ids=UNFUSIBLE)
-def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
+def test_unfusible_modules_run_separately(modules, op_kwargs, num_fused):
     model = Sequential(*modules)
     y = call(model, op_kwargs=op_kwargs)
     assert not num_fused
@@ -376,7 +377,7 @@ def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     assert_same_bits(y[:9], model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))[:9])
 
 
-def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
+def test_wrong_shapes_raise_the_modules_errors(num_fused):
     fc1, _ = linears()
     assert_refused(
         (
@@ -408,8 +409,8 @@ def test_first_micro_batch_of_one_layer():
 
 # -- splits once for a pattern ----------------------------------------------------------------------------------------
 def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
-    """y, and the gradients of x, of the scale (if it is given) and of the parameters in order, of rows that belong to a
-    group. The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
+    """y, and the gradients of x, of the scale (if passed) and of the parameters in order, for rows that belong to a
+    group. The scale replaces each None in `extra_inputs`, and a `bias_scale` of None in `op_kwargs`."""
     model.zero_grad()
     x = INPUTS.x.nan_to_num().requires_grad_()
     scale = INPUTS.scale.nan_to_num().requires_grad_()
@@ -426,8 +427,8 @@ def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tens
     return [tensor.clone() for tensor in (*(row[: TINY.num_used] for row in rows), *gradients)]
 
 
-def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for pair in zip(found, want, strict=True):
+def assert_same(actual: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for pair in zip(actual, want, strict=True):
         assert_same_bits(*pair)
 
 
@@ -447,34 +448,38 @@ def test_splits_once(splits, hooked, num_fused):
 
 
 def test_splits_once_for_each_pattern_or_for_none(num_fused):
-    other = torch.tensor([0, 5, 1, 3])
+    second_splits = torch.tensor([0, 5, 1, 3])
     model = Sequential(*experts(), GroupedMLP(TINY.num_groups, H, TINY.ffn), *experts())
-    full = (SPLITS, None, SPLITS, other, None, other, None, other)
-    assert_same(trained(model, SPLITS, None, other, None, other, None), trained(model, *full))
+    full = (SPLITS, None, SPLITS, second_splits, None, second_splits, None, second_splits)
+    assert_same(
+        trained(model, SPLITS, None, second_splits, None, second_splits, None),
+        trained(model, *full),
+    )
     assert len(num_fused) == 2 * 2
     for count in (5, 7, 9):
-        given = (*full, SPLITS)[:count]
+        extra_inputs = (*full, SPLITS)[:count]
         with refused(
             f"extra_inputs has {count} elements; 8 are needed, or 6 with", "2 for 3 (GroupedMLP)"
         ):
-            trained(model, *given)
+            trained(model, *extra_inputs)
 
 
 def test_patterns_do_not_overlap():
-    """Linear, activation, linear, activation, linear: the first three are the pattern, whatever runs fused."""
+    """Linear, activation, linear, activation, linear: the first three are the pattern, with and without fusion."""
     torch.manual_seed(0)
     widths = ((H, H), (TINY.ffn, H), (TINY.ffn, H))
     first, second, third = (GroupedLinear(TINY.num_groups, *width) for width in widths)
     model = Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third)
-    other = torch.tensor([0, 5, 1, 3])
+    second_splits = torch.tensor([0, 5, 1, 3])
     assert_same(
-        trained(model, SPLITS, None, None, other), trained(model, SPLITS, None, SPLITS, None, other)
+        trained(model, SPLITS, None, None, second_splits),
+        trained(model, SPLITS, None, SPLITS, None, second_splits),
     )
     with refused("extra_inputs has 3 elements; 5 are needed, or 4 with"):
         trained(model, SPLITS, None, None)
 
 
-def test_a_layer_that_brings_its_splits_is_in_no_pattern():
+def test_a_layer_with_its_own_splits_is_in_no_pattern():
     class Fixed(GroupedLinear):
         num_extra_inputs = 0
 
@@ -492,7 +497,7 @@ def test_a_layer_that_brings_its_splits_is_in_no_pattern():
 
 # -- Sequential inside Sequential -------------------------------------------------------------------------------------
 class Block(Sequential):
-    """A subclass that changes nothing about the call."""
+    """A subclass that does not change the call."""
 
 
 # Modules 0 to 3 are Identity, FC1, activation, FC2. Second: where the keywords of FC1 and FC2 go, as paths of indices.
@@ -511,7 +516,7 @@ NESTED = {
 }
 nested = pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
 counts = pytest.mark.parametrize(
-    "given", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"]
+    "extra_inputs", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"]
 )
 
 
@@ -520,7 +525,7 @@ def four() -> list[nn.Module]:
 
 
 def keywords_at(*routes: tuple[list[int], dict]) -> dict:
-    """op_kwargs that bring each dict to the module at the path."""
+    """op_kwargs that pass each dict to the module at the path."""
     op_kwargs: dict = {}
     for path, keywords in routes:
         inner = op_kwargs
@@ -541,7 +546,7 @@ def inner_sequentials(model: Sequential) -> list[nn.Module]:
 @nested
 @counts
 @pytest.mark.parametrize("hooked", [False, True])
-def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fused):
+def test_keywords_and_buffers_of_nested(nest, first, last, extra_inputs, hooked, num_fused):
     modules = four()
     want = trained(Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}})
     num_fused.clear()
@@ -558,7 +563,7 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
     op_kwargs = keywords_at(
         (first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None})
     )
-    assert_same(trained(model, *given, op_kwargs=op_kwargs), want)
+    assert_same(trained(model, *extra_inputs, op_kwargs=op_kwargs), want)
     assert_same_bits(out[: TINY.num_used], want[0])
     assert_same_bits(d_x[: TINY.num_used], want[1])
     for tail in (out[TINY.num_used :], d_x[TINY.num_used :]):
@@ -573,43 +578,44 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
 @pytest.mark.parametrize(
     "kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "patched", "global"]
 )
-def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, given, num_fused):
-    modules, seen = four(), []
+def test_hooks_of_a_nested_sequential_prevent_fusion(kind, name, extra_inputs, num_fused):
+    modules, recorded = four(), []
     want = trained(Sequential(*modules), SPLITS, None, SPLITS)
     num_fused.clear()
     model = NESTED[name][0](modules)
     (inner,) = inner_sequentials(model)
     if kind == "patched":
         forward = inner.forward
-        inner.forward = lambda *args, **options: seen.append(inner) or forward(*args, **options)
+        inner.forward = lambda *args, **options: recorded.append(inner) or forward(*args, **options)
     elif kind == "global":
         handle = nn.modules.module.register_module_forward_hook(
-            lambda module, *_: seen.append(module)
+            lambda module, *_: recorded.append(module)
         )
     else:
-        getattr(inner, f"register_{kind}_hook")(lambda module, *_: seen.append(module))
+        getattr(inner, f"register_{kind}_hook")(lambda module, *_: recorded.append(module))
     try:
-        assert_same(trained(model, *given), want)
+        assert_same(trained(model, *extra_inputs), want)
     finally:
         if kind == "global":
             handle.remove()
-    assert seen.count(inner) == 1
+    assert recorded.count(inner) == 1
     assert not num_fused
 
 
-def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
-    modules, seen = four(), []
+def test_a_hook_of_a_nested_sequential_gets_all_inputs(num_fused):
+    modules, recorded = four(), []
     model = Sequential(modules[0], Sequential(*modules[1:]))
-    model[1].register_forward_pre_hook(lambda module, args: seen.extend(args[1:]))
+    model[1].register_forward_pre_hook(lambda module, args: recorded.extend(args[1:]))
     call(Sequential(*modules), INPUTS.x)
     model(INPUTS.x, SPLITS, INPUTS.scale)
     assert all(
-        found is want for found, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True)
+        actual is want
+        for actual, want in zip(recorded, (SPLITS, INPUTS.scale, SPLITS), strict=True)
     )
     assert len(num_fused) == 2, "its own modules run fused all the same"
 
 
-def test_a_subclass_says_what_its_own_forward_takes():
+def test_a_subclass_declares_the_inputs_of_its_forward():
     class Own(Sequential):
         num_extra_inputs = 1
 
@@ -640,7 +646,7 @@ def buffer() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Chain:
-    """Modules H -> H, the last `num_nested` in a Sequential of their own, and one that has a hook or none."""
+    """Modules H -> H, the last `num_nested` in a nested Sequential, and at most one with a hook."""
 
     kinds: tuple[str, ...]
     num_nested: int
@@ -649,7 +655,7 @@ class Chain:
     trains: bool
 
     def results(self, x: torch.Tensor, buffers: dict[int, dict[str, torch.Tensor]]):
-        """y, and if it trains dx and the gradients of parameters. buffers: the keywords of modules."""
+        """y, and in training dx and the gradients of parameters. buffers: the keywords of modules."""
         torch.manual_seed(0)
         modules = [
             GroupedLinear(TINY.num_groups, H, H, delay_wgrad=self.delays)
@@ -660,25 +666,29 @@ class Chain:
         if self.hooked is not None:
             modules[self.hooked].register_forward_hook(lambda *_: None)
         inputs = {"linear": [SPLITS], "activation": [INPUTS.scale.nan_to_num()], "identity": []}
-        extra = [its for kind in self.kinds for its in inputs[kind]]
+        extra = [tensors for kind in self.kinds for tensors in inputs[kind]]
         border = len(modules) - self.num_nested
         model = Sequential(*modules[:border], Sequential(*modules[border:]))
         at = keywords_at(
-            *(([i] if i < border else [border, i - border], its) for i, its in buffers.items())
+            *(
+                ([i] if i < border else [border, i - border], tensors)
+                for i, tensors in buffers.items()
+            )
         )
         with torch.set_grad_enabled(self.trains):
             y = model(x, *extra, op_kwargs=at)
-        found = [y.detach()[: TINY.num_used].clone()]
+        results = [y.detach()[: TINY.num_used].clone()]
         if self.trains:
             y.backward(INPUTS.d_y.nan_to_num())
             for module in modules:
                 if self.delays and isinstance(module, GroupedLinear):
                     module.backward_dw()
-            found += [x.grad[: TINY.num_used], *(its.grad for its in model.parameters())]
-        return found
+            results += [x.grad[: TINY.num_used], *(tensors.grad for tensors in model.parameters())]
+        return results
 
     def stages(self, buffers: dict[int, dict[str, torch.Tensor]]) -> list[int]:
-        """The number of each module's stage: linear, activation, linear are one, if nobody looks between them."""
+        """The stage number of each module: linear, activation, linear are one stage unless a hook or buffer observes
+        them."""
         numbers: list[int] = []
         while len(numbers) < len(self.kinds):
             first = len(numbers)
@@ -713,23 +723,26 @@ def chains(draw) -> Chain:
 
 @settings(deadline=None, max_examples=200)
 @given(chain=chains(), is_x=st.sampled_from((False, False, False, True)), data=st.data())
-def test_two_buffers_share_memory(chain: Chain, is_x: bool, data: st.DataObject):
-    """A result and a gradient never do, nor either of them and x. Two results do, if nobody differentiates them and a
-    module between them makes its own; two gradients do, if such a module does not read the second one later."""
-    linears = [place for place, kind in enumerate(chain.kinds) if kind == "linear"]
+def test_two_buffers_may_share_memory_if_neither_is_read_later(
+    chain: Chain, is_x: bool, data: st.DataObject
+):
+    """A result and a gradient may not share memory, nor either of them and x. Two results may, without gradients and
+    with a module in between that allocates its result; two gradients may, if that module does not read the second one
+    later."""
+    linears = [index for index, kind in enumerate(chain.kinds) if kind == "linear"]
     buffers = st.tuples(st.sampled_from(linears), st.sampled_from(("out", "grad_input_out")))
     (i, first), (j, second) = sorted(
         data.draw(st.lists(buffers, min_size=2, max_size=2, unique=True))
     )
     x = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
     shared = x.detach() if is_x else buffer()
-    given = {i: {first: shared}}
-    given.setdefault(j, {})[second] = shared
-    stages = chain.stages(given)
+    shared_buffers = {i: {first: shared}}
+    shared_buffers.setdefault(j, {})[second] = shared
+    stages = chain.stages(shared_buffers)
     between = [
-        place
-        for place, stage in enumerate(stages)
-        if stages[i] < stage < stages[j] and chain.kinds[place] != "identity"
+        index
+        for index, stage in enumerate(stages)
+        if stages[i] < stage < stages[j] and chain.kinds[index] != "identity"
     ]
     reads_later = chain.trains
     if first == "grad_input_out":
@@ -737,29 +750,29 @@ def test_two_buffers_share_memory(chain: Chain, is_x: bool, data: st.DataObject)
     before = shared.clone()
     if first == second and between and not reads_later and not is_x:
         plain = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
-        assert_same(chain.results(x, given), chain.results(plain, {}))
+        assert_same(chain.results(x, shared_buffers), chain.results(plain, {}))
         return
     with refused("[12, 16] overlaps a tensor of shape [12, 16]"):
-        chain.results(x, given)
+        chain.results(x, shared_buffers)
     assert torch.equal(shared, before), "something has been computed"
 
 
 @pytest.mark.parametrize("name", ["out", "grad_input_out"])
 @pytest.mark.parametrize("module", [0, 1])
 @pytest.mark.parametrize(
-    "what", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"]
+    "tensor_name", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"]
 )
-def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
+def test_a_buffer_in_memory_that_a_module_reads_is_refused(tensor_name, module, name):
     model = in_a_row(2)
     memory = torch.zeros(2 * N, H)
     x = INPUTS.x.nan_to_num()
     splits = SPLITS
     scale = INPUTS.scale.nan_to_num()
-    kind, _, place = what.partition(" ")
+    kind, _, position = tensor_name.partition(" ")
     if kind == "x":
         x = memory[:N].copy_(x)
     elif kind in ("weight", "bias"):
-        parameter = getattr(model[int(place)], kind)
+        parameter = getattr(model[int(position)], kind)
         memory = torch.zeros(max(2 * N * H, parameter.numel()))
         parameter.data = memory[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
         memory = memory[: 2 * N * H].view(2 * N, H)
@@ -769,12 +782,12 @@ def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
         scale = memory.view(-1)[:N].copy_(scale)
     op_kwargs = {module: {name: memory[:N]}}
     op_kwargs.setdefault(1, {})["bias_scale"] = scale
-    kept = memory.clone()
+    saved = memory.clone()
     with pytest.raises(
         ArgumentError, match=rf"^{name} of module {module} .* overlaps a tensor of shape"
     ):
         model(x, SPLITS, splits, op_kwargs=op_kwargs)
-    assert_same_bits(memory, kept)
+    assert_same_bits(memory, saved)
 
 
 LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, text
@@ -803,7 +816,7 @@ LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, tex
     ids=LATER_MISTAKES,
 )
 @pytest.mark.parametrize("hooked", [False, True])
-def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):
+def test_errors_of_a_later_module_are_raised_before_the_first_runs(splits, keywords, text, hooked):
     model = in_a_row(2)
     out = buffer()
     if hooked:
@@ -813,8 +826,8 @@ def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keyw
     assert (out == SENTINEL).all()
 
 
-def test_a_dtype_that_hooks_may_change_is_the_modules_own_affair():
-    """As with mixed precision, where hooks cast what goes in and the weights are others by then."""
+def test_dtypes_of_modules_with_hooks_are_not_checked_in_advance():
+    """As with mixed precision, where hooks cast inputs and weights."""
     model = in_a_row(2)
     x = INPUTS.x.nan_to_num()
     want = run_in_a_row(model.bfloat16(), x.bfloat16())

@@ -1,4 +1,4 @@
-"""Backward without gradients that nobody asks for: less is launched and sent, what is left has the same bits."""
+"""Backward without gradients that no input requires: fewer launches and messages, and the same bits for the others."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 
 @contextlib.contextmanager
 def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
-    """How often each kernel is launched in the context."""
+    """The number of launches of each kernel in the context."""
     counts = Counter()
     with before_steps(heap.device, lambda name: counts.update([name]), twin.__all__):
         yield counts
@@ -35,7 +35,7 @@ def counted_kernels(heap: symmoe.SymmetricHeap) -> Iterator[Counter[str]]:
 
 @dataclasses.dataclass
 class Backward:
-    """One backward pass: gradients of x, probs and the parameters (None without), barriers, launches of kernels."""
+    """A backward pass: gradients of x, probs and the parameters (None without), barriers, launches of kernels."""
 
     dx: torch.Tensor | None
     dprobs: torch.Tensor | None
@@ -55,11 +55,11 @@ def routing(heap: symmoe.SymmetricHeap, seed: int = 0) -> torch.Tensor:
 def compare(
     findings: Findings, got: Backward, full: Backward, needs: tuple[bool, bool], order: str
 ) -> None:
-    """What is asked for has the same bits; what is not is neither computed nor sent."""
+    """Required gradients have the same bits; others are neither computed nor sent."""
     needs_x, needs_probs = needs
-    wanted = [full.dx if needs_x else None, full.dprobs if needs_probs else None]
+    expected = [full.dx if needs_x else None, full.dprobs if needs_probs else None]
     findings.same_bits(
-        [got.dx, got.dprobs, *got.parameters], [*wanted, *full.parameters], "gradients"
+        [got.dx, got.dprobs, *got.parameters], [*expected, *full.parameters], "gradients"
     )
     findings.equal("barriers", got.num_barriers, full.num_barriers - 2 * (needs == (False, False)))
     for name, is_needed in {
@@ -138,7 +138,7 @@ ON_CPUS = [
 
 @pytest.mark.parametrize(("num_ranks", "device", "dtype", "options"), [*ON_CPUS, *ON_GPUS])
 @run_on()
-def test_the_mlp_computes_what_is_asked_for(
+def test_the_mlp_computes_required_gradients_only(
     rank: int,
     num_ranks: int,
     findings: Findings,
@@ -147,8 +147,8 @@ def test_the_mlp_computes_what_is_asked_for(
     options: list[dict],
 ):
     with open_heap(device, num_bytes=64 << 20) as heap:
-        for given in options:
-            option = dict(given)
+        for fields in options:
+            option = dict(fields)
             adapters = option.pop("adapters", None)
             is_frozen = option.pop("frozen", False)
             torch.manual_seed(7)
@@ -177,7 +177,7 @@ def test_the_mlp_computes_what_is_asked_for(
             )
             passes = {}
             for needs in NEEDS:
-                findings.where = f"rank {rank} of {num_ranks}, {given}, x and probs {needs}"
+                findings.where = f"rank {rank} of {num_ranks}, {fields}, x and probs {needs}"
                 if is_frozen and not any(needs):
                     continue
                 mlp.zero_grad(set_to_none=True)
@@ -189,12 +189,12 @@ def test_the_mlp_computes_what_is_asked_for(
                 with counted_kernels(heap) as launches:
                     y.backward(dy)
                     heap.synchronize()
-                found = [p.grad for p in mlp.parameters()]
+                gradients = [p.grad for p in mlp.parameters()]
                 passes[needs] = Backward(
-                    leaf.grad, weights.grad, found, heap.epoch - epoch, launches
+                    leaf.grad, weights.grad, gradients, heap.epoch - epoch, launches
                 )
                 findings.check(
-                    any(p is not None for p in found) != is_frozen, "the parameters' gradients"
+                    any(p is not None for p in gradients) != is_frozen, "the parameters' gradients"
                 )
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 compare(findings, passes[needs], passes[FULL], needs, option.get("order", "rank"))
@@ -207,7 +207,9 @@ def test_the_mlp_computes_what_is_asked_for(
 
 # -- dispatch_tokens --------------------------------------------------------------------------------------------------
 @run_on(1, 3, on_gpus=(2,))
-def test_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
+def test_dispatch_sends_required_gradients_only(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
     with open_heap(device, num_bytes=16 << 20) as heap:
         for order in ("rank", "slot"):
             full = None
@@ -229,8 +231,11 @@ def test_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) ->
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
 @run_on(1, 2, on_gpus=(2,))
-def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
+def test_layers_compute_required_gradients_only(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """LoRA on a first layer: tokens without gradient, a router that is trained or frozen; as kernels and as an
+    operator."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         config = symmoe.MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
         torch.manual_seed(3)
@@ -255,16 +260,16 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
                     heap.epoch - epoch,
                     barriers - 2 * (not trains_x and not trains_router),
                 )
-                found = [
+                actual = [
                     leaf.grad,
                     layer.router.weight.grad,
                     *(p.grad for p in layer.experts.parameters()),
                 ]
-                of_x, of_router, *others = results.setdefault("full", found)
-                wanted = [of_x if trains_x else None, of_router if trains_router else None]
-                findings.same_bits(found, [*wanted, *others], "gradients")
+                of_x, of_router, *other_gradients = results.setdefault("full", actual)
+                expected = [of_x if trains_x else None, of_router if trains_router else None]
+                findings.same_bits(actual, [*expected, *other_gradients], "gradients")
                 findings.check(
-                    sum(p is not None for p in found[2:]) >= 4, "the adapters' gradients"
+                    sum(p is not None for p in actual[2:]) >= 4, "the adapters' gradients"
                 )
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -272,8 +277,10 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str) -> N
 
 # -- ranks that do not ask for the same -------------------------------------------------------------------------------
 @run_on(2, 3, on_gpus=(2,))
-def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """The same error on every rank, and the next correct step is right."""
+def test_required_gradients_that_differ_between_ranks_raise(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """The same error on every rank, and the next correct step is exact."""
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.manual_seed(7)
         mlp = symmoe.GroupedMLP(2, H, I, device=heap.device)
@@ -294,23 +301,23 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) 
 
         for parts in (False, True):
             for culprit in range(num_ranks):
-                for usual, other in zip(NEEDS, (*NEEDS[1:], NEEDS[0]), strict=True):
+                for usual, different in zip(NEEDS, (*NEEDS[1:], NEEDS[0]), strict=True):
                     if parts and not (
-                        any(usual) and any(other)
+                        any(usual) and any(different)
                     ):  # that rank has no backward of the dispatch
                         continue
                     findings.where = (
-                        f"rank {rank}, {other} on {culprit}, else {usual}, parts {parts}"
+                        f"rank {rank}, {different} on {culprit}, else {usual}, parts {parts}"
                     )
-                    zero, its = (other, usual) if culprit == 0 else (usual, other)
+                    zero, own_needs = (different, usual) if culprit == 0 else (usual, different)
                     shown = [
                         control.GRADIENTS[control.gradients_index(x=n[0], probs=n[1])]
-                        for n in (zero, its)
+                        for n in (zero, own_needs)
                     ]
                     where = "combine: ready" if parts else "dispatch: ready"
                     text = f"gradients differs at '{where}': rank 0 has {shown[0]}, rank {culprit or 1} has {shown[1]}"
-                    found = outcome(step, other if rank == culprit else usual, parts)
-                    findings.equal("error", found, ("ConfigMismatch", text))
+                    actual = outcome(step, different if rank == culprit else usual, parts)
+                    findings.equal("error", actual, ("ConfigMismatch", text))
                     findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                     mlp.zero_grad(set_to_none=True)
                     step(usual, parts)

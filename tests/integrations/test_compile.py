@@ -1,4 +1,5 @@
-"""torch.compile of a block around the layer: no graph breaks, the results of the eager block, nothing left behind."""
+"""torch.compile of a block around the layer: no graph breaks, the results of the eager block, and no tensor or lease
+stays behind."""
 
 import copy
 import dataclasses
@@ -62,11 +63,11 @@ def block(
     heap: symmoe.SymmetricHeap, *, shared: bool = False, bias: bool = False, **fields
 ) -> Block:
     torch.manual_seed(0)
-    made = Block(config(**fields), heap, shared=shared)
+    result = Block(config(**fields), heap, shared=shared)
     if bias:
-        made.moe.experts = symmoe.GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, bias=True)
-        made.moe = symmoe.MoELayer(made.moe.config, heap, experts=made.moe.experts)
-    return made
+        result.moe.experts = symmoe.GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, bias=True)
+        result.moe = symmoe.MoELayer(result.moe.config, heap, experts=result.moe.experts)
+    return result
 
 
 def tokens(rank: int = 0, num: int = 34) -> torch.Tensor:
@@ -102,25 +103,25 @@ def test_inductor_gives_the_eager_results(heap, inductor):
 
 
 @pytest.mark.parametrize(
-    "more",
+    "fields",
     [{"balance": "replicas", "replicas_per_rank": 1, "replica_slack": 0.0}, {}],
     ids=str,
 )
 @run_on(2)
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, more: dict[str, str | float]
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict[str, str | float]
 ) -> None:
-    module = block(heap, shared=True, **STATIC, **more)
+    module = block(heap, shared=True, **STATIC, **fields)
     # Other numbers of tokens on each rank, then none on one; each compiles for its own.
     for num in (34 - 8 * rank, 0 if rank else 30):
         expected = step(module, tokens(rank, num))
-        found = step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens(rank, num))
-        assert_same(found, expected)
+        actual = step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens(rank, num))
+        assert_same(actual, expected)
     gc.collect()
     assert heap.leased_bytes == 0
 
 
-def test_layers_that_are_alike_share_one_graph(heap):
+def test_equal_layers_share_one_graph(heap):
     counter = CompileCounterWithBackend("eager")
     x = tokens()
     blocks = [block(heap, **STATIC) for _ in range(3)]
@@ -129,13 +130,15 @@ def test_layers_that_are_alike_share_one_graph(heap):
         expected = step(module, x)
         assert_same(step(torch.compile(module, fullgraph=True, backend=counter), x), expected)
     assert counter.frame_count == 1
-    other = block(heap, **STATIC, renormalize=False)
-    assert other.moe._routed_experts is not blocks[0].moe._routed_experts
-    assert_same(step(torch.compile(other, fullgraph=True, backend=counter), x), step(other, x))
+    different = block(heap, **STATIC, renormalize=False)
+    assert different.moe._routed_experts is not blocks[0].moe._routed_experts
+    assert_same(
+        step(torch.compile(different, fullgraph=True, backend=counter), x), step(different, x)
+    )
     assert counter.frame_count == 2
 
 
-def test_nothing_is_left_behind(heap):
+def test_compiled_block_leaves_no_lease_and_no_tensor(heap):
     module = block(heap, **STATIC)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x = tokens()
@@ -182,8 +185,8 @@ def test_errors_keep_their_types(heap, monkeypatch):
             routed_experts.run_routed(layer._routed_experts, *arguments, experts)
 
 
-def test_what_the_operators_would_not_know_of_is_refused(heap):
-    """Experts to which a bias adds something, and arguments that are wrong."""
+def test_operators_refuse_wrong_arguments_and_replaced_experts(heap):
+    """In a dispatch mode, which sees operators only."""
     module = block(heap, **STATIC)
     wrong = partial(module.moe, torch.ones(3, 5)), r"x \(\[3, 5\]\).*hidden \(16\)"
     with Watching():
@@ -192,8 +195,8 @@ def test_what_the_operators_would_not_know_of_is_refused(heap):
         assert_refused((partial(module, tokens()), "the layer was made with"))
 
 
-def test_delayed_weight_gradients_go_past_a_dispatch_mode(heap):
-    """A mode that only looks on takes no feature away."""
+def test_delayed_weight_gradients_work_in_a_dispatch_mode(heap):
+    """A mode that only observes removes no feature."""
     experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, delay_wgrad=True)
     layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
     with Watching() as mode:
@@ -212,7 +215,7 @@ TOPK_IDX = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
 
 
 def call_of(layer: symmoe.MoELayer) -> list[int]:
-    """The numbers of an operator's call in which everything is trained."""
+    """The arguments of an operator's call in which every tensor is trained."""
     return list(
         routed_experts._Call(
             layer._routed_experts.number, 2, trains=1, trains_layers=1, gradients=3
@@ -220,8 +223,8 @@ def call_of(layer: symmoe.MoELayer) -> list[int]:
     )
 
 
-def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
-    """A compiled graph may use the memory of forward's arguments again: here it is overwritten in between."""
+def test_backward_reads_its_arguments_and_not_memory_of_forward(heap):
+    """A compiled graph may reuse the memory of forward's arguments: the test overwrites that memory before backward."""
     layer = symmoe.MoELayer(config(stash="none", **STATIC), heap)
     call = call_of(layer)
     dy = torch.randn(3, HIDDEN)
@@ -230,7 +233,7 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
         torch.rand(3, 2),
         *[p.detach().clone() for p in layer.experts.parameters()],
     ]
-    kept = [tensor.clone() for tensor in arguments]
+    saved = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
         return torch.ops.symmoe.moe_forward(arguments, TOPK_IDX, call)[-1]
@@ -242,10 +245,10 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
         torch.ops.symmoe.moe_backward(dy, state.clone(), arguments, call)
     for tensor in arguments:
         tensor.fill_(torch.nan)
-    assert all(map(torch.equal, torch.ops.symmoe.moe_backward(dy, state, kept, call), expected))
+    assert all(map(torch.equal, torch.ops.symmoe.moe_backward(dy, state, saved, call), expected))
 
 
-def test_operators_pass_torchs_own_checks(heap, monkeypatch):
+def test_operators_pass_torchs_opcheck(heap, monkeypatch):
     checked = set()
 
     def check(operator: torch._ops.OpOverload, arguments: tuple) -> None:
@@ -259,9 +262,9 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     arguments = ([x, probs, *weights], TOPK_IDX, call_of(layer))
     check(torch.ops.symmoe.moe_forward.default, arguments)
     state = torch.ops.symmoe.moe_forward(*arguments)[-1]
-    kept = routed_experts._state_of(state)
+    saved = routed_experts._state_of(state)
     monkeypatch.setattr(
-        routed_experts, "_state_of", lambda state: kept
+        routed_experts, "_state_of", lambda state: saved
     )  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
     check(
@@ -274,8 +277,8 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     chosen = torch.tensor([[0, -1]] * 5, dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float32):
         rows = torch.randn(5, HIDDEN).to(dtype).requires_grad_()
-        for given in (None, chosen):
-            check(torch.ops.symmoe.route.default, (rows, matrix, torch.randn(4), given, numbers))
+        for choice in (None, chosen):
+            check(torch.ops.symmoe.route.default, (rows, matrix, torch.randn(4), choice, numbers))
         detached = [rows.detach(), matrix.detach(), chosen.relu(), torch.rand(5, 4)]
         gradient = (torch.rand(5, 4), torch.rand(5, 2), None, detached, plain)
         check(torch.ops.symmoe.route_gradients.default, gradient)
@@ -290,9 +293,9 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     }
 
 
-def test_a_copy_works_when_the_original_is_gone(heap):
-    """Compiled, and under a checkpoint that saves the experts' operator. Nothing around a layer's operators is rounded
-    differently, so equality is exact."""
+def test_a_copy_works_after_the_original_is_freed(heap):
+    """The copy runs compiled, and under a checkpoint that saves the experts' operator. No operator around the layer's
+    is rounded differently, so equality is exact."""
     layer = symmoe.MoELayer(config(**STATIC), heap)
     copied = copy.deepcopy(layer)
     x = torch.randn(5, HIDDEN)
@@ -307,11 +310,11 @@ def test_a_copy_works_when_the_original_is_gone(heap):
         partial(checkpoint, copied, use_reentrant=False, context_fn=contexts),
     ):
         copied.zero_grad()
-        y, found = run(x)
+        y, copied_metrics = run(x)
         y.square().sum().backward()
         assert torch.equal(y, want)
-        assert torch.equal(found.expert_load, metrics.expert_load)
-        assert torch.equal(found.num_dropped, metrics.num_dropped)
+        assert torch.equal(copied_metrics.expert_load, metrics.expert_load)
+        assert torch.equal(copied_metrics.num_dropped, metrics.num_dropped)
         assert all(
             torch.equal(p.grad, g) for p, g in zip(copied.parameters(), gradients, strict=True)
         )
@@ -319,32 +322,32 @@ def test_a_copy_works_when_the_original_is_gone(heap):
 
 
 def test_an_exported_model_gives_the_eager_results(heap):
-    """Metrics come out as metrics, as they are a pytree."""
+    """Metrics stay a MoEMetrics, because the class is a pytree node."""
     layer = symmoe.MoELayer(config(capacity_factor=1.0), heap)
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer)
     x = torch.randn(5, HIDDEN)
     y, metrics = torch.export.export(model, (x,)).module()(x)
-    want, wanted = model(x)
-    torch.testing.assert_close(y, want)
+    expected_y, expected_metrics = model(x)
+    torch.testing.assert_close(y, expected_y)
     assert isinstance(metrics, symmoe.MoEMetrics)
-    torch.testing.assert_close(tuple(metrics), tuple(wanted))
-    leaves, spec = tree_flatten(wanted._replace(num_over_capacity=None))
+    torch.testing.assert_close(tuple(metrics), tuple(expected_metrics))
+    leaves, spec = tree_flatten(expected_metrics._replace(num_over_capacity=None))
     assert tree_unflatten(leaves, treespec_loads(treespec_dumps(spec))).num_over_capacity is None
 
 
-def test_pickling_says_what_to_do_instead(heap):
+def test_pickling_raises_an_error_that_names_state_dict(heap):
     layer = symmoe.MoELayer(config(), heap)
-    for held in (layer, heap, layer._routed_experts, nn.Sequential(layer)):
-        for save in (pickle.dumps, lambda held: torch.save(held, io.BytesIO())):
+    for obj in (layer, heap, layer._routed_experts, nn.Sequential(layer)):
+        for save in (pickle.dumps, lambda obj: torch.save(obj, io.BytesIO())):
             with pytest.raises(symmoe.errors.ArgumentError, match=r"state_dict.*save_checkpoint"):
-                save(held)
+                save(obj)
     saved = io.BytesIO()
     torch.save(layer.state_dict(), saved)
     saved.seek(0)
     symmoe.MoELayer(config(), heap).load_state_dict(torch.load(saved))
 
 
-def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
+def test_compiled_blocks_quantise_constant_weights_themselves(heap):
     module = nn.Sequential(block(heap, **STATIC))
     precise = dataclasses.replace(module[0].moe.config, ffn=16, precision=Float8Block())
     module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
@@ -392,10 +395,11 @@ CAPACITIES = {
 
 @pytest.mark.parametrize("fields", CAPACITIES.values(), ids=CAPACITIES)
 @run_on(2)
-def test_checkpoints_recompute_only_what_they_do_not_save(
+def test_checkpoints_recompute_only_operators_that_they_do_not_save(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict
 ) -> None:
-    """What is saved does not communicate again, the rest is recomputed, and gradients have the bits of neither."""
+    """A saved operator does not communicate again, all others are recomputed, and gradients have the bits of a run
+    without checkpoints."""
     config = symmoe.MoEConfig(
         hidden=16,
         ffn=8,
@@ -429,7 +433,7 @@ def test_checkpoints_recompute_only_what_they_do_not_save(
 
 
 @run_on(2)
-def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
+def test_compiled_checkpoints_recompute_only_operators_that_they_do_not_save(
     rank, num_ranks, heap: symmoe.SymmetricHeap
 ) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
@@ -438,10 +442,10 @@ def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
     module(x)[0].square().sum().backward()
     expected = [parameter.grad for parameter in module.parameters()]
     for name in ("full", "selective, experts saved"):
-        how, num_barriers, *_ = CHECKPOINTS[name]
+        checkpointed, num_barriers, *_ = CHECKPOINTS[name]
         module.zero_grad()
         torch._dynamo.reset()
-        run = torch.compile(partial(how, module), fullgraph=True, backend="aot_eager")
+        run = torch.compile(partial(checkpointed, module), fullgraph=True, backend="aot_eager")
         with counted_barriers(heap) as phases:
             run(x)[0].square().sum().backward()
         assert len(phases) == num_barriers, name

@@ -1,4 +1,4 @@
-"""Hooks and callbacks of Lightning and accelerate that change what a checkpoint has."""
+"""Hooks and callbacks of Lightning and accelerate that change the content of a checkpoint."""
 
 import copy
 from importlib.util import find_spec
@@ -40,8 +40,8 @@ def values(tensors: dict[str, torch.Tensor]) -> State:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def apart(state: State, rank: int, num_ranks: int) -> State:
-    """The same tensors, expert by expert, by names that do not depend on the ranks."""
+def split_by_expert(state: State, rank: int, num_ranks: int) -> State:
+    """The same tensors, expert by expert, under names that do not depend on the ranks."""
     return {
         f"{part_name}/{expert}": part
         for name, tensor in state.items()
@@ -49,22 +49,22 @@ def apart(state: State, rank: int, num_ranks: int) -> State:
     }
 
 
-def assert_same(found: State, wanted: State) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+def assert_same(actual: State, expected: State) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------
 def lightning_run(
     rank: int, num_ranks: int, folder: Path, task: str, steps: int = 4
 ) -> tuple[State, State, object]:
-    """Fits with an average of weights, going on or not, or validates: what the module has, the average, and what a
-    callback was given back."""
+    """Fits with an average of weights, from the start or resumed, or validates. Returns the module's values at the end,
+    the values recorded before, and the entry that the callback has loaded."""
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
     from symmoe.integrations.lightning import TrainerStrategy
 
-    kept: list[State] = []
+    states: list[State] = []
 
     class Module(lightning.LightningModule):
         def __init__(self, layers: nn.Module) -> None:
@@ -81,29 +81,29 @@ def lightning_run(
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     class Doubled(lightning.Callback):
-        """Keeps what there is after two steps and at the end. Saves state dicts of its own, by other names, and
-        something in the optimizer's."""
+        """Records the values after two steps and at the end. Saves state dicts under its own keys, and a field in the
+        optimizer's state."""
 
-        given: object = None
+        loaded: object = None
 
         def on_train_batch_end(self, trainer, module, *_) -> None:
             if task == "fit" and trainer.global_step == 2:
                 trainer.save_checkpoint(folder / "averaged.ckpt")
-                its = average._average_model.module.state_dict()
-                kept.extend(values(each) for each in (module.state_dict(), its))
+                average_state = average._average_model.module.state_dict()
+                states.extend(values(state) for state in (module.state_dict(), average_state))
             if trainer.global_step == steps:
-                kept.append(values(module.state_dict()))
+                states.append(values(module.state_dict()))
 
         def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
             checkpoint["optimizer_states"][0]["param_groups"][0]["added"] = 7
             doubled = {name: 2 * tensor for name, tensor in module.layers.state_dict().items()}
-            checkpoint["mine"] = {"of": {"layers": doubled}, "bf16": checkpoint["state_dict"]}
-            checkpoint["mine"]["bf16"] = {
+            checkpoint["extra"] = {"state": {"layers": doubled}, "bf16": checkpoint["state_dict"]}
+            checkpoint["extra"]["bf16"] = {
                 name: tensor.bfloat16() for name, tensor in checkpoint["state_dict"].items()
             }
 
         def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-            self.given = checkpoint["mine"]
+            self.loaded = checkpoint["extra"]
 
     class Short(lightning.Callback):
         def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
@@ -131,7 +131,7 @@ def lightning_run(
         source = None if task == "fit" else folder / "averaged.ckpt"
         if task == "validate":
             trainer.validate(module, loader, ckpt_path=source, verbose=False)
-            return apart(values(module.state_dict()), rank, num_ranks), {}, None
+            return split_by_expert(values(module.state_dict()), rank, num_ranks), {}, None
         trainer.fit(module, loader, ckpt_path=source)
         assert task == "fit" or trainer.optimizers[0].param_groups[0]["added"] == 7
         if task == "fit":
@@ -139,31 +139,31 @@ def lightning_run(
             with pytest.raises(symmoe.errors.ArgumentError, match=r"^list is a list with tensors"):
                 trainer.save_checkpoint(folder / "no.ckpt")
         last = values(module.state_dict())  # the average
-        return last, kept, doubled.given and copy.deepcopy(doubled.given)
+        return last, states, doubled.loaded and copy.deepcopy(doubled.loaded)
 
 
 def averaged_and_resumed(rank: int, num_ranks: int, folder: Path) -> State:
     last, (at_two, average, before_end), _ = lightning_run(rank, num_ranks, folder, "fit")
-    again, (its_end,), given = lightning_run(rank, num_ranks, folder, "resume")
-    assert_same(its_end, before_end)
-    assert_same(again, last)
+    resumed, (resumed_end,), loaded = lightning_run(rank, num_ranks, folder, "resume")
+    assert_same(resumed_end, before_end)
+    assert_same(resumed, last)
     assert_same(
-        given["of"]["layers"],
+        loaded["state"]["layers"],
         {name.removeprefix("layers."): 2 * tensor for name, tensor in at_two.items()},
     )
-    assert {tensor.dtype for tensor in given["bf16"].values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in loaded["bf16"].values()} == {torch.bfloat16}
     validated, _, _ = lightning_run(rank, num_ranks, folder, "validate")
-    assert_same(validated, apart(average, rank, num_ranks))
+    assert_same(validated, split_by_expert(average, rank, num_ranks))
     assert not torch.equal(average["layers.0.router.weight"], at_two["layers.0.router.weight"])
     return validated
 
 
-def test_lightning_saves_the_average_and_what_hooks_add(cluster, tmp_path: Path):
-    """The checkpoint has the average, and a run goes on from it with the same bits; on one rank, too."""
+def test_lightning_saves_the_average_and_entries_of_hooks(cluster, tmp_path: Path):
+    """The checkpoint has the average, and a resumed run has the same bits; one rank loads the checkpoint, too."""
     pytest.importorskip("lightning")
     first, second = cluster(2).run(averaged_and_resumed, tmp_path)
-    ((found, _, _),) = cluster(1).run(lightning_run, tmp_path, "validate")
-    assert_same(found, first | second)
+    ((actual, _, _),) = cluster(1).run(lightning_run, tmp_path, "validate")
+    assert_same(actual, first | second)
 
 
 # -- accelerate -------------------------------------------------------------------------------------------------------
@@ -172,22 +172,22 @@ def test_lightning_saves_the_average_and_what_hooks_add(cluster, tmp_path: Path)
 def test_hooks_of_accelerate_get_models_and_weights(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
-    """What they change is saved, and what they take is not; registered objects with experts are refused."""
+    """Edits of hooks are saved, and states that hooks remove are not; registered objects with experts are refused."""
     from symmoe.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, rng_types=[])
     layers = two_layers(trainer_heap, 1)
     accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
-    seen: list = []
+    received: list = []
 
     def halved(models: list[nn.Module], weights: list[State], path: str) -> None:
-        seen.append((models == accelerator._models, len(weights), path))
+        received.append((models == accelerator._models, len(weights), path))
         (state,) = weights
         assert state.keys() == layers.state_dict().keys()
         state.update({name: tensor / 2 for name, tensor in state.items()})
 
     def loading(models: list[nn.Module], path: str) -> None:
-        seen.append((models == accelerator._models, path))
+        received.append((models == accelerator._models, path))
 
     before = values(layers.state_dict())
     handles = [
@@ -196,7 +196,7 @@ def test_hooks_of_accelerate_get_models_and_weights(
     ]
     path = accelerator.save_state(str(tmp_path / "halved"))
     accelerator.load_state(path)
-    assert seen == [(True, 1, path), (True, path)]
+    assert received == [(True, 1, path), (True, path)]
     assert_same(values(layers.state_dict()), {name: tensor / 2 for name, tensor in before.items()})
     for handle in handles:
         handle.remove()
@@ -227,7 +227,7 @@ def wrapped(model: nn.Module) -> nn.Module:
 
 
 @run_on(2)
-def test_wrapped_models_have_the_names_of_plain_ones(
+def test_wrapped_models_are_saved_under_plain_names(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
     """torch.compile and DDP change names in state dicts; a module's state may have other values."""
@@ -235,12 +235,12 @@ def test_wrapped_models_have_the_names_of_plain_ones(
         model = two_layers(heap, 1)
         optimizer = torch.optim.AdamW(model.parameters())
         save_checkpoint(tmp_path / f"{number}", 1, model=saves(model), optimizer=optimizer)
-        other = two_layers(heap, 2)
-        optimizer = torch.optim.AdamW(other.parameters())
-        load_checkpoint(tmp_path / f"{number}", model=loads(other), optimizer=optimizer)
-        assert_same(values(other.state_dict()), values(model.state_dict()))
+        layers = two_layers(heap, 2)
+        optimizer = torch.optim.AdamW(layers.parameters())
+        load_checkpoint(tmp_path / f"{number}", model=loads(layers), optimizer=optimizer)
+        assert_same(values(layers.state_dict()), values(model.state_dict()))
     average = ModuleState(module=model, tensors={n: t / 2 for n, t in model.state_dict().items()})
     save_checkpoint(tmp_path / "average", 1, model={"model": model, "average": average})
-    found = ModuleState(module=model, tensors=values(other.state_dict()))
-    load_checkpoint(tmp_path / "average", model={"model": other, "average": found})
-    assert_same(found.tensors, average.tensors)
+    state = ModuleState(module=model, tensors=values(layers.state_dict()))
+    load_checkpoint(tmp_path / "average", model={"model": layers, "average": state})
+    assert_same(state.tensors, average.tensors)

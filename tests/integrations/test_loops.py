@@ -1,5 +1,5 @@
-"""Loops that people write with accelerate, plain DDP, Lightning's Fabric and Trainer, on two ranks against one process
-with the unmodified model and nothing but torch."""
+"""Usual loops with accelerate, plain DDP, and Lightning's Fabric and Trainer: two ranks against one process that trains
+the unmodified model with torch only."""
 
 import functools
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
             return loss
 
         def train_dataloader(self) -> DataLoader:
-            """An epoch is half of the data: Lightning does not skip batches of an epoch in which it goes on."""
+            """An epoch is half of the data: Lightning does not skip batches of the epoch in which a run resumes."""
             first = self.global_step * cases.GLOBAL_BATCH
             data = cases.Job().loader().dataset[first : first + cases.HALF * cases.GLOBAL_BATCH]
             in_order = DistributedSampler(
@@ -160,10 +160,10 @@ def with_lightning(model: nn.Module, job: cases.Job) -> cases.Run:
     trainer.fit(module, ckpt_path=folder / f"step={cases.HALF}.ckpt" if job.resumes else None)
     run = job.finish(run, model)
     heldout = cases.Sequences(8, seed=2, all_labels=True)
-    (found,) = trainer.validate(
+    (evaluation,) = trainer.validate(
         module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False
     )
-    run.heldout = found["heldout"]
+    run.heldout = evaluation["heldout"]
     return run
 
 
@@ -216,18 +216,18 @@ def swapped(heap: symmoe.SymmetricHeap, job: cases.Job, *, seed: int = 0):
 def on_ranks(
     rank: int, num_ranks: int, loop: str, options: dict, folder: str
 ) -> tuple[cases.Run, cases.Run]:
-    """A run that saves, and one of another model that goes on where that saved."""
+    """A run that saves, and a run of another model that resumes from that checkpoint."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         job = cases.Job(rank, num_ranks, folder=f"{folder}/half", **options)
         model, calls = swapped(heap, job), []
         if job.recomputes:
             model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
-        whole = LOOPS[loop](model, job)
+        uninterrupted = LOOPS[loop](model, job)
         assert not job.recomputes or len(calls) >= 2 * cases.STEPS, len(calls)
         if not job.lora:
             save_checkpoint(model, f"{folder}/tuned")
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        return whole, LOOPS[loop](
+        return uninterrupted, LOOPS[loop](
             swapped(heap, job, seed=9), cases.Job(**{**vars(job), "resumes": True})
         )
 
@@ -246,9 +246,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("function", "options"), CASES)
-def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options: str):
-    """Losses, norms and evaluation; a run that goes on from a checkpoint has the bits of one that never ended; and
-    what is saved for transformers is what was trained."""
+def test_two_ranks_train_as_one_process(cluster, tmp_path: Path, function: str, options: str):
+    """Losses, norms and evaluation are those of one process; a resumed run has the bits of an uninterrupted one; and
+    the checkpoint for transformers has the trained weights."""
     package = {"DDP": "torch", "accelerate": "accelerate"}.get(function, "lightning")
     if find_spec(package) is None:
         pytest.skip(f"needs {package}, which is not installed")
@@ -256,7 +256,7 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
         pytest.importorskip("peft", minversion="0.21")
     expected = reference(options)
     rounded = options == "bf16"
-    for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
+    for run, results in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
         assert len(run.losses) == cases.STEPS
         assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)
         norms = [] if function == "Lightning" else expected.norms  # which does not tell them
@@ -266,7 +266,10 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
             "Lightning",
             "accumulate",
         ):  # Lightning itself steps after one micro-batch there
-            assert (rest.losses, rest.norms) == (run.losses[cases.HALF :], run.norms[cases.HALF :])
+            assert (results.losses, results.norms) == (
+                run.losses[cases.HALF :],
+                run.norms[cases.HALF :],
+            )
     assert expected.losses[-1] < 0.95 * expected.losses[0]
     assert max(expected.norms) > cases.MAX_NORM
     if options == "LoRA":

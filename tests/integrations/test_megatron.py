@@ -1,9 +1,10 @@
-"""Megatron-Core's GPTModel with our layer against the same model with its own alltoall layer, on CPUs over gloo.
+"""Megatron-Core's GPTModel with symmoe's layer against the same model with Megatron's alltoall layer, on CPUs over
+gloo.
 
-With Megatron's experts everything is the same bits: losses, all gradients, router counts. With our experts it is equal
-within fp32 rounding: their sigmoid is 1 / (1 + exp(-x)) and the derivative is written out, where Megatron has
-torch's silu and its gradient; the largest difference of a tensor stays below ROUNDING of its largest value.
-"""
+With Megatron's experts all losses, gradients and router counts have the same bits. With SymmExperts they are equal
+within fp32 rounding: SymmExperts compute the sigmoid as 1 / (1 + exp(-x)) and have an explicit derivative, where
+Megatron has torch's silu and its gradient; the largest difference of a tensor stays below ROUNDING of its largest
+value."""
 
 import copy
 import itertools
@@ -70,42 +71,44 @@ def main_grads(
     bias: dict[int, float] | None = None,
     **fields,
 ) -> list[list[int]]:
-    """Gradients in `main_grad` after Megatron's DDP has reduced them are the same for five models.
+    """Checks that gradients in `main_grad`, after Megatron's DDP has reduced them, are the same for five models.
 
-    Megatron's experts; ours with gradients in `.grad`; ours whose kernels add to main_grad; and those two once more
-    with weight gradients that backward leaves for later. `bias` steers the choice of experts, by number. Returns the
-    rows of the local experts in every call.
-    """
+    The models have Megatron's experts; SymmExperts with gradients in `.grad`; SymmExperts whose kernels add to
+    main_grad; and the latter two again with delayed weight gradients. `bias` steers the choice of experts, by number.
+    Returns the rows of the local experts in every call."""
     fields = fields if bias is None else SIGMOID_BIAS
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    by_case: dict[str, dict[str, torch.Tensor]] = {}
     received: list[list[int]] = []
     with cases.opened(ep=ep, fields=fields) as (config, heap, forms):
         spec = forms["megatron"]
-        found["megatron"] = _reduced(
+        by_case["megatron"] = _reduced(
             _ddp(cases.steered(cases.model_of(config, spec), bias), overlap)
         )
         for fused in (False, True):
             for delayed in (False, True):
                 config = cases.config_of(**fields, delay_wgrad_compute=delayed)
-                ours = cases.forms_of(spec, heap)["experts"]
+                symm_experts = cases.forms_of(spec, heap)["experts"]
                 model = cases.steered(
-                    cases.model_of(config, _with_fused_gradients(ours) if fused else ours), bias
+                    cases.model_of(
+                        config, _with_fused_gradients(symm_experts) if fused else symm_experts
+                    ),
+                    bias,
                 )
                 cases.note_rows(model, received)
                 name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
                 ddp = _ddp(model, overlap)
                 num_in_buckets = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
                 assert num_in_buckets == (2 * 2 if ep == 2 else 0)  # layers, linears
-                found[name] = _reduced(ddp)
+                by_case[name] = _reduced(ddp)
     if "fp8" not in fields:  # which Megatron's own experts cannot do on CPUs
-        cases.check_equal(found)
-    assert cases.differences(found["main_grad"], found["grad"]) == {}
-    assert cases.differences(found["main_grad later"], found["main_grad"]) == {}
+        cases.check_equal(by_case)
+    assert cases.differences(by_case["main_grad"], by_case["grad"]) == {}
+    assert cases.differences(by_case["main_grad later"], by_case["main_grad"]) == {}
     return received
 
 
 def _with_fused_gradients(spec):
-    """The spec; only the configuration of its experts has gradient_accumulation_fusion."""
+    """The spec with gradient_accumulation_fusion in the configuration of its experts only."""
 
     class FusedExperts(megatron.SymmExperts):
         def __init__(self, num_local_experts: int, config, **kwargs) -> None:
@@ -145,7 +148,7 @@ def _reduced(ddp) -> dict[str, torch.Tensor]:
 
 
 def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
-    """First weights of a new layer's experts, made with Megatron's generators, and their attributes."""
+    """Initial weights of a new layer's experts, by Megatron's generators, and the weights' attributes."""
     cases.use_groups(ep=2)
     model_parallel_cuda_manual_seed(5)
     experts = megatron.SymmExperts(4, cases.config_of(use_cpu_initialization=False))
@@ -172,7 +175,7 @@ NUM_CHUNKS = 2
 
 
 def _pipeline(num_stages: int, num_chunks: int | None, layers_per_chunk: int = 2) -> dict:
-    """Fields of its configuration."""
+    """Fields of the configuration for a pipeline."""
     return {
         "num_layers": num_stages * (num_chunks or 1) * layers_per_chunk,
         "pipeline_model_parallel_size": num_stages,
@@ -183,7 +186,7 @@ def _pipeline(num_stages: int, num_chunks: int | None, layers_per_chunk: int = 2
 
 
 def _chunks(config, spec, stage: int, num_stages: int) -> list:
-    """The parts of a GPTModel that a stage has, with numbers that depend only on the names of their parameters."""
+    """The chunks of a GPTModel on a stage; parameters have values that depend only on their names."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     chunks = torch.nn.ModuleList(
         GPTModel(
@@ -206,20 +209,20 @@ def _forward_step(steps: Iterator[int], model) -> tuple[torch.Tensor, object]:
 
 
 def _run_stage(config, chunks: list, stage: int, num_stages: int) -> None:
-    """Megatron's interleaved schedule on a stage that has no others around it."""
+    """Runs Megatron's interleaved schedule on one stage without neighbour stages."""
 
     class NoNeighbours(P2PCommunicator):
-        """Receives random numbers; what is sent goes nowhere."""
+        """Receives random numbers, and drops sent tensors."""
 
         def __init__(self) -> None:
             self.config = config
             self.virtual_pipeline_model_parallel_size = NUM_CHUNKS
             self.pp_group = SimpleNamespace(rank=lambda: stage, size=lambda: num_stages)
 
-        def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape, **others):
+        def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape, **kwargs):
             received = (
-                torch.randn(tensor_shape, requires_grad=True) if of else None
-                for of in (recv_prev, recv_next)
+                torch.randn(tensor_shape, requires_grad=True) if receives else None
+                for receives in (recv_prev, recv_next)
             )
             return (*received, None)
 
@@ -244,7 +247,7 @@ def _scheduled(chunks: list, step=_forward_step) -> dict[str, torch.Tensor]:
 
 
 def _micro_batches_of(chunks: list, step=_forward_step) -> dict:
-    """The arguments of Megatron's schedules that say what they run."""
+    """Arguments of Megatron's schedules: the model chunks, the batches and their sizes."""
     return {
         "forward_step_func": step,
         "data_iterator": [iter(range(NUM_MICRO_BATCHES)) for _ in chunks],
@@ -289,13 +292,13 @@ def save(
 
 
 def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool) -> int:
-    """Loads it into a model of another layout or kind, where it must be what was saved; how many experts' weights.
+    """Loads the checkpoint into a model of another layout or kind, and checks all values. Returns the number of
+    experts' weights.
 
-    The expectation is made only from names, as the model that is saved: the checkpoint is not its own oracle.
-    """
+    The expected values follow from names only, as those of the saved model do: the checkpoint is not its own oracle."""
     with cases.opened(ep=ep) as (config, _, forms):
         model = cases.model_of(config, forms[form])
-        want = {name: its.detach() + 1 for name, its in cases.named_parameters(model)}
+        want = {name: param.detach() + 1 for name, param in cases.named_parameters(model)}
         state = _state(model, per_expert_keys, list(map(torch.zeros_like, model.parameters())))
         loaded = dist_checkpointing.load(state, path)
         model.load_state_dict(loaded["model"], strict=True)
@@ -305,12 +308,15 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
             for part in cases.named_parts(name, loaded["optimizer"]["state"][i]["exp_avg"])
         )
         assert cases.differences(dict(cases.named_parameters(model)), want) == {}
-        assert cases.differences(moments, {name: MOMENT * its for name, its in want.items()}) == {}
+        assert (
+            cases.differences(moments, {name: MOMENT * param for name, param in want.items()}) == {}
+        )
         return sum(".mlp.experts." in name for name in want)
 
 
 def _end_writers() -> None:
-    """Ends the process of the queue that Megatron's writers share. It would outlive this one, which ends in a hurry."""
+    """Ends the process of the queue that Megatron's writers share. That process would outlive this one, which exits
+    without cleanup."""
     filesystem_async._results_queue = None  # the next save makes another
     for child in mp.active_children():
         child.terminate()
@@ -335,7 +341,8 @@ def _state(model, per_expert_keys: bool, moments: list[torch.Tensor]) -> dict:
 
 
 def _trained(config, spec, distributed: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """Parameters after three steps in Megatron's DDP, with Adam, and how many numbers of its state are on this rank."""
+    """Parameters after three steps of Adam in Megatron's DDP, and the number of optimizer state elements on this
+    rank."""
     choice = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
     )
@@ -362,7 +369,7 @@ def _trained(config, spec, distributed: bool) -> tuple[dict[str, torch.Tensor], 
         for part in optimizer.chained_optimizers
         for state in part.optimizer.state.values()
     ]
-    return {name: its.detach() for name, its in cases.named_parameters(model)}, sum(states)
+    return {name: param.detach() for name, param in cases.named_parameters(model)}, sum(states)
 
 
 # -- the tests -------------------------------------------------------------------------------------------------------
@@ -463,9 +470,9 @@ def test_equals_alltoall(
     name: str,
     options: dict,
 ):
-    """On nodes as on one: the order "slot" has the same bits."""
-    how = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
-    for result in ranks(num_ranks).run(cases.compare, ep=ep, fields=FIELDS[name], **how):
+    """On several nodes, too, the order "slot" has the same bits."""
+    kwargs = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
+    for result in ranks(num_ranks).run(cases.compare, ep=ep, fields=FIELDS[name], **kwargs):
         assert result["num_zeros"] <= 4
         assert any(map(sum, result["received"]))
         assert result["staging_copies"] == 0 or function == "nodes"
@@ -477,20 +484,20 @@ def test_equals_alltoall(
 @pytest.mark.slow
 @run_on(4, fixture="ranks")
 def test_tensor_and_sequence_parallel(rank: int, num_ranks: int) -> None:
-    """A layer and not a GPTModel: Megatron's LayerNorm for CPUs knows no sequence parallelism."""
-    generator, found = torch.Generator().manual_seed(rank), {}
+    """Tests a layer and not a GPTModel: Megatron's LayerNorm for CPUs has no sequence parallelism."""
+    generator, by_form = torch.Generator().manual_seed(rank), {}
     with cases.opened(ep=4, tp=2, fields=SHARED) as (config, _, forms):
         sizes = cases.SEQUENCE // 2, cases.BATCH, config.hidden_size
         x, dy = torch.randn(2, *sizes, generator=generator)
         for form, form_spec in forms.items():
             layer = cases.layer_of(config, form_spec)
             y, dx = cases.differentiated(layer, x, dy)
-            found[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
+            by_form[form] = {**cases.gradients_of(layer), "y": y, "x": dx}
     assert (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel) == (
         2,
         True,
     )
-    cases.check_equal(found)
+    cases.check_equal(by_form)
 
 
 @pytest.mark.parametrize(
@@ -498,12 +505,11 @@ def test_tensor_and_sequence_parallel(rank: int, num_ranks: int) -> None:
 )
 @run_on(fixture="ranks")
 def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
-    """Two ranks share each sequence: their parts of the outputs and of the input's gradient, and after Megatron's DDP
-    all parameters' gradients, are those of Megatron's own layer that sees all sequences on one rank.
+    """Two ranks share each sequence. Their parts of the outputs and of the input's gradient, and after Megatron's DDP
+    all parameters' gradients, are those of Megatron's layer on one rank with all sequences.
 
-    A layer and not a GPTModel: only Transformer Engine's attention knows context parallelism. On four ranks there are
-    two sequences, and with EP 2 two replicas of every expert.
-    """
+    Tests a layer and not a GPTModel: only Transformer Engine's attention has context parallelism. On four ranks there
+    are two sequences, and with EP 2 two replicas of every expert."""
     fields = {**FIELDS["aux loss, z loss"], **SHARED}
     generator = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, num_ranks // 2, cases.SEQUENCE, cases.BATCH, 32, generator=generator)
@@ -519,10 +525,10 @@ def test_context_parallel(rank: int, num_ranks: int, ep: int) -> None:
         parts = torch.arange(cases.SEQUENCE).view(4, -1)[[first, 3 - first]].flatten()
         for form, form_spec in forms.items():
             ddp = _ddp(cases.layer_of(config, form_spec), overlap=False)
-            found = cases.differentiated(ddp, x[sequence, parts], dy[sequence, parts])
+            actual = cases.differentiated(ddp, x[sequence, parts], dy[sequence, parts])
             ddp.finish_grad_sync()
-            whole = tuple(tensor[parts] for tensor in want[sequence])
-            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+            full_sequence = tuple(tensor[parts] for tensor in want[sequence])
+            torch.testing.assert_close(actual, full_sequence, rtol=1e-4, atol=1e-4)
             got = {name: parameter.main_grad for name, parameter in cases.named_parameters(ddp)}
             assert (
                 sum("experts." in name for name in got) == 2 * cases.NUM_EXPERTS // ep + 2
@@ -559,7 +565,7 @@ def test_main_grad_equals_megatrons_gradients(
 
 
 def test_main_grad_of_a_rank_without_tokens(ranks):
-    """Its hooks must fire all the same, or a reduction that overlaps with backward would wait for ever."""
+    """The rank's hooks must run, or a reduction that overlaps with backward would wait forever."""
     first, second = ranks(2).run(main_grads, ep=2, overlap=True, bias=ALL_ON_RANK_0)
     assert all(max(rows) > 0 for rows in first)
     assert all(max(rows) == 0 for rows in second)
@@ -574,18 +580,18 @@ def test_main_grad_of_a_rank_without_tokens(ranks):
 def test_pipeline_of_two_stages(
     rank: int, num_ranks: int, ep: int, num_chunks: int | None, name: str
 ) -> None:
-    """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
+    """Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
     fields = {**_pipeline(2, num_chunks, layers_per_chunk=1), **FIELDS[name]}
-    found = {}
+    by_form = {}
     with cases.opened(ep=ep, pp=2, num_chunks=num_chunks, fields=fields) as (config, heap, forms):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for form, form_spec in forms.items():
-            found[form] = _scheduled(_chunks(config, form_spec, stage, num_stages=2))
+            by_form[form] = _scheduled(_chunks(config, form_spec, stage, num_stages=2))
             assert heap.leased_bytes == 0
-            num_losses = sum(name.startswith("losses ") for name in found[form])
+            num_losses = sum(name.startswith("losses ") for name in by_form[form])
             assert num_losses == (NUM_MICRO_BATCHES if stage == 1 else 0)
-    cases.check_equal(found)
-    assert cases.num_zeros(found["megatron"]) <= 4
+    cases.check_equal(by_form)
+    assert cases.num_zeros(by_form["megatron"]) <= 4
 
 
 @pytest.mark.parametrize(
@@ -606,12 +612,11 @@ def test_heap_of_an_interleaved_stage_is_exact(
     group_size: int,
     recompute: bool,
 ) -> None:
-    """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) is enough for one stage of an
-    interleaved pipeline, by Megatron's own schedule, no smaller one is.
+    """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) suffices for one stage of an
+    interleaved pipeline in Megatron's schedule, and a smaller heap does not.
 
-    All ranks are of that stage. What other stages would send is made up: it changes numbers, and here every lease has
-    the same size whatever the numbers are.
-    """
+    All ranks belong to that stage. Random numbers replace the tensors of other stages: every lease has the same size
+    for all values."""
     cases.use_groups(ep=num_ranks)
     config = cases.config_of(
         **_pipeline(num_stages, NUM_CHUNKS, layers_per_chunk),
@@ -641,8 +646,8 @@ def test_heap_of_an_interleaved_stage_is_exact(
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
 @run_on(2, fixture="ranks")
 def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str) -> None:
-    """A heap of the planned size is enough for three steps, with all tokens on rank 0 and with ordinary routing, and is
-    not wasteful if the routing is as uneven as can be."""
+    """A heap of the planned size suffices for three steps, with all tokens on rank 0 and with ordinary routing; the
+    most uneven routing uses more than a third of it."""
     fields = {**SIGMOID_BIAS, **FIELDS[name]}
     cases.use_groups(ep=2)
     config = cases.config_of(**fields)
@@ -668,7 +673,7 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
 def test_metrics_and_recorded_routing_are_those_of_megatron(
     rank: int, num_ranks: int, form: str, name: str
 ) -> None:
-    """Records of our layers equal the routing maps of Megatron's own model's routers, on the same tokens."""
+    """Records of symmoe's layers equal the routing maps of Megatron's routers for the same tokens."""
     maps: list[torch.Tensor] = []
 
     def keep_maps(model) -> None:
@@ -703,16 +708,16 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(
         assert all(map(torch.equal, maps[:2], maps[2:]))  # with the same drops
         for layer in model.decoder.layers:  # Megatron's own recording is off, with what it has kept
             layer.mlp.router.router_replay.clear_router_replay_action()
-        others = cases.batch_of() | {"input_ids": cases.batch_of()["input_ids"].flip(1)}
+        flipped = cases.batch_of() | {"input_ids": cases.batch_of()["input_ids"].flip(1)}
         with symmoe.routing.record_routing(model) as routing, torch.no_grad():
-            model(**others)
+            model(**flipped)
         for ids, routing_map in zip(routing.values(), maps[4:], strict=True):
             assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
 
 
-def _route_by_hand(router, given: list[torch.Tensor]) -> None:
-    """Has a router of Megatron's own weigh these experts, call by call; -1 weighs nothing."""
-    calls = iter(given)
+def _route_by_hand(router, choices: list[torch.Tensor]) -> None:
+    """Makes a router of Megatron weigh these experts, call by call; -1 has no weight."""
+    calls = iter(choices)
 
     def routing(logits: torch.Tensor, **_) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.view(-1, cases.NUM_EXPERTS)
@@ -729,11 +734,12 @@ def _route_by_hand(router, given: list[torch.Tensor]) -> None:
     ("ep", "num_chunks"), [(2, None), (1, 2), pytest.param(1, None, marks=_SLOW)]
 )
 @run_on(2, fixture="ranks")
-def test_each_micro_batch_takes_the_experts_it_is_given(
+def test_each_micro_batch_uses_its_replayed_experts(
     rank: int, num_ranks: int, ep: int, num_chunks: int | None, score: str
 ) -> None:
-    """Four micro-batches in Megatron's schedules, all layers recomputed: what was recorded gives the same bits again;
-    other experts give what Megatron's layers give, not recomputed, with a routing that is written here."""
+    """Four micro-batches in Megatron's schedules, with all layers recomputed: a replay of the recorded experts has the
+    same bits; other experts give the results of Megatron's layers without recomputation and with the routing of
+    _route_by_hand."""
     pp = num_ranks // ep
     fields = {**_pipeline(pp, num_chunks), **FIELDS[score]}
     recomputed = {**fields, **FIELDS["recomputed layers"]}
@@ -741,49 +747,50 @@ def test_each_micro_batch_takes_the_experts_it_is_given(
     def record(steps: Iterator[int], model) -> tuple[torch.Tensor, object]:
         with symmoe.routing.record_routing(model) as routing:
             output = _forward_step(steps, model)
-        own[chunks.index(model)].append(routing)
+        recorded[chunks.index(model)].append(routing)
         return output
 
     def results(
         chunks: list, routing: Sequence = (), step=_forward_step
     ) -> dict[str, torch.Tensor]:
         with ExitStack() as replayed:
-            for chunk, given in zip(chunks, routing, strict=bool(routing)):
-                replayed.enter_context(symmoe.routing.replay_routing(chunk, given))
+            for chunk, choices in zip(chunks, routing, strict=bool(routing)):
+                replayed.enter_context(symmoe.routing.replay_routing(chunk, choices))
             return _scheduled(chunks, step)
 
     groups = {"ep": ep, "pp": pp, "num_chunks": num_chunks}
     with cases.opened(fields=recomputed, **groups) as (config, _, forms):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         chunks = _chunks(config, forms["experts"], stage, pp)
-        own = [[] for _ in chunks]
+        recorded = [[] for _ in chunks]
         want = results(chunks, step=record)
-        assert [len(each) for each in own] == [NUM_MICRO_BATCHES] * len(chunks)
-        assert cases.differences(results(chunks, own), want) == {}
+        assert [len(batches) for batches in recorded] == [NUM_MICRO_BATCHES] * len(chunks)
+        assert cases.differences(results(chunks, recorded), want) == {}
 
         # Megatron counts rows only if experts have a capacity: some tokens have no expert, and none is dropped here.
         config = cases.config_of(**fields, moe_expert_capacity_factor=8.0)
         seeds = itertools.count(100 * rank)
         stock = _chunks(config, cases.reference_spec(config), stage, pp)
-        other = [
-            [small.other_routing(routing, next(seeds)) for routing in routings] for routings in own
+        different = [
+            [small.other_routing(routing, next(seeds)) for routing in routings]
+            for routings in recorded
         ]
-        for chunk, routings in zip(stock, other, strict=True):
+        for chunk, routings in zip(stock, different, strict=True):
             for name in routings[0]:
                 _route_by_hand(
                     chunk.get_submodule(name).router, [routing[name] for routing in routings]
                 )
-        found = results(chunks, other)
+        actual = results(chunks, different)
         expected = results(stock)
-    cases.check_equal({"experts": found, "megatron": expected})
-    assert max(cases.differences(found, want).values()) > 0.1
+    cases.check_equal({"experts": actual, "megatron": expected})
+    assert max(cases.differences(actual, want).values()) > 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 @run_on(2, fixture="ranks")
-def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: str) -> None:
-    """A layer in torch.compile, which does not compile the trips, equals the same layer without it."""
+def test_torch_compile_does_not_trace_the_trips(rank: int, num_ranks: int, form: str) -> None:
+    """A layer in torch.compile equals the same layer without it, and each trip breaks the graph."""
     with cases.opened(ep=2) as (config, _, forms):
         layer = cases.layer_of(config, forms[form])
         generator = torch.Generator().manual_seed(rank)
@@ -792,19 +799,19 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
         )
         expected = small.step(layer, x)
         with torch.compiler.set_stance("default"):
-            found = small.step(torch.compile(layer, backend="aot_eager"), x)
+            actual = small.step(torch.compile(layer, backend="aot_eager"), x)
             torch._dynamo.reset()
             breaks = torch._dynamo.explain(layer)(x).break_reasons
         damaged = {name: tensor * 1.01 for name, tensor in expected.items()}
-    assert max(cases.differences(found, expected).values(), default=0.0) < cases.ROUNDING
-    assert min(cases.differences(found, damaged).values()) > 100 * cases.ROUNDING
+    assert max(cases.differences(actual, expected).values(), default=0.0) < cases.ROUNDING
+    assert min(cases.differences(actual, damaged).values()) > 100 * cases.ROUNDING
     left_alone = set()
-    for each in breaks:
-        match = re.search(r"Skip inlining function <function (\S+) at", str(each.reason))
+    for graph_break in breaks:
+        match = re.search(r"Skip inlining function <function (\S+) at", str(graph_break.reason))
         left_alone |= {match[1]} if match else set()
         assert match or not any(
-            Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:]
-        ), each
+            Path(frame.filename).is_relative_to(PACKAGE) for frame in graph_break.user_stack[-1:]
+        ), graph_break
     trips = {
         "FusedTokenDispatcher.compute",
         "SymmTokenDispatcher.token_dispatch",
@@ -814,8 +821,8 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
 
 
 @run_on(2, fixture="ranks")
-def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> None:
-    """Of all gradients in bf16, the root mean square error against fp32 is as small as that of Megatron's layer."""
+def test_half_precision_error_is_at_most_megatrons(rank: int, num_ranks: int) -> None:
+    """The root mean square error of all bf16 gradients against fp32 is as small as that of Megatron's layer."""
     errors = {}
     with cases.opened(ep=2) as (config, heap, forms):
         exact = cases.results_of(cases.model_of(config, forms["megatron"]))
@@ -838,8 +845,8 @@ def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> No
 
 @run_on(2, fixture="ranks")
 def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> None:
-    """Of SymmExperts with `fp8`, against an oracle in float64 of Transformer Engine's blockwise recipe. A layer that
-    travels over the heap, with these experts, equals Megatron's own dispatcher with them."""
+    """SymmExperts with `fp8` against an oracle in float64 of Transformer Engine's blockwise recipe. A layer with these
+    experts over the heap equals Megatron's dispatcher with them."""
     cases.use_groups(ep=2)
     config = cases.config_of(**cases.FP8)
     numbers = oracle.Numbers(*oracle.E4M3_POWERS)
@@ -856,11 +863,11 @@ def test_fp8_experts_multiply_the_recipes_numbers(rank: int, num_ranks: int) -> 
         assert oracle.relative_error(got, numbers) < 2e-3
     with cases.opened(ep=2, fields=cases.FP8) as (config, _, forms):
         forms["megatron"] = megatron.use_symmoe_experts(forms["megatron"])
-        found = {
+        actual = {
             form: cases.results_of(cases.model_of(config, forms[form]))
             for form in ("megatron", "experts")
         }
-    cases.check_equal(found)
+    cases.check_equal(actual)
 
 
 def test_experts_start_from_megatrons_generators(ranks):
@@ -868,7 +875,7 @@ def test_experts_start_from_megatrons_generators(ranks):
     weights = [*first, *second]
     for i, weight in enumerate(weights):
         assert weight.std().item() == pytest.approx(0.02, rel=0.1)  # init_method_std
-        assert all(not weight.equal(other) for other in weights[:i])
+        assert all(not weight.equal(earlier) for earlier in weights[:i])
 
 
 @run_on(2, fixture="ranks")
@@ -892,7 +899,7 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "text"),
+    ("case", "error", "text"),
     [
         (
             "expert tensor parallelism",
@@ -915,10 +922,10 @@ def test_state_of_other_forms(rank: int, num_ranks: int) -> None:
     ],
 )
 @run_on(2, fixture="ranks")
-def test_what_cannot_be_is_refused_on_every_rank(
-    rank: int, num_ranks: int, what: str, error: type, text: str
+def test_unsupported_layers_are_refused_on_every_rank(
+    rank: int, num_ranks: int, case: str, error: type, text: str
 ) -> None:
-    """Of building a layer that cannot be; the error must come on every rank."""
+    """The constructor of an unsupported layer raises on every rank."""
     cases.use_groups(ep=2)
     num_bytes, use, options = {
         "capacity with others' experts": (
@@ -928,8 +935,8 @@ def test_what_cannot_be_is_refused_on_every_rank(
         ),
         "too small a capacity": (1 << 20, megatron.use_symmoe, {"capacity": 8}),
         "too small a heap": (24 << 10, megatron.use_symmoe, {}),
-    }.get(what, (1 << 20, megatron.use_symmoe, {}))
-    if what == "expert tensor parallelism":
+    }.get(case, (1 << 20, megatron.use_symmoe, {}))
+    if case == "expert tensor parallelism":
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=2,
@@ -937,10 +944,10 @@ def test_what_cannot_be_is_refused_on_every_rank(
             expert_tensor_parallel_size=2,
         )
     with pytest.raises(error, match=re.escape(text)), megatron.open_heap(num_bytes) as heap:  # noqa: PT012 - one of several
-        if what == "another group's heap":
+        if case == "another group's heap":
             cases.use_groups(ep=1)
         # With tensor parallelism the field would be refused first: it and the groups are of different commands.
-        fields = FIELDS["sinkhorn"] if what == "a choice without scores" else {}
+        fields = FIELDS["sinkhorn"] if case == "a choice without scores" else {}
         config = cases.config_of(num_layers=1, sequence_parallel=False, **fields)
         spec = use(cases.reference_spec(config), heap, options=megatron.DispatchOptions(**options))
         model = cases.model_of(config, spec)
@@ -963,13 +970,13 @@ def test_checkpoints_move_between_layouts_and_kinds_of_layers(
 ):
     """Saved at EP 2; loaded at EP 2, EP 1 x 2 replicas, EP 4 and EP 2 x 2 replicas, by both kinds of layers."""
     layouts = ((2, 1), (4, 4)) if per_expert_keys else ((2, 2), (2, 1), (4, 4), (4, 2))
-    how = {"path": str(tmp_path), "per_expert_keys": per_expert_keys}
-    ranks(2).run(save, ep=2, form=saved_by, **how)
+    kwargs = {"path": str(tmp_path), "per_expert_keys": per_expert_keys}
+    ranks(2).run(save, ep=2, form=saved_by, **kwargs)
     for num_ranks, ep in layouts:
         for loaded_by in ("experts", "megatron"):
             if loaded_by == saved_by == "megatron":
                 continue
-            num_loaded = ranks(num_ranks).run(load, ep=ep, form=loaded_by, **how)
+            num_loaded = ranks(num_ranks).run(load, ep=ep, form=loaded_by, **kwargs)
             # All experts of both layers and both linears, on the ranks of each replica.
             assert sum(num_loaded) == 2 * 2 * 8 * num_ranks // ep
 
@@ -978,7 +985,7 @@ def test_checkpoints_move_between_layouts_and_kinds_of_layers(
 @pytest.mark.parametrize("ep", [1, 2])
 @run_on(2, fixture="ranks")
 def test_distributed_optimizer(rank: int, num_ranks: int, ep: int) -> None:
-    """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
+    """The optimizer shards parameters over the data-parallel ranks: all of them at EP 1, the dense ones at EP 2."""
     with cases.opened(ep=ep) as (config, _, forms), megatron_shim.CudaIsCpu():
         before = dict(cases.named_parameters(cases.model_of(config, forms["experts"])))
         plain, plain_size = _trained(config, forms["experts"], False)

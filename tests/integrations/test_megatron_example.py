@@ -1,4 +1,5 @@
-"""The Megatron example, run as its users run it: torchrun, two CPU processes. And its parts that could mislead."""
+"""The Megatron example as a user runs it: torchrun with two CPU processes. And its comparisons and timings, which could
+mislead."""
 
 import json
 import math
@@ -18,7 +19,7 @@ STEPS = 12
 
 
 def run(*arguments: str) -> str:
-    """What two ranks print."""
+    """The output of two ranks."""
     return output_of("megatron_gpt.py", *arguments, num_ranks=2)
 
 
@@ -43,25 +44,25 @@ def losses_of(*arguments: str) -> list[float]:
 
 @pytest.mark.slow
 def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
-    ours = losses_of()
-    theirs = losses_of("--dispatcher=alltoall")
+    symmoe_losses = losses_of()
+    megatron_losses = losses_of("--dispatcher=alltoall")
     halves = [
         "--micro-batch=2",
         "--micro-batches=2",
     ]  # the same sequences; their aux loss is another
     theirs_in_halves = losses_of("--dispatcher=alltoall", *halves)
     replicated = losses_of("--expert-parallel=1", "--experts=megatron", "--order=slot", *halves)
-    assert ours[0] == pytest.approx(math.log(256), rel=0.02)
-    assert ours[-1] < ours[0] - 0.5
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert symmoe_losses[0] == pytest.approx(math.log(256), rel=0.02)
+    assert symmoe_losses[-1] < symmoe_losses[0] - 0.5
+    assert symmoe_losses == pytest.approx(megatron_losses, rel=1e-4)
     assert replicated == pytest.approx(theirs_in_halves, rel=1e-4)
-    assert theirs_in_halves != pytest.approx(theirs, rel=1e-4)
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    assert theirs_in_halves != pytest.approx(megatron_losses, rel=1e-4)
+    assert symmoe_losses[0] == pytest.approx(megatron_losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_times_layers_beside_each_other(tmp_path: Path):
-    """All dispatchers with all experts, in bf16 as on GPUs; the run compares their results before it times them."""
+def test_compares_layers_before_it_times_them(tmp_path: Path):
+    """All dispatchers with all experts, in bf16 as on GPUs."""
     from megatron.core.transformer.moe import experts
 
     grouped = "GroupedMLP" if hasattr(experts, "GroupedMLP") else "SequentialMLP"
@@ -108,7 +109,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Scaled(nn.Module):
-    """Stands for an MoE layer: x times a weight, and a gradient of x that is `wrong` times too large."""
+    """A stand-in for an MoE layer: x times a weight, with a gradient of x that is `wrong` times too large."""
 
     def __init__(self, weight: float, wrong: float = 1.0) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Scaled(nn.Module):
     ],
     ids=["same", "output", "gradient", "NaN"],
 )
-def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | None):
+def test_layers_with_different_results_are_not_timed(layer: nn.Module, text: str | None):
     time_layers = module_of("megatron_layers").time_layers
     x = torch.randn(4, 2, 8)
     layers: dict = {"a": Scaled(2.0), "b": layer}
@@ -149,14 +150,15 @@ def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | No
 
 @pytest.mark.parametrize("num_groups", [4, 2])
 def test_fused_attention(num_groups: int):
-    """Softmax of the scaled scores of a position and those before it, times their values; heads share a group's."""
+    """The output is the softmax of the scaled scores of a position and all earlier ones, times their values; heads
+    share the keys and values of a group."""
     generator = torch.Generator().manual_seed(0)
     length, batch, num_heads, width = 5, 3, 4, 8
     query = torch.randn(length, batch, num_heads, width, generator=generator)
     key, value = (
         torch.randn(length, batch, num_groups, width, generator=generator) for _ in range(2)
     )
-    found = module_of("megatron_without_te").FusedAttention(None, 1)(query, key, value, None)
+    actual = module_of("megatron_without_te").FusedAttention(None, 1)(query, key, value, None)
     want = torch.zeros(length, batch, num_heads, width)
     for position in range(length):
         for head in range(num_heads):
@@ -167,4 +169,4 @@ def test_fused_attention(num_groups: int):
             want[position, :, head] = torch.einsum(
                 "sb,sbd->bd", scores.softmax(0), value[: position + 1, :, group]
             )
-    torch.testing.assert_close(found, want.flatten(2))
+    torch.testing.assert_close(actual, want.flatten(2))

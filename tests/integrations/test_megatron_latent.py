@@ -1,5 +1,5 @@
-"""Megatron's latent experts: its layer projects tokens to a smaller width and back, and symmoe moves and computes that
-width. Megatron takes these projections from Transformer Engine, in whose place a linear layer of torch stands here."""
+"""Megatron's latent experts: Megatron's layer projects tokens to a smaller width and back, and symmoe moves and
+computes rows of that width. A linear layer of torch replaces Transformer Engine's linear layer here."""
 
 from unittest import mock
 
@@ -24,7 +24,7 @@ FIELDS = {
 
 
 class Linear(torch.nn.Linear):
-    """In place of TELinear: returns no bias beside the result."""
+    """Replaces TELinear: returns None for the bias beside the result."""
 
     def __init__(self, in_features: int, out_features: int, **options: object) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -34,7 +34,7 @@ class Linear(torch.nn.Linear):
 
 
 def reference(layer, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """What the layer computes, expert by expert, of its own router's choice."""
+    """The layer's output, computed expert by expert for its router's choice."""
     probs, routing_map = layer.router(x)
     tokens = F.linear(x, layer.fc1_latent_proj.weight).view(-1, LATENT)
     sums = torch.zeros_like(tokens)
@@ -63,25 +63,25 @@ def test_latent_experts_are_the_reference(rank: int, num_ranks: int) -> None:
             }
             gathered: list = [None] * num_ranks
             dist.all_gather_object(gathered, {name: part.detach() for name, part in local.items()})
-            weights = {name: part for each in gathered for name, part in each.items()}
+            weights = {name: part for tensors in gathered for name, part in tensors.items()}
             assert len(weights) == 2 * cases.NUM_EXPERTS
             for weight in weights.values():
                 weight.requires_grad_()
             projections = layer.fc1_latent_proj.weight, layer.fc2_latent_proj.weight
-            found = {"y": y, "dx": dx, "down": projections[0].grad, "up": projections[1].grad}
-            wanted = {}
+            actual = {"y": y, "dx": dx, "down": projections[0].grad, "up": projections[1].grad}
+            expected = {}
             for r, (x, dy) in enumerate(calls):
                 x = x.clone().requires_grad_()
                 result = reference(layer, weights, x)
                 inputs = x, *projections, *weights.values()
                 dx, down, up, *d_weights = torch.autograd.grad(result, inputs, dy)
                 if r == rank:
-                    wanted |= {"y": result.detach(), "dx": dx, "down": down, "up": up}
+                    expected |= {"y": result.detach(), "dx": dx, "down": down, "up": up}
                 for name, gradient in zip(weights, d_weights, strict=True):
                     if name in local:
-                        wanted[name] = wanted.get(name, 0) + gradient
-            found |= {name: part.grad for name, part in local.items()}
-            changes = cases.differences(found, wanted)
+                        expected[name] = expected.get(name, 0) + gradient
+            actual |= {name: part.grad for name, part in local.items()}
+            changes = cases.differences(actual, expected)
             assert max(changes.values(), default=0.0) < cases.ROUNDING, changes
         assert heap.statistics.num_staging_copies == 0
         assert heap.programs.num_runs > 0

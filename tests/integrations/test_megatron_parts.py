@@ -1,4 +1,4 @@
-"""The parts of the Megatron integration that need no other ranks: slots, specs, refused fields, what is imported."""
+"""The parts of the Megatron integration that need no other ranks: slots, specs, refused fields, imports."""
 
 import copy
 
@@ -57,15 +57,15 @@ def test_slots_are_the_experts_in_ascending_order(num_tokens: int, num_experts: 
     topk_idx, topk_probs = select_slots(routing_map, probs, top_k=top_k)
 
     width = min(top_k, num_experts)
-    wanted = [[e for e in range(num_experts) if row[e]] for row in routing_map.tolist()]
-    assert topk_idx.tolist() == [chosen + [-1] * (width - len(chosen)) for chosen in wanted]
+    expected = [[e for e in range(num_experts) if row[e]] for row in routing_map.tolist()]
+    assert topk_idx.tolist() == [chosen + [-1] * (width - len(chosen)) for chosen in expected]
     assert topk_idx.dtype == torch.int32
     assert topk_probs.dtype == torch.float32
     # The gradient of a slot without an expert is 0: it has no row.
     slot_grads = torch.rand(topk_probs.shape, generator=generator) * (topk_idx >= 0)
     topk_probs.backward(slot_grads)
     grads = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
-    for t, chosen in enumerate(wanted):
+    for t, chosen in enumerate(expected):
         assert topk_probs[t, : len(chosen)].equal(probs[t, chosen].float())
         grads[t, chosen] = slot_grads[t, : len(chosen)].double()
     assert probs.grad.equal(grads)
@@ -86,19 +86,19 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
     spec = get_gpt_layer_local_spec(num_experts=8)
     module, submodules, _ = parts_of(spec.submodules.mlp)
     assert module is MoELayer
-    for new, experts in (
+    for replaced, experts in (
         (megatron.use_symmoe(spec, heap), megatron.SymmExperts),
         (megatron.use_symmoe_dispatcher(spec, heap), submodules.experts),
     ):
-        new_module, new_submodules, others = parts_of(new.submodules.mlp)
+        new_module, new_submodules, arguments = parts_of(replaced.submodules.mlp)
         assert new_module is megatron.SymmMoELayer
         assert new_submodules.experts is experts
         assert new_submodules.router is submodules.router
         assert new_submodules.shared_experts is submodules.shared_experts
-        assert others["heap"] is heap
-        assert parts_of(copy.deepcopy(new).submodules.mlp)[2]["heap"] is heap
-        assert new.submodules.self_attention is spec.submodules.self_attention
-    assert "pg_collection" not in others
+        assert arguments["heap"] is heap
+        assert parts_of(copy.deepcopy(replaced).submodules.mlp)[2]["heap"] is heap
+        assert replaced.submodules.self_attention is spec.submodules.self_attention
+    assert "pg_collection" not in arguments
     groups = object()
     assert (
         parts_of(megatron.use_symmoe(spec, heap, pg_collection=groups).submodules.mlp)[2][
@@ -106,8 +106,10 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
         ]
         is groups
     )
-    new_module, new_submodules, others = parts_of(megatron.use_symmoe_experts(spec).submodules.mlp)
-    assert (new_module, new_submodules.experts, others) == (MoELayer, megatron.SymmExperts, {})
+    new_module, new_submodules, arguments = parts_of(
+        megatron.use_symmoe_experts(spec).submodules.mlp
+    )
+    assert (new_module, new_submodules.experts, arguments) == (MoELayer, megatron.SymmExperts, {})
 
 
 def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
@@ -115,12 +117,12 @@ def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
     moe = get_gpt_layer_local_spec(num_experts=8)
     block = TransformerBlockSubmodules(layer_specs=[dense, moe, moe], layer_norm=torch.nn.LayerNorm)
     for spec in (block, ModuleSpec(module=torch.nn.Module, submodules=block)):
-        new = megatron.use_symmoe(spec, heap)
-        layers = (new.submodules if isinstance(new, ModuleSpec) else new).layer_specs
+        replaced = megatron.use_symmoe(spec, heap)
+        layers = (replaced.submodules if isinstance(replaced, ModuleSpec) else replaced).layer_specs
         assert layers[0] is dense or layers[0].submodules.mlp is dense.submodules.mlp
-        found = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
-        assert [module for module, _, _ in found] == [megatron.SymmMoELayer] * 2
-        assert found[0][2]["heap"] is found[1][2]["heap"] is heap
+        parts = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
+        assert [module for module, _, _ in parts] == [megatron.SymmMoELayer] * 2
+        assert parts[0][2]["heap"] is parts[1][2]["heap"] is heap
     assert parts_of(block.layer_specs[1].submodules.mlp)[0] is MoELayer
 
 
@@ -135,7 +137,7 @@ def test_spec_without_moe_is_refused(heap: SymmetricHeap):
 
 
 def fp8_problem(config: TransformerConfig) -> ArgumentError | None:
-    """Of a configuration that asks for FP8 too, by a recipe that is supported if the field is not the recipe."""
+    """The error of a configuration that requests FP8, with a supported recipe unless the field is the recipe."""
     config.fp8 = "hybrid"
     config.fp8_recipe = "blockwise" if config.fp8_recipe == "delayed" else config.fp8_recipe
     config.moe_ffn_hidden_size = 2 * config.moe_ffn_hidden_size
@@ -234,7 +236,7 @@ def test_activations_are_megatrons(config: TransformerConfig, function, gated: b
 
 
 @pytest.mark.slow
-def test_megatron_is_imported_by_its_own_module_alone():
+def test_only_its_integration_imports_megatron():
     code = (
         "import sys, symmoe, symmoe.integrations; assert 'megatron' not in sys.modules; "
         "import symmoe.integrations.megatron; assert 'megatron.core' in sys.modules"

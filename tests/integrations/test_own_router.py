@@ -1,4 +1,4 @@
-"""Layers that are given experts and their weights: a router of one's own."""
+"""Layers without a router: a user's router passes the experts and their weights."""
 
 import oracle
 import pytest
@@ -18,8 +18,8 @@ SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}
 NONE = symmoe.MoEConfig(**SHAPE, router=None)
 
 
-class Own(nn.Module):
-    """Scores by cosine, as no router of symmoe's has them, and a layer without a router."""
+class OwnRouterModel(nn.Module):
+    """A router that scores by cosine, which no router of symmoe does, and a layer without a router."""
 
     def __init__(self, config: symmoe.MoEConfig, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
@@ -40,23 +40,23 @@ class Own(nn.Module):
         return self.moe(x, token_mask, topk_idx=topk_idx, probs=probs)
 
 
-def own_model(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = NONE) -> Own:
-    model = Own(config, heap)
+def own_model(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = NONE) -> OwnRouterModel:
+    model = OwnRouterModel(config, heap)
     set_weights(model, heap)
     return model
 
 
 def in_one_process(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """What a rank has to have: its results, and its part of the gradients of all ranks' sum of squares, by the oracle
-    in float64."""
+    """The expected results of a rank, and its part of the gradients of all ranks' sum of squares, by the oracle in
+    float64."""
     with open_heap(None) as heap:
-        whole = own_model(heap).double()
+        model = own_model(heap).double()
     inputs = [tokens_of(r, 7 + 2 * r, H).double().requires_grad_() for r in range(num_ranks)]
-    weights = whole.moe.experts.fc1.weight, whole.moe.experts.fc2.weight
-    ys = [oracle.experts(x, *whole.choose(x), *weights) for x in inputs]
+    weights = model.moe.experts.fc1.weight, model.moe.experts.fc2.weight
+    ys = [oracle.experts(x, *model.choose(x), *weights) for x in inputs]
     torch.cat(ys).square().sum().backward()
     fc1, fc2 = (weight.grad.chunk(num_ranks)[rank] for weight in weights)
-    return {"y": ys[rank], "dx": inputs[rank].grad, "keys": whole.keys.grad, "fc1": fc1, "fc2": fc2}
+    return {"y": ys[rank], "dx": inputs[rank].grad, "keys": model.keys.grad, "fc1": fc1, "fc2": fc2}
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_results_and_gradients_are_those_of_one_process(
     y, metrics = run(x)
     y.square().sum().backward()
     dist.all_reduce(model.keys.grad)
-    found = {
+    actual = {
         "y": y,
         "dx": x.grad,
         "keys": model.keys.grad,
         **{name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")},
     }
-    found = {name: tensor.double() for name, tensor in found.items()}
-    torch.testing.assert_close(found, in_one_process(rank, num_ranks), rtol=1e-4, atol=1e-5)
+    actual = {name: tensor.double() for name, tensor in actual.items()}
+    torch.testing.assert_close(actual, in_one_process(rank, num_ranks), rtol=1e-4, atol=1e-5)
     loads = torch.cat(
         [model.choose(tokens_of(r, 7 + 2 * r, H))[0].flatten() for r in range(num_ranks)]
     ).bincount(minlength=EXPERTS)
@@ -97,7 +97,7 @@ OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"c
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding"])
-def test_given_what_the_router_says_a_layer_does_the_same(
+def test_the_routers_choice_as_arguments_gives_the_same_results(
     heap: symmoe.SymmetricHeap, options: dict, masked: bool
 ):
     layer = symmoe.MoELayer(layer_config(**SHAPE, **options), heap)
@@ -121,9 +121,9 @@ def test_given_what_the_router_says_a_layer_does_the_same(
         torch.testing.assert_close(plain.weight.grad, gradient, rtol=1e-5, atol=1e-7)
         assert layer.router.weight.grad is None
         for name in ("expert_load", "num_dropped", "topk_idx", "num_over_capacity"):
-            found = getattr(own_metrics, name)
+            actual = getattr(own_metrics, name)
             expected = getattr(metrics, name)
-            assert found is expected is None or torch.equal(found, expected), name
+            assert actual is expected is None or torch.equal(actual, expected), name
 
 
 def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
@@ -148,8 +148,8 @@ def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
     assert layer.router.step_load.sum() == len(x) * TOP_K
 
 
-def test_no_expert_has_no_weight(heap: symmoe.SymmetricHeap):
-    """Whatever stands beside an id of -1 does nothing."""
+def test_the_weight_of_a_slot_without_an_expert_has_no_effect(heap: symmoe.SymmetricHeap):
+    """Any weight beside an id of -1 changes nothing."""
     layer = symmoe.MoELayer(NONE, heap)
     x = tokens_of(0, 7, H)
     topk_idx = torch.tensor([[0, -1]] * len(x))
@@ -206,7 +206,7 @@ def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
             torch.testing.assert_close(y, want)
 
 
-def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
+def test_replay_refuses_layers_without_a_router(heap: symmoe.SymmetricHeap):
     bare = symmoe.MoELayer(NONE, heap)
     layer = symmoe.MoELayer(layer_config(**SHAPE), heap)
     x = tokens_of(0, 7, H)

@@ -1,4 +1,4 @@
-"""What makes a parameter an expert's: the module that owns it, whatever has become of the parameter."""
+"""The module that owns a parameter decides whether it is an expert's, whatever has replaced the parameter."""
 
 import copy
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_one_process(
     with open_heap(None) as own_heap:
         alone = first_gradients(model_of(own_heap), 0, (TOKENS,))
     norm = torch.stack([gradient.norm() for gradient in alone.values()]).norm()
-    for way, changed in WAYS.items():
+    for change, changed in WAYS.items():
         model = changed(Model(heap))
         assert experts_of(model) == FOUR
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -79,11 +79,13 @@ def test_gradients_are_those_of_one_process(
         set_weights(model, heap)
         rank_loss(model, 0, rank, equal_shares(num_ranks)).backward()
         symmoe.reduce_gradients(model)
-        found = symmoe.training.clip_grad_norm(model, norm / 2)
-        torch.testing.assert_close(found, norm, msg=way)
+        actual = symmoe.training.clip_grad_norm(model, norm / 2)
+        torch.testing.assert_close(actual, norm, msg=change)
         for name, parameter in model.named_parameters():
             expected = alone[name].chunk(num_ranks)[rank] if name in FOUR else alone[name]
-            torch.testing.assert_close(parameter.grad, expected / 2, rtol=1e-4, atol=1e-7, msg=way)
+            torch.testing.assert_close(
+                parameter.grad, expected / 2, rtol=1e-4, atol=1e-7, msg=change
+            )
 
 
 def experts_of(model: nn.Module) -> set[str]:
@@ -110,8 +112,8 @@ def test_parametrized_experts_adapters_of_a_copy_and_wrapped_experts_are_experts
     assert experts_of(nn.ModuleDict({"module": Model(heap)})) == {f"module.{name}" for name in FOUR}
 
 
-def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.SymmetricHeap):
-    """A parameter that any module of experts holds is an expert's, under all its names."""
+def test_shared_parameters_are_named_once_by_default(heap: symmoe.SymmetricHeap):
+    """A parameter in any module of experts is an expert's, under all its names."""
     layer = symmoe.MoELayer(CONFIG, heap)
     plain = nn.Module()
     plain.weight = layer.experts.fc1.weight
@@ -125,7 +127,7 @@ def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.Symmetri
     ]
 
 
-def test_a_module_of_ones_own_says_that_it_holds_experts():
+def test_a_users_module_declares_its_experts():
     class Experts(nn.Module):
         holds_experts = True
 
@@ -136,35 +138,35 @@ def test_a_module_of_ones_own_says_that_it_holds_experts():
     assert experts_of(nn.Sequential(nn.Linear(2, 2, bias=False), Experts())) == {"1.inner.weight"}
 
 
-@pytest.mark.parametrize("way", ["copied", "assigned"])
+@pytest.mark.parametrize("change", ["copied", "assigned"])
 @run_on(2)
 def test_replaced_parameters_are_saved_and_loaded(
-    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path, way: str
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path, change: str
 ) -> None:
-    """A model whose parameters have been replaced saves, and loads into one whose have not."""
+    """A model with replaced parameters saves, and an unchanged model loads that checkpoint."""
     folder = str(tmp_path / "checkpoint")
-    model = WAYS[way](Model(heap))
+    model = WAYS[change](Model(heap))
     set_weights(model, heap)
     save_checkpoint(folder, 1, model=model)
-    other = Model(heap)
-    load_checkpoint(folder, model=other)
-    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    target = Model(heap)
+    load_checkpoint(folder, model=target)
+    torch.testing.assert_close(target.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 @run_on(2)
-def test_a_difference_may_be_that_of_experts(
+def test_the_error_of_differing_tensors_names_holds_experts(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "checkpoint")
 
-    class Own(nn.Module):
-        """Experts of a user's own, who has not said so."""
+    class UndeclaredExperts(nn.Module):
+        """A user's own experts, without the attribute `holds_experts`."""
 
         def __init__(self, heap: symmoe.SymmetricHeap) -> None:
             super().__init__()
             self.heap, self.weight = heap, nn.Parameter(torch.full((2, 3), float(rank)))
 
-    model = Own(heap)
+    model = UndeclaredExperts(heap)
     text = "model.weight differs between rank 0 and rank 1.*holds_experts"
     with pytest.raises(symmoe.errors.CheckpointError, match=text):
         save_checkpoint(folder, 1, model=model)

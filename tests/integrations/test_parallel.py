@@ -1,4 +1,4 @@
-"""EP x FSDP and EP x DDP layouts against one process that has every expert and the whole batch."""
+"""EP x FSDP and EP x DDP layouts against one process with every expert and the whole batch."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ def train(
 def reference(
     rank: int, num_ranks: int, config: symmoe.MoEConfig = small.CONFIG
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
-    """The curve and the first gradients in one process, of ordinary tensors."""
+    """The curve and the first gradients of one process, as ordinary tensors."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     with small.open_heap(None) as heap:
         return train(small.model_of(heap, config), 0, (small.TOKENS,), group=alone)
@@ -80,8 +80,8 @@ def alone(cluster) -> tuple[Curve, dict[str, torch.Tensor]]:
     return cluster(2).run(reference)[0]
 
 
-def assert_same_training(found, expected, *, bound: float = CURVE_BOUND) -> None:
-    curve, gradients = found
+def assert_same_training(actual, expected, *, bound: float = CURVE_BOUND) -> None:
+    curve, gradients = actual
     expected_curve, expected_gradients = expected
     small.assert_close(gradients, expected_gradients)
     for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected_curve, strict=True):
@@ -138,16 +138,16 @@ def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: 
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)]
+    ("num_ranks", "case"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)]
 )
 @run_on()
 def test_dense_mesh_and_loss_divided_by_all_tokens(
-    rank: int, num_ranks: int, alone, how: str
+    rank: int, num_ranks: int, alone, case: str
 ) -> None:
-    """Dense parameters on a mesh of their own over pairs of ranks; the first block is one more unit; or sums."""
+    """A dense mesh over pairs of ranks, where the first block is one more unit; or losses that are sums."""
     with small.on_layout(num_ranks // 2, 2) as (mesh, heap):
         model = small.model_of(heap)
-        if how == "dense mesh":
+        if case == "dense mesh":
             dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             parallelize(
                 model,
@@ -160,7 +160,7 @@ def test_dense_mesh_and_loss_divided_by_all_tokens(
             assert not isinstance(model.blocks[1], FSDPModule)
         else:
             parallelize(model, mesh, gradient_divide_factor=1.0)
-        divisor = num_ranks if how == "sums" else 1
+        divisor = num_ranks if case == "sums" else 1
         (small.rank_loss(model, 0, rank, small.equal_shares(num_ranks)) / divisor).backward()
         gradients = small.whole_gradients(model)
     small.assert_close(gradients, alone[1])
@@ -176,7 +176,7 @@ def test_more_shards_than_experts(cluster, num_experts: int):
 
 
 @run_on(2)
-def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
+def test_parameters_become_dtensors_on_the_expected_meshes(rank: int, num_ranks: int) -> None:
     with small.on_layout(2, 1) as (mesh, heap):
         model = small.on_mesh(mesh, heap, "fsdp")
         first = model.blocks[0].moe
@@ -235,8 +235,8 @@ def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
 
 @pytest.mark.parametrize("wrap", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 @run_on(2)
-def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wrap: str) -> None:
-    """One step of every implementation of AdamW moves every parameter, and all agree."""
+def test_every_kind_of_optimizer_accepts_the_groups(rank: int, num_ranks: int, wrap: str) -> None:
+    """One step of every implementation of AdamW moves every parameter, and all implementations agree."""
     with small.on_layout(1, 2) as (mesh, heap):
         results = []
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
@@ -247,8 +247,8 @@ def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wra
             after = [small.whole(parameter).detach().clone() for parameter in model.parameters()]
             assert not any(map(torch.equal, before, after))
             results.append(after)
-        for found in results[1:]:
-            torch.testing.assert_close(found, results[0])
+        for actual in results[1:]:
+            torch.testing.assert_close(actual, results[0])
 
 
 @run_on(2)
@@ -256,72 +256,74 @@ def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) ->
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with small.on_layout(2, 1) as (mesh, heap):
         model = parallelize(small.model_of(heap), mesh, mp_policy=policy)
-        seen = {}
+        dtypes = {}
         experts = model.blocks[0].moe.experts
         model.blocks[0].moe.router.register_forward_pre_hook(
-            lambda module, _: seen.update(router=module.weight.dtype)
+            lambda module, _: dtypes.update(router=module.weight.dtype)
         )
         original = type(experts.fc1).weight_parameters
         with patch.object(
             type(experts.fc1),
             "weight_parameters",
-            lambda linear: seen.update(experts=linear.weight.dtype) or original(linear),
+            lambda linear: dtypes.update(experts=linear.weight.dtype) or original(linear),
         ):
             loss = small.rank_loss(model, 0, rank, small.equal_shares(2))
             loss.backward()
-        assert seen == {"router": torch.float32, "experts": torch.bfloat16}
+        assert dtypes == {"router": torch.float32, "experts": torch.bfloat16}
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
         dist.all_reduce(loss := loss.detach().float())
         assert loss.item() / num_ranks == pytest.approx(alone[0][0][0], rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")]
+    ("extra", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")]
 )
 @run_on(2)
-def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) -> None:
+def test_biases_and_adapters(rank: int, num_ranks: int, extra: str, wrap: str) -> None:
     """Experts with biases, or with LoRA: outputs and gradients are those of this rank's layer without a wrapper."""
     with small.on_layout(1, 2) as (mesh, heap):
         torch.manual_seed(rank)
         experts = (
             symmoe.GroupedMLP(small.EXPERTS // 2, small.HIDDEN, small.FFN, bias=True)
-            if more == "biases"
+            if extra == "biases"
             else None
         )
         layer = symmoe.MoELayer(small.CONFIG, heap, experts=experts)
         dist.broadcast(layer.router.weight.data, 0)
-        for adapter in symmoe.lora.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
+        for adapter in (
+            symmoe.lora.add_lora(layer, rank=2, alpha=3.0) if extra == "adapters" else ()
+        ):
             with torch.no_grad():
                 adapter.normal_()
         x = torch.randn(9, small.HIDDEN)
         y, _ = layer(x)
         y.square().sum().backward()
-        kind = "lora" if more == "adapters" else "experts"
+        kind = "lora" if extra == "adapters" else "experts"
         expected = {
             name: parameter.grad / 2 for name, parameter in layer.named_parameters() if kind in name
         }
         assert len(expected) == 4
         layer.zero_grad()
         wrapped = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)
-        found, _ = wrapped(x)  # a DDP that is freed before backward scales no gradients
-        found.square().sum().backward()
-        torch.testing.assert_close(found, y, rtol=0, atol=0)
+        actual, _ = wrapped(x)  # a DDP that is freed before backward scales no gradients
+        actual.square().sum().backward()
+        torch.testing.assert_close(actual, y, rtol=0, atol=0)
         for name, gradient in expected.items():
             got = layer.get_parameter(name).grad
             got = got.to_local() if isinstance(got, DTensor) else got
             torch.testing.assert_close(
-                got, gradient, rtol=1e-6 if more == "adapters" else 0, atol=0
+                got, gradient, rtol=1e-6 if extra == "adapters" else 0, atol=0
             )
-        assert more == "adapters" or layer.experts.fc2.bias.shape == (small.EXPERTS, small.HIDDEN)
+        assert extra == "adapters" or layer.experts.fc2.bias.shape == (small.EXPERTS, small.HIDDEN)
 
 
 @run_on(2)
 def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    other = small.open_mesh(2, 1)
+    flat_mesh = small.open_mesh(2, 1)
     with (
         small.on_layout(1, 2) as (mesh, heap),
-        symmoe.SymmetricHeap.from_mesh(other["ep"], num_bytes=4 << 20) as without_replicas,
+        symmoe.SymmetricHeap.from_mesh(flat_mesh["ep"], num_bytes=4 << 20) as without_replicas,
     ):
 
         def layer_with(option: str) -> nn.Module:
@@ -341,13 +343,13 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
             ),
             (
                 small.Model(without_replicas),
-                other,
+                flat_mesh,
                 rf"ranks \[\[{rank}\], \[{rank}\]\]; .* of the mesh have \[\[{rank}\], \[0, 1\]\].*expert_mesh=",
             ),
             *((layer_with(option), mesh, option) for option in options),
         ]
         for wrap in (parallelize, data_parallel):
-            assert_refused(*((partial(wrap, *given), text) for *given, text in wrong))
+            assert_refused(*((partial(wrap, *arguments), text) for *arguments, text in wrong))
         half = MixedPrecisionPolicy(param_dtype=torch.float16)
         model = parallelize(small.Model(heap), mesh)
         assert_refused(
@@ -376,7 +378,7 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
 @pytest.mark.slow
 @run_on(2)
 def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
-    """FSDP with compiled blocks and with recomputed ones: the gradients of neither."""
+    """FSDP with compiled and with recomputed blocks has the gradients of plain FSDP."""
     with small.on_layout(2, 1) as (mesh, heap):
         plain = small.on_mesh(mesh, heap, "fsdp")
         expected = small.first_gradients(plain, rank, small.equal_shares(2))
@@ -391,9 +393,10 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
                     block.forward = partial(
                         checkpoint, block.forward, use_reentrant=False, context_fn=contexts
                     )
-            found = small.first_gradients(model, rank, small.equal_shares(2))
+            actual = small.first_gradients(model, rank, small.equal_shares(2))
             small.assert_close(
-                {key.replace("_orig_mod.", ""): each for key, each in found.items()}, expected
+                {key.replace("_orig_mod.", ""): gradient for key, gradient in actual.items()},
+                expected,
             )
 
 
@@ -413,11 +416,12 @@ def counted(kernel: str):
 def test_constant_weights_are_quantised_once(
     rank: int, num_ranks: int, layout: tuple[int, int], wrap: str
 ) -> None:
-    """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
+    """Micro-batches inside the context have the bits of those outside, and each weight is quantised once; an optimizer
+    step inside is detected."""
     shares = small.equal_shares(num_ranks)
     with small.on_layout(*layout) as (mesh, heap):
         model = small.on_mesh(mesh, heap, wrap, QUANTIZED)
-        found = []
+        results = []
         for is_constant in (False, True):
             context = (
                 symmoe.grouped.cache_quantized_weights(model) if is_constant else nullcontext()
@@ -431,12 +435,12 @@ def test_constant_weights_are_quantised_once(
                 for number in range(2):
                     losses.append(small.rank_loss(model, number, rank, shares))
                     losses[-1].backward()
-            found.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
+            results.append({"losses": torch.stack(losses).detach(), **small.whole_gradients(model)})
             assert single.call_count + pairs.call_count == 4 * (
                 1 if is_constant else 2
             )  # two weights of two layers
             model.zero_grad()
-        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
         optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
         with symmoe.grouped.cache_quantized_weights(model):
@@ -486,7 +490,7 @@ def train_step(
     optimizer.zero_grad()
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Every parameter, buffer and moment, unsharded. Collective."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {name: small.whole(tensor).clone() for name, tensor in of_model.items()}
@@ -508,7 +512,7 @@ def save(
             moe.router.expert_bias.copy_(torch.arange(experts) * 0.01 + number)
         of_model, of_optimizer = get_state_dict(model, optimizer)
         dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-        return whole_state(model, optimizer)
+        return full_state(model, optimizer)
 
 
 def load(
@@ -521,13 +525,13 @@ def load(
             parameter.data.mul_(-1)
         # A new optimizer has no moments to load into until get_state_dict has made them.
         of_model, of_optimizer = get_state_dict(model, optimizer)
-        before = whole_state(model, optimizer)
+        before = full_state(model, optimizer)
         state = {"model": of_model, "optimizer": of_optimizer}
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-        after = whole_state(model, optimizer)
+        after = full_state(model, optimizer)
         weight = model.blocks[0].moe.experts.fc1.weight
         assert weight.shape == (experts, 2 * small.FFN, small.HIDDEN)
         train_step(model, optimizer, rank, num_ranks)  # it goes on

@@ -1,4 +1,5 @@
-"""peft's LoRA on swapped models, wrapped before or after, against peft's own on the unmodified model in one process."""
+"""peft's LoRA on swapped models, wrapped before or after the swap, against peft on the unmodified model in one
+process."""
 
 import copy
 from functools import partial
@@ -50,7 +51,7 @@ def config_of(name: str) -> peft.LoraConfig:
 
 
 def wrapped_by_peft(model, config: peft.LoraConfig) -> peft.PeftModel:
-    """The same adapters for models that peft sees alike."""
+    """The model with peft's adapters; equal models get equal adapters."""
     torch.manual_seed(7)
     return peft.get_peft_model(model, config)
 
@@ -58,7 +59,7 @@ def wrapped_by_peft(model, config: peft.LoraConfig) -> peft.PeftModel:
 def wrapped(
     model, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str
 ) -> peft.PeftModel:
-    """The same adapters, and this rank's experts."""
+    """The same adapters, on a model with this rank's experts."""
     if order == "wrap first":
         return swap_moe(wrapped_by_peft(model, config), heap)
     swap_moe(model, heap)
@@ -69,7 +70,7 @@ def wrapped(
 ORDERS = ("swap first", "wrap first")
 
 
-def moved(
+def loaded_and_saved(
     rank: int,
     num_ranks: int,
     heap: symmoe.SymmetricHeap,
@@ -79,7 +80,7 @@ def moved(
     source: str,
     out: str,
 ) -> dict:
-    """Adapters of a file, into a swapped model and back, with the outputs."""
+    """Loads a file's adapters into a swapped model and saves them again; also returns the outputs."""
     model = wrapped(random_model(family), config_of(config), heap, order)
     load_adapters(model, source)
     logits = model.eval()(eval_data()[rank]["input_ids"][None]).logits.detach()
@@ -97,31 +98,37 @@ def moved(
     + [(family, "all-linear") for family in FAMILIES if family != "qwen3_moe"]
     + [("gpt_oss", "target_parameters")],
 )
-def test_files_of_peft(cluster, tmp_path: Path, family: str, config: str, order: str):
-    """Of every family: as many numbers are trained as on the plain model; adapters that peft has saved give the same
+def test_adapters_of_peft_keep_outputs_and_bytes(
+    cluster, tmp_path: Path, family: str, config: str, order: str
+):
+    """For every family: as many numbers are trained as on the plain model; adapters from peft's files give the same
     outputs, and are saved with the same bytes."""
     values = config_of(config)
     values.init_lora_weights = False  # adapters that do something
     plain = peft.get_peft_model(random_model(family), values).eval()
     plain.save_pretrained(tmp_path / "plain")
-    found = cluster(2).run(
-        moved, family, config, order, str(tmp_path / "plain"), str(tmp_path / "ours")
+    results = cluster(2).run(
+        loaded_and_saved, family, config, order, str(tmp_path / "plain"), str(tmp_path / "ours")
     )
-    for rank, there in enumerate(found):
+    for rank, result in enumerate(results):
         logits = plain(eval_data()[rank]["input_ids"][None]).logits
-        assert (there["logits"] - logits).abs().max() <= 2e-5 * logits.abs().max()
-    ours, theirs = (
+        assert (result["logits"] - logits).abs().max() <= 2e-5 * logits.abs().max()
+    saved, original = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain")
     )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    whole = sum(tensor.numel() for tensor in theirs.values())
-    of_experts = sum(tensor.numel() for key, tensor in theirs.items() if ".experts." in key)
-    assert of_experts > 0 or (family, config) == (
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[key], original[key]) for key in original)
+    num_adapters = sum(tensor.numel() for tensor in original.values())
+    num_expert_adapters = sum(
+        tensor.numel() for key, tensor in original.items() if ".experts." in key
+    )
+    assert num_expert_adapters > 0 or (family, config) == (
         "gpt_oss",
         "all-linear",
     )  # as peft has it for this family
-    assert [there["trained"] for there in found] == [whole - of_experts // 2] * 2
+    assert [result["trained"] for result in results] == [
+        num_adapters - num_expert_adapters // 2
+    ] * 2
     again = peft.PeftModel.from_pretrained(random_model(family), tmp_path / "ours").eval()
     ids = eval_data()[0]["input_ids"][None]
     assert torch.equal(again(ids).logits, plain(ids).logits)
@@ -155,7 +162,7 @@ def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
 def in_a_trainer(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str, order: str
 ) -> tuple[list[float], list[float], list[str]]:
-    """Losses, those after a checkpoint, and the files of a checkpoint."""
+    """Losses, losses after a checkpoint, and the files of a checkpoint."""
     model = wrapped(small_model(), config_of("target_parameters"), trainer_heap, order)
     trainer, logs = trained(Trainer, model, folder, num_ranks, **KEPT, max_grad_norm=0.02)
     trainer.save_model()
@@ -195,19 +202,19 @@ def test_adapters_that_experts_cannot_have_are_refused(
     model = peft.get_peft_model(swap_moe(small_model(), heap), config_of("all-linear"))
     names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
     every = config_of("all-linear")
-    one = peft.LoraConfig(target_parameters=EXPERTS[:1])
+    single = peft.LoraConfig(target_parameters=EXPERTS[:1])
     inner = peft.LoraConfig(target_parameters=names)
     of_inner = peft.get_peft_model(swap_moe(small_model(), heap), inner)
     adapted = peft.get_peft_model(small_model(), every).get_base_model()
     twice = peft.get_peft_model(small_model(), every)
     twice.add_adapter("more", config_of("all-linear"))
     swapped = swap_moe(small_model(), heap)
-    of_one = peft.get_peft_model(small_model(), one)
+    of_one = peft.get_peft_model(small_model(), single)
     assert_refused(
         (lambda: model(ids), "would train fewer adapters"),
         (lambda: copy.deepcopy(model)(ids), "would train fewer adapters"),
         (lambda: of_inner(ids), "get_peft_model of a model whose experts are swapped"),
-        (lambda: get_peft_model(swapped, one), "both gate_up_proj and down_proj"),
+        (lambda: get_peft_model(swapped, single), "both gate_up_proj and down_proj"),
         (lambda: swap_moe(of_one, heap), "both gate_up_proj and down_proj"),
         (lambda: get_peft_model(small_model(), every), "swap_moe comes first"),
         (lambda: swap_moe(adapted, heap), "has adapters of peft, and is no PeftModel"),
@@ -228,14 +235,14 @@ def test_adapters_that_experts_cannot_have_are_refused(
     attention = get_peft_model(
         swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"])
     )
-    names = [name for name, each in attention.named_parameters() if each.requires_grad]
+    names = [name for name, param in attention.named_parameters() if param.requires_grad]
     assert len(names) == 4
     assert all("q_proj.lora_" in name for name in names)
     attention(ids).logits.sum().backward()
 
 
 class Parts(torch.nn.Module):
-    """Modules of symmoe in a model of the user's, which peft wraps."""
+    """Modules of symmoe in a user's model, which peft wraps."""
 
     def __init__(self, heap: symmoe.SymmetricHeap) -> None:
         super().__init__()
@@ -246,11 +253,11 @@ class Parts(torch.nn.Module):
         self.mlp = symmoe.GroupedMLP(2, 16, 8)
         self.linear = symmoe.GroupedLinear(2, 16, 16)
 
-    def forward(self, x: torch.Tensor, what: str) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, part: str) -> torch.Tensor:
         return (
             self.layer(x)[0]
-            if what == "layer"
-            else getattr(self, what)(x, [2, 3], *[torch.ones(5)] * (what == "mlp"))
+            if part == "layer"
+            else getattr(self, part)(x, [2, 3], *[torch.ones(5)] * (part == "mlp"))
         )
 
 
@@ -258,9 +265,9 @@ class Parts(torch.nn.Module):
 def test_target_parameters_of_modules_of_symmoe(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
-    """peft's own get_peft_model, of modules whose call is their own, and of some whose call kernels replace."""
+    """peft's own get_peft_model, for modules whose forward runs, and for modules whose call kernels replace."""
     x = torch.ones(5, 16)
-    for what, parameter, holder in (
+    for part, parameter, holder in (
         ("layer", "layer.experts.fc2.weight", "experts.fc2"),
         ("layer", "layer.router.weight", "router"),
         ("mlp", "mlp.fc1.weight", "fc1"),
@@ -271,18 +278,18 @@ def test_target_parameters_of_modules_of_symmoe(
             if rank == 0
             else parts
         )
-        if rank == 0 or what == "layer":
+        if rank == 0 or part == "layer":
             with pytest.raises(
                 symmoe.errors.ArgumentError,
                 match=f"{holder} has the forward of ParamWrapper.*Call symmoe.lora.add_lora",
             ):
-                model(x, what)
-        Parts(heap)(x, what)
+                model(x, part)
+        Parts(heap)(x, part)
     options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
     model = peft.get_peft_model(Parts(heap), peft.LoraConfig(**options))
     y = model(x, "linear")
     y.sum().backward()
-    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
     linear = model.merge_and_unload().linear  # W + B A, made by peft
     bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
     torch.testing.assert_close(

@@ -30,8 +30,8 @@ def local_dispatcher(top_k: int = 2):
     return LocalTokenDispatcher.Config(num_experts=EXPERTS, top_k=top_k)
 
 
-def our_dispatcher(top_k: int = 2, num_tokens: int = 64, **fields: str):
-    """symmoe's configuration, as its override makes it."""
+def symmoe_dispatcher(top_k: int = 2, num_tokens: int = 64, **fields: str):
+    """symmoe's configuration, as its override creates it."""
     from symmoe.integrations.torchtitan import token_dispatcher
 
     sizes = {"hidden_dim": DIM, "num_max_tokens_per_rank": num_tokens}
@@ -39,7 +39,7 @@ def our_dispatcher(top_k: int = 2, num_tokens: int = 64, **fields: str):
 
 
 def config_of(dispatcher):
-    """That of torchtitan's RoutedExperts."""
+    """The configuration of torchtitan's RoutedExperts with this dispatcher."""
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
     inner = GroupedExperts.Config(dim=DIM, hidden_dim=FFN, num_experts=EXPERTS)
@@ -57,7 +57,7 @@ def routed_experts(dispatcher):
 
 
 def spread(module, rank: int) -> DeviceMesh:
-    """Leaves a RoutedExperts the experts of one of two ranks, and gives its dispatcher their mesh, which it returns."""
+    """Reduces a RoutedExperts to the experts of one of two ranks, and sets its dispatcher's mesh. Returns the mesh."""
     for parent in module.inner_experts.modules():
         for name, parameter in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
@@ -79,8 +79,8 @@ def run(
 ) -> dict[str, torch.Tensor]:
     y = module(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
     (y.float().square().sum() + y.float().sum()).backward()
-    found = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
-    return found | {
+    tensors = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
+    return tensors | {
         name: parameter.grad for name, parameter in module.inner_experts.named_parameters()
     }
 
@@ -90,23 +90,23 @@ def run(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @run_on(2, fixture="ranks")
-def test_two_ranks_give_what_one_with_every_expert_gives(
+def test_two_ranks_equal_one_with_every_expert(
     rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype: torch.dtype
 ) -> None:
-    config = our_dispatcher(top_k, max(nums), order="slot")
+    config = symmoe_dispatcher(top_k, max(nums), order="slot")
     local = routed_experts(local_dispatcher(top_k))
-    ours = routed_experts(config)
-    mesh = spread(ours, rank)
-    other = routed_experts(config).token_dispatcher  # a second layer
-    other.wire_meshes(ep_mesh=mesh)
-    assert other.heap is ours.token_dispatcher.heap
+    layer = routed_experts(config)
+    mesh = spread(layer, rank)
+    second_dispatcher = routed_experts(config).token_dispatcher  # a second layer
+    second_dispatcher.wire_meshes(ep_mesh=mesh)
+    assert second_dispatcher.heap is layer.token_dispatcher.heap
 
     expected = run(local, *inputs(rank, nums[rank], top_k, dtype))
-    found = run(ours, *inputs(rank, nums[rank], top_k, dtype))
+    actual = run(layer, *inputs(rank, nums[rank], top_k, dtype))
     # Rows are copied from the heap, and gradients; between nodes and with this order also to it.
-    assert ours.token_dispatcher.heap.statistics.num_staging_copies == 4
-    ours.token_dispatcher.close()
-    other.close()
+    assert layer.token_dispatcher.heap.statistics.num_staging_copies == 4
+    layer.token_dispatcher.close()
+    second_dispatcher.close()
     # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
     bounds = dict.fromkeys(
         ("y", "x", "scores"),
@@ -121,20 +121,22 @@ def test_two_ranks_give_what_one_with_every_expert_gives(
     for name, tensor in expected.items():
         if tensor.numel():
             want = tensor.float()
-            assert (found[name].float() - want).abs().max() / want.abs().max() <= bounds[name], name
+            assert (actual[name].float() - want).abs().max() / want.abs().max() <= bounds[name], (
+                name
+            )
 
 
 @run_on(2, fixture="ranks")
-def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None:
-    """A compiled RoutedExperts breaks its graph for them only; results equal those of the module without compiling."""
-    module = routed_experts(our_dispatcher())
+def test_torch_compile_does_not_trace_the_trips(rank: int, num_ranks: int) -> None:
+    """The results equal those of the module without torch.compile."""
+    module = routed_experts(symmoe_dispatcher())
     spread(module, rank)
     num_tokens = (40, 21)[rank]
     arguments = inputs(rank, num_tokens, 2, torch.float32)
     expected = {name: tensor.clone() for name, tensor in run(module, *arguments).items()}
     module.zero_grad()
     arguments = inputs(rank, num_tokens, 2, torch.float32)
-    found = run(torch.compile(module, backend="aot_eager"), *arguments)
+    actual = run(torch.compile(module, backend="aot_eager"), *arguments)
     torch._dynamo.reset()
     x, scores, ids = arguments
     breaks = torch._dynamo.explain(module)(
@@ -142,22 +144,23 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
     )
     module.token_dispatcher.close()
     for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6), name
     assert all(tensor.abs().max() > 0 for tensor in expected.values() if tensor.numel())
-    for each, name in zip(breaks.break_reasons, ("_dispatch", "_combine"), strict=True):
-        assert f"SymmoeTokenDispatcher.{name}" in str(each.reason)
-        assert "it was wrapped with `torch.compiler.disable`" in str(each.reason)
+    for reason, name in zip(breaks.break_reasons, ("_dispatch", "_combine"), strict=True):
+        assert f"SymmoeTokenDispatcher.{name}" in str(reason.reason)
+        assert "it was wrapped with `torch.compiler.disable`" in str(reason.reason)
 
 
 @pytest.mark.parametrize(
     ("score", "is_step"), [("softmax", False), ("sigmoid", False), ("sigmoid", True)]
 )
 @run_on(2, fixture="ranks")
-def test_routing_is_given_to_torchtitans_router(
+def test_torchtitans_router_replays_routing(
     rank: int, num_ranks: int, score: str, is_step: bool
 ) -> None:
-    """An MoE takes what was recorded, bit for bit; other experts (none for every fifth token), each micro-batch its
-    own when activations are computed again, give what one with every expert and a router written here gives."""
+    """A replay of recorded routing has the same bits. Other experts (none for every fifth token), with a choice for
+    each micro-batch when activations are recomputed, give the results of one rank with every expert and the router of
+    by_hand."""
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
@@ -172,17 +175,18 @@ def test_routing_is_given_to_torchtitans_router(
     router = TokenChoiceTopKRouter.Config(num_experts=EXPERTS, top_k=2, **options, gate=gate)
     local = config_of(local_dispatcher())
     step = torchtitan_experts.routed_experts(local, num_max_tokens_per_rank=64)
-    own = step if is_step else config_of(our_dispatcher())
+    sharded = step if is_step else config_of(symmoe_dispatcher())
     configs = [
-        MoE.Config(num_experts=EXPERTS, routed_experts=each, router=router) for each in (local, own)
+        MoE.Config(num_experts=EXPERTS, routed_experts=experts, router=router)
+        for experts in (local, sharded)
     ]
-    stock, ours = (MoE(config).train() for config in configs)
+    stock, model = (MoE(config).train() for config in configs)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in (*stock.parameters(), stock.expert_bias_E):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
-    ours.load_state_dict(stock.state_dict())
-    spread(ours.routed_experts, rank)
+    model.load_state_dict(stock.state_dict())
+    spread(model.routed_experts, rank)
     if is_step:  # in fp32, which torchtitan's experts do not compute in
         weights = list(stock.routed_experts.parameters())
         stock.routed_experts.forward = lambda x, scores, ids, _num_tokens: formula(
@@ -197,54 +201,54 @@ def test_routing_is_given_to_torchtitans_router(
         )
         return [*ys, *gradients]
 
-    want = results(ours, batches[0])
-    with record_routing(ours) as routing, torch.no_grad():
-        ours(batches[0])
-    with replay_routing(ours, routing):
-        assert all(map(torch.equal, results(ours, batches[0]), want))
+    want = results(model, batches[0])
+    with record_routing(model) as routing, torch.no_grad():
+        model(batches[0])
+    with replay_routing(model, routing):
+        assert all(map(torch.equal, results(model, batches[0]), want))
 
-    others, expected = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
-    for x, other in zip(batches, others, strict=True):
+    routings, expected = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
+    for x, different in zip(batches, routings, strict=True):
 
         def by_hand(
-            x_BLD: torch.Tensor, _bias: torch.Tensor, ids=other["routed_experts"][None]
+            x_BLD: torch.Tensor, _bias: torch.Tensor, ids=different["routed_experts"][None]
         ) -> tuple:
             logits = x_BLD @ stock.router.gate.weight.T
             return *weigh(logits, ids, score, scale=1.5, renormalize=is_sigmoid), logits
 
         stock.router.forward = by_hand
         expected.append(results(stock, x))
-    logger = MetricsLogger(ours, times_forward=True)
-    with replay_routing(ours, others):
-        found = results(ours, *batches)
+    logger = MetricsLogger(model, times_forward=True)
+    with replay_routing(model, routings):
+        actual = results(model, *batches)
     (record,) = logger.step(0)
     assert (record.num_calls, sum(record.tokens_per_expert)) == (
         2,
         2 * 2 * (32 + 26),
     )  # without every fifth token
-    ours.routed_experts.token_dispatcher.close()
+    model.routed_experts.token_dispatcher.close()
     (y, dx, d_gate), (other_y, other_dx, other_d_gate) = expected
     torch.testing.assert_close(
-        found, [y, other_y, dx, other_dx, d_gate + other_d_gate], rtol=1e-5, atol=1e-5
+        actual, [y, other_y, dx, other_dx, d_gate + other_d_gate], rtol=1e-5, atol=1e-5
     )
     assert not torch.allclose(y, want[0], atol=1e-2)
 
 
 @run_on(2, fixture="ranks")
-def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ranks: int) -> None:
-    own = our_dispatcher()
+def test_without_expert_parallelism_dispatch_is_local(rank: int, num_ranks: int) -> None:
+    dispatcher = symmoe_dispatcher()
     local = routed_experts(local_dispatcher())
-    without_mesh = routed_experts(own)
+    without_mesh = routed_experts(dispatcher)
     without_mesh.token_dispatcher.wire_meshes(ep_mesh=None)
-    expected, found = (
+    expected, actual = (
         run(module, *inputs(rank, 12, 2, torch.float32)) for module in (local, without_mesh)
     )
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
-    own.num_experts = 7
+    dispatcher.num_experts = 7
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     with pytest.raises(ArgumentError, match=r"num_experts \(7\) .* 2 ranks"):
-        own.build().wire_meshes(ep_mesh=mesh)
+        dispatcher.build().wire_meshes(ep_mesh=mesh)
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -253,18 +257,18 @@ def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ra
 def formula(
     weights: list[torch.Tensor], x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """What torchtitan's routed experts compute, by the oracle."""
+    """The output of torchtitan's routed experts, by the oracle."""
     w1, w2, w3 = weights
     return oracle.experts(x[0], ids[0], scores[0], torch.cat([w1, w3], dim=1), w2)[None]
 
 
 @pytest.mark.parametrize(("nums", "num_kept_layers"), [((33, 7), 0), ((25, 0), 2), ((33, 7), 2)])
 @run_on(2, fixture="ranks")
-def test_the_step_is_the_formula_without_copies(
+def test_the_step_equals_the_formula_without_copies(
     rank: int, num_ranks: int, nums: tuple[int, int], num_kept_layers: int
 ) -> None:
-    """Outputs, all gradients, and weights in torchtitan's names. GEMMs read rows where they arrive, weights where the
-    parameters are, and write where results are summed. The heap's size is enough for the most uneven routing."""
+    """Outputs, all gradients, and weights in torchtitan's names. GEMMs read rows where they arrive and weights in the
+    parameters' memory, and write into combine's input. The heap suffices for the most uneven routing."""
     from symmoe.integrations import torchtitan, torchtitan_experts
 
     local = local_dispatcher(3)
@@ -287,13 +291,13 @@ def test_the_step_is_the_formula_without_copies(
         )
         with patch.object(torchtitan, "_SPARE_BYTES", 8000):
             spread(layer, rank)
-    heap, found = layers[0].token_dispatcher.heap, []
+    heap, actual = layers[0].token_dispatcher.heap, []
 
     def look(name: str, kernel, /, *args, **options):
         if (
             name.startswith("grouped_gemm") and name != "grouped_gemm_wgrad"
         ):  # what is read on the heap, or written
-            found.append(
+            actual.append(
                 (heap.owns(args[0][0] if name.endswith("act") else args[3]), args[1].data_ptr())
             )
         return kernel(*args, **options)
@@ -321,7 +325,7 @@ def test_the_step_is_the_formula_without_copies(
         expected = state[name].grad.chunk(2)[rank]
         assert (gradient - expected).abs().max() < 1e-5 * expected.abs().max(), name
     weights = [parameter.data_ptr() for parameter in layers.parameters()]
-    assert len(found) == 2 * 2 * 4  # FC1, FC2 and their gradients
-    assert all(is_on_heap and weight in weights for is_on_heap, weight in found)
+    assert len(actual) == 2 * 2 * 4  # FC1, FC2 and their gradients
+    assert all(is_on_heap and weight in weights for is_on_heap, weight in actual)
     assert heap.statistics.num_staging_copies == 0
     layers[0].token_dispatcher.close()

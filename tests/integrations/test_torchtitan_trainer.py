@@ -1,5 +1,5 @@
 """torchtitan's Trainer with symmoe's dispatcher, EP 2 and FSDP2 on CPU processes over gloo, against one process and
-against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan is replaced for CPUs."""
+against torchtitan's all-to-all. torchtitan_cases.py lists the parts of torchtitan that it replaces for CPUs."""
 
 import re
 import shlex
@@ -38,17 +38,18 @@ def trained(rank: int, num_ranks: int, port: int, **job):
 
 @pytest.fixture(scope="module")
 def run(ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    """`run(num_ranks, **job)`: what all ranks have reported alike. A run is made once, or goes on in its folder."""
-    folder, found = tmp_path_factory.mktemp("torchtitan"), {}
+    """`run(num_ranks, **job)`: the report of all ranks, which must be equal. Equal runs happen once; a run with a
+    folder resumes there."""
+    folder, finished = tmp_path_factory.mktemp("torchtitan"), {}
 
     def get(num_ranks: int, **job):
         key = (num_ranks, *sorted(job.items()))
-        if key not in found:
-            place = job.pop("folder", str(folder / str(len(found))))
-            runs = ranks(num_ranks).run(trained, free_port(), folder=place, **job)
+        if key not in finished:
+            run_folder = job.pop("folder", str(folder / str(len(finished))))
+            runs = ranks(num_ranks).run(trained, free_port(), folder=run_folder, **job)
             assert all(run == runs[0] for run in runs)
-            found[key] = runs[0], place
-        return found[key]
+            finished[key] = runs[0], run_folder
+        return finished[key]
 
     _, seed = get(1)
 
@@ -58,11 +59,11 @@ def run(ranks: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactor
     return from_seed
 
 
-def assert_close(found, expected, bound: float = BOUND, norms_bound: float = BOUND) -> None:
-    assert len(found.losses) == len(expected.losses) > 0
-    assert found.losses == pytest.approx(expected.losses, rel=bound)
-    assert found.norms == pytest.approx(expected.norms, rel=norms_bound)
-    assert found.validations == pytest.approx(expected.validations, rel=bound)
+def assert_close(actual, expected, bound: float = BOUND, norms_bound: float = BOUND) -> None:
+    assert len(actual.losses) == len(expected.losses) > 0
+    assert actual.losses == pytest.approx(expected.losses, rel=bound)
+    assert actual.norms == pytest.approx(expected.norms, rel=norms_bound)
+    assert actual.validations == pytest.approx(expected.validations, rel=bound)
 
 
 @pytest.mark.parametrize(
@@ -74,49 +75,49 @@ def assert_close(found, expected, bound: float = BOUND, norms_bound: float = BOU
         *((2, "plain", 2), (4, "plain", 2), (2, "bf16", 2)),
     ],
 )
-def test_ranks_train_as_one(run, num_ranks: int, options: str, kept: int | None):
-    """With torchtitan's local dispatcher: losses, norms before they are clipped, and evaluation."""
+def test_ranks_train_as_one_process(run, num_ranks: int, options: str, kept: int | None):
+    """Losses, norms before clipping, and evaluation are those of torchtitan's local dispatcher."""
     expected, _ = run(1, **OPTIONS[options])
-    found, _ = run(num_ranks, symmoe=True, kept=kept, **OPTIONS[options])
-    assert_close(found, expected, *((2e-3, 2e-2) if options == "bf16" else ()))
+    actual, _ = run(num_ranks, symmoe=True, kept=kept, **OPTIONS[options])
+    assert_close(actual, expected, *((2e-3, 2e-2) if options == "bf16" else ()))
     assert len(expected.losses) == 20
     assert len(expected.validations) == 2
     assert expected.losses[-1] < 0.9 * expected.losses[0]
     assert min(expected.norms) < 2.5 < max(expected.norms)  # MAX_NORM: some are clipped
     num_batches = 20 * OPTIONS[options].get("accumulate", 1) + 2 * 2
-    assert (found.num_dispatches, expected.num_dispatches) == (2 * num_batches, 0)  # of two layers
+    assert (actual.num_dispatches, expected.num_dispatches) == (2 * num_batches, 0)  # of two layers
 
 
-def test_it_trains_as_torchtitans_all_to_all(run):
+def test_training_equals_that_with_torchtitans_all_to_all(run):
     expected, _ = run(2)
-    found, _ = run(2, symmoe=True, kept=None)
-    assert_close(found, expected)
+    actual, _ = run(2, symmoe=True, kept=None)
+    assert_close(actual, expected)
     assert expected.num_dispatches == 0
 
 
 @pytest.mark.parametrize("kept", [None, 1])
-@pytest.mark.parametrize("what", ["full", "selective"])
-def test_activation_checkpointing_gives_the_same_bits(run, what: str, kept: int | None):
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_activation_checkpointing_gives_the_same_bits(run, recompute: str, kept: int | None):
     plain, _ = run(2, symmoe=True, kept=kept and 2)
-    found, _ = run(2, symmoe=True, kept=kept, recompute=what)
-    assert (found.losses, found.norms) == (plain.losses, plain.norms)
-    assert found.num_dispatches == plain.num_dispatches + 2 * 20  # again in every backward pass
+    actual, _ = run(2, symmoe=True, kept=kept, recompute=recompute)
+    assert (actual.losses, actual.norms) == (plain.losses, plain.norms)
+    assert actual.num_dispatches == plain.num_dispatches + 2 * 20  # again in every backward pass
 
 
 @pytest.mark.parametrize("kept", [None, 2])
-def test_a_run_that_resumes_has_the_same_bits(run, kept: int | None):
-    whole, folder = run(2, symmoe=True, kept=kept)
-    rest, _ = run(2, symmoe=True, kept=kept, folder=folder, saved_by=2)
-    assert (rest.losses, rest.norms) == (whole.losses[10:], whole.norms[10:])
-    assert rest.validations == whole.validations[1:]
+def test_a_resumed_run_has_the_same_bits(run, kept: int | None):
+    uninterrupted, folder = run(2, symmoe=True, kept=kept)
+    resumed, _ = run(2, symmoe=True, kept=kept, folder=folder, saved_by=2)
+    assert (resumed.losses, resumed.norms) == (uninterrupted.losses[10:], uninterrupted.norms[10:])
+    assert resumed.validations == uninterrupted.validations[1:]
 
 
-def test_torchtitan_goes_on_from_its_checkpoint_on_one_rank(run):
-    whole, folder = run(2, symmoe=True, kept=None)
-    rest, _ = run(1, folder=folder, saved_by=2)
-    assert rest.losses == pytest.approx(whole.losses[10:], rel=BOUND)
-    assert rest.norms == pytest.approx(whole.norms[10:], rel=BOUND)
-    assert rest.num_dispatches == 0
+def test_one_rank_of_torchtitan_resumes_from_the_checkpoint(run):
+    uninterrupted, folder = run(2, symmoe=True, kept=None)
+    resumed, _ = run(1, folder=folder, saved_by=2)
+    assert resumed.losses == pytest.approx(uninterrupted.losses[10:], rel=BOUND)
+    assert resumed.norms == pytest.approx(uninterrupted.norms[10:], rel=BOUND)
+    assert resumed.num_dispatches == 0
 
 
 def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple:
@@ -125,15 +126,15 @@ def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple:
 
     config = ConfigManager().parse_args(words)
     tokens = config.training.local_batch_size * config.training.seq_len
-    found = (
+    fields = (
         config.parallelism.expert_parallel_degree,
         config.training.disable_cuda_graphs,
         config.override.imports,
     )
-    return *found, config.model_spec.model.dim, tokens
+    return *fields, config.model_spec.model.dim, tokens
 
 
-def test_the_command_of_the_page_says_what_its_lines_say(ranks: Callable[[int], Cluster]):
+def test_the_command_on_the_page_equals_its_python_lines(ranks: Callable[[int], Cluster]):
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
     _, words = re.search(
         r"^    torchrun (.*?) -m torchtitan.train (.*)$", text, re.MULTILINE

@@ -1,4 +1,4 @@
-"""Swapped transformers models as others see them: torch.compile, metrics, recorded routing."""
+"""Swapped transformers models in other tools: torch.compile, metrics, recorded routing."""
 
 import contextlib
 import copy
@@ -52,9 +52,9 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
     with symmoe.routing.record_routing(block) as routing, torch.no_grad():
         block(tokens())
     with symmoe.routing.replay_routing(block, other_routing(routing, 3)):
-        given = step(block, tokens())
-        assert_same(step(compiled, tokens()), given)
-    assert not torch.allclose(given["y"], expected["y"], atol=1e-3)
+        result = step(block, tokens())
+        assert_same(step(compiled, tokens()), result)
+    assert not torch.allclose(result["y"], expected["y"], atol=1e-3)
 
 
 # -- generation ---------------------------------------------------------------------------------------------------
@@ -62,10 +62,10 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
 
 @pytest.mark.parametrize("closes", [True, False])
 @run_on(2)
-def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(
+def test_generation_of_unequal_lengths_names_synced_gpus_in_its_error(
     rank: int, num_ranks: int, closes: bool
 ) -> None:
-    """Rank 0 ends first and leaves: the other's error says what would have kept it."""
+    """Rank 0 ends first; the error of the other rank names the argument that would prevent this."""
     options = {
         "do_sample": False,
         "max_new_tokens": 2 + 4 * rank,
@@ -86,9 +86,9 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(
         closes or dist.barrier()
         with contextlib.suppress(symmoe.errors.SymmoeError):
             heap.close()
-        left = weakref.ref(model)
+        model_ref = weakref.ref(model)
         del model
-        assert left() is None  # nothing of the swap keeps a model that has been dropped
+        assert model_ref() is None  # nothing of the swap keeps a model that has been dropped
 
 
 # -- metrics and recorded routing ---------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(
 def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str
 ) -> None:
-    """Records of a swapped model beside what the unmodified one's experts were asked for."""
+    """Records of a swapped model equal the arguments of the unmodified model's experts."""
     reference = random_model(family)
     chosen: dict[str, torch.Tensor] = {}
     for path, experts in experts_modules(reference):
@@ -119,22 +119,22 @@ def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(
     assert {ids.dtype for ids in routing.values()} == {torch.int32}
 
 
-def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):
+def test_numbers_for_a_sink_omit_unknown_values(heap):
     model = swap_moe(random_model("qwen3_moe"), heap).train()
-    seen: list[dict[str, float]] = []
-    logger = symmoe.metrics.MetricsLogger(model, lambda numbers, _step: seen.append(numbers))
+    published: list[dict[str, float]] = []
+    logger = symmoe.metrics.MetricsLogger(model, lambda numbers, _step: published.append(numbers))
     model(batch_of(0))
     (record,) = logger.step(3)
     assert record.name == "model.layers.1.mlp.experts"
-    assert seen[0]["moe/num_calls/max"] == 1.0
-    assert not [name for name in seen[0] if "aux_loss" in name or "_s/" in name]
+    assert published[0]["moe/num_calls/max"] == 1.0
+    assert not [name for name in published[0] if "aux_loss" in name or "_s/" in name]
 
 
 # -- routing that is given ----------------------------------------------------------------------------------------
 
 
 def route_by_hand(block: nn.Module, ids: torch.Tensor) -> None:
-    """Has the router of a stock block weigh these experts, as the model's paper says; -1 weighs nothing."""
+    """Makes the router of a stock block weigh these experts, by the model's paper; -1 has no weight."""
     router = getattr(block, "gate", None) or block.router
     is_v3 = hasattr(router, "e_score_correction_bias")
     rule = (
@@ -152,11 +152,9 @@ def route_by_hand(block: nn.Module, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 @run_on(2)
-def test_routing_is_given_to_transformers_routers(
-    rank: int, num_ranks: int, heap, family: str
-) -> None:
-    """What was recorded gives the same bits again; other experts give what a model of all experts gives, whose router
-    is written here; two micro-batches give their sum, with activations that one backward computes again."""
+def test_transformers_routers_replay_routing(rank: int, num_ranks: int, heap, family: str) -> None:
+    """A replay of recorded routing has the same bits. Other experts give the results of a model with all experts and
+    the router of route_by_hand. Two micro-batches, whose activations one backward recomputes, give their sum."""
     reference = random_model(family).train()
     batch = batch_of(rank)
     model = swap_moe(copy.deepcopy(reference), heap)
@@ -172,31 +170,31 @@ def test_routing_is_given_to_transformers_routers(
 
     with symmoe.routing.record_routing(model) as routing:
         want = results(model)
-    own = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     with symmoe.routing.replay_routing(model, routing):
         got = results(model)
     assert all(map(torch.equal, got, want))
-    assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), own))
+    assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), gradients))
 
-    given, found = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
-    for each in given:
-        for name, ids in each.items():
+    choices, actual = [other_routing(routing, seed) for seed in (rank, 2 + rank)], []
+    for choice in choices:
+        for name, ids in choice.items():
             route_by_hand(reference.get_submodule(name.rpartition(".")[0]), ids)
-        with symmoe.routing.replay_routing(model, each):
-            found.append(results(model))
-        torch.testing.assert_close(found[-1], results(reference), rtol=1e-4, atol=1e-5)
-        assert not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-4), found[-1], want))
+        with symmoe.routing.replay_routing(model, choice):
+            actual.append(results(model))
+        torch.testing.assert_close(actual[-1], results(reference), rtol=1e-4, atol=1e-5)
+        assert not all(map(partial(torch.allclose, rtol=1e-3, atol=1e-4), actual[-1], want))
     model.zero_grad()
     model.gradient_checkpointing_enable()
-    with symmoe.routing.replay_routing(model, given):
-        losses = [model(batch, labels=batch).loss for _ in given]
+    with symmoe.routing.replay_routing(model, choices):
+        losses = [model(batch, labels=batch).loss for _ in choices]
         sum(losses).backward()
     got = [
         parameter.grad for name, parameter in model.named_parameters() if ".experts." not in name
     ]
-    assert all(torch.equal(loss, each[0]) for loss, each in zip(losses, found, strict=True))
+    assert all(torch.equal(loss, choice[0]) for loss, choice in zip(losses, actual, strict=True))
     torch.testing.assert_close(
-        got, [a + b for a, b in zip(found[0][1:], found[1][1:], strict=True)]
+        got, [a + b for a, b in zip(actual[0][1:], actual[1][1:], strict=True)]
     )
     with (
         symmoe.routing.balanced_routing(model),
@@ -208,30 +206,30 @@ def test_routing_is_given_to_transformers_routers(
     assert all(not vars(module).get("forward") for module in model.modules())
 
 
-def test_groups_without_scores_are_those_of_what_is_given(heap):
-    """DeepSeek-V2 scores only the experts of its best groups; those that are given need not be among them."""
+def test_replay_scores_the_groups_of_the_replayed_experts(heap):
+    """DeepSeek-V2 scores only the experts of its best groups; replayed experts may be in others."""
     config = tiny_model("deepseek_v2").config
     x = tokens().detach()
-    groups, seen = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, []
+    groups, recorded = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, []
     model = transformers.DeepseekV2ForCausalLM(type(config)(**{**config.to_dict(), **groups}))
     block = swap_moe(model, heap).model.layers[-1].mlp
-    block.experts.register_forward_pre_hook(lambda _experts, args: seen.append(args[1:]))
-    given = torch.rand(18, 8).argsort(1)[:, :2]
-    with symmoe.routing.replay_routing(block, {"experts": given}):
+    block.experts.register_forward_pre_hook(lambda _experts, args: recorded.append(args[1:]))
+    choice = torch.rand(18, 8).argsort(1)[:, :2]
+    with symmoe.routing.replay_routing(block, {"experts": choice}):
         block(x)
     with symmoe.routing.balanced_routing(block):
         block(x)
     block(x)
-    assert torch.equal(seen[0][0], given)
-    assert all(len(ids.unique()) == 8 for ids, _ in seen[:2])
-    for ids, weights in seen:
-        wanted = (x[0] @ block.gate.weight.T).softmax(1).gather(
+    assert torch.equal(recorded[0][0], choice)
+    assert all(len(ids.unique()) == 8 for ids, _ in recorded[:2])
+    for ids, weights in recorded:
+        expected = (x[0] @ block.gate.weight.T).softmax(1).gather(
             1, ids
         ) * block.gate.routed_scaling_factor
-        torch.testing.assert_close(weights, wanted)
+        torch.testing.assert_close(weights, expected)
 
 
-def test_hash_layers_are_left_out(heap):
+def test_hash_layers_are_not_recorded(heap):
     """DeepSeek-V4's first layers choose by the tokens' ids."""
     model, outputs = swap_moe(tiny_model("deepseek_v4"), heap), []
     for given in ({}, {"model.layers.1.mlp.experts": torch.rand(18, 8).argsort(1)[:, :2].int()}):
@@ -251,13 +249,13 @@ def test_hash_layers_are_left_out(heap):
         symmoe.routing.routing_from_array(stage, torch.zeros(18, 1, 2, dtype=torch.int32))
 
 
-def test_no_tokens_are_given_experts(heap):
+def test_balanced_and_replayed_routing_of_no_tokens(heap):
     block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
-    for given in (
+    for choice in (
         symmoe.routing.balanced_routing(block),
         symmoe.routing.replay_routing(block, {"experts": torch.zeros(0, 3).int()}),
     ):
-        with given, symmoe.routing.record_routing(block) as routing:
+        with choice, symmoe.routing.record_routing(block) as routing:
             block(tokens(num=0))
         assert routing["experts"].shape == (0, 3)
 
@@ -282,10 +280,10 @@ def test_routing_that_does_not_fit_raises_on_every_rank(rank: int, num_ranks: in
     }
     for culprit in range(num_ranks):
         for text, spoilt in wrong.items():
-            given = spoilt if rank == culprit else [routing]
+            passed = spoilt if rank == culprit else [routing]
             with (
                 pytest.raises(symmoe.errors.ArgumentError, match=text),
                 torch.no_grad(),
-                symmoe.routing.replay_routing(model, given),
+                symmoe.routing.replay_routing(model, passed),
             ):
                 model(batch)

@@ -1,4 +1,4 @@
-"""examples/finetune_transformers.py, run as its users run it."""
+"""examples/finetune_transformers.py as a user runs it."""
 
 import json
 import re
@@ -21,16 +21,16 @@ def losses(text: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_learns_saves_and_goes_on(tmp_path: Path):
+def test_learns_saves_and_resumes(tmp_path: Path):
     text = output_of(EXAMPLE, "--steps=20", f"--out={tmp_path / 'first'}", num_ranks=2)
     first = losses(text)
     assert set(first) == {1, 10, 20}
     assert 5.4 < first[1] < 5.9  # ln 256 is 5.55, and the auxiliary loss
     assert first[20] < 4.2
-    ours, theirs = re.search(
+    swapped, reference = re.search(
         r"held-out loss (\S+); of .* in plain transformers (\S+)", text
     ).groups()
-    assert float(theirs) == pytest.approx(float(ours), abs=2e-4)
+    assert float(reference) == pytest.approx(float(swapped), abs=2e-4)
 
     index = json.loads((tmp_path / "first" / "model.safetensors.index.json").read_text())
     assert "model.layers.3.mlp.experts.15.down_proj.weight" in index["weight_map"]
@@ -38,11 +38,11 @@ def test_learns_saves_and_goes_on(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"first"}
 
     # A process without torchrun goes on where two ended.
-    more = ["--steps=1", f"--checkpoint={tmp_path / 'first'}", f"--out={tmp_path / 'second'}"]
-    assert losses(output_of(EXAMPLE, *more, num_ranks=None))[1] < 4.2
+    options = ["--steps=1", f"--checkpoint={tmp_path / 'first'}", f"--out={tmp_path / 'second'}"]
+    assert losses(output_of(EXAMPLE, *options, num_ranks=None))[1] < 4.2
 
 
-def test_refuses_a_folder_with_something_in_it(
+def test_refuses_a_folder_that_is_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "mine").write_text("precious")

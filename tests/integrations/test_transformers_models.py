@@ -1,8 +1,8 @@
-"""All models of the installed transformers whose experts go through its experts interface. Swapped, they compute, save
-and load as they do unmodified; or they are refused, and the text says what symmoe does not have.
+"""All models of the installed transformers whose experts use its experts interface. A swapped model computes, saves and
+loads as the unmodified one; or it is refused, and the text names the missing feature.
 
-They are found in transformers, so one that a new version brings is tested, too: it is to pass, or to be refused below.
-"""
+The list comes from transformers, so tests cover models that a new version adds: each passes, or is listed as refused
+below."""
 
 import copy
 from pathlib import Path
@@ -47,33 +47,33 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(heap: symmoe.SymmetricHeap, name: str, folder: Path) -> None:
-    """Outputs, all gradients, files, and generated tokens."""
+    """Checks outputs, all gradients, files, and generated tokens."""
     reference, rank, num_ranks = tiny_model(name), heap.rank, heap.num_ranks
     model = swap_moe(copy.deepcopy(reference), heap)
-    for each in range(num_ranks):
-        (output(reference, each).square().mean() / num_ranks).backward()
+    for peer in range(num_ranks):
+        (output(reference, peer).square().mean() / num_ranks).backward()
     y = output(model, rank)
     y.square().mean().backward()
     symmoe.reduce_gradients(model)
-    wanted = output(reference, rank)
-    assert error(y.detach(), wanted.detach()) < BOUND
-    found, whole = map(gradients, (model, reference))
-    wanted = share_of(whole, rank, num_ranks, name)
-    assert found.keys() == wanted.keys()
-    assert max(error(found[key], wanted[key]) for key in found) < BOUND
-    assert len(found.keys() - whole.keys()) >= 2
+    expected = output(reference, rank)
+    assert error(y.detach(), expected.detach()) < BOUND
+    actual, full_gradients = map(gradients, (model, reference))
+    expected = share_of(full_gradients, rank, num_ranks, name)
+    assert actual.keys() == expected.keys()
+    assert max(error(actual[key], expected[key]) for key in actual) < BOUND
+    assert len(actual.keys() - full_gradients.keys()) >= 2
     save_checkpoint(model, folder / "ours")
     loaded = from_pretrained(
         folder / "ours", heap, config=reference.config, model_class=type(model)
     )
     assert torch.equal(output(loaded, rank), y)
-    assert gradients(loaded).keys() == found.keys()  # those that are tied are one
+    assert gradients(loaded).keys() == actual.keys()  # those that are tied are one
     save_checkpoint(loaded, folder / "again", like=folder / "ours")
     if rank == 0:
         reference.save_pretrained(folder / "theirs")
         files = {
-            (folder / whose / "model.safetensors").read_bytes()
-            for whose in ("ours", "theirs", "again")
+            (folder / folder_name / "model.safetensors").read_bytes()
+            for folder_name in ("ours", "theirs", "again")
         }
         assert len(files) == 1
     if num_ranks > 1 and model.can_generate():
@@ -105,7 +105,7 @@ CODES = list(experts_code().values())
         for number, (name, code) in enumerate(experts_code().items())
     ],
 )
-def test_is_as_the_unmodified_model_or_refused(
+def test_a_model_equals_the_unmodified_one_or_is_refused(
     model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
     if model_type in REFUSED:
@@ -119,18 +119,18 @@ def test_is_as_the_unmodified_model_or_refused(
 def test_dtypes_are_those_of_transformers(
     model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
-    """What stays in fp32 is named by modules, tensors or patterns, and with fp16 more than with bf16."""
+    """Modules, tensors or patterns name the parameters that stay in fp32, and with fp16 more than with bf16."""
     reference = tiny_model(model_type)
     dtype = torch.bfloat16 if model_type == "deepseek_v3" else torch.float16
     reference.save_pretrained(tmp_path)
-    theirs = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
+    stock_state = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
     model = from_pretrained(tmp_path, heap, dtype=dtype, model_class=type(reference))
-    wanted = share_of(theirs, 0, 1, model_type)
+    expected = share_of(stock_state, 0, 1, model_type)
     assert {name: each.dtype for name, each in model.state_dict().items()} == {
-        n: t.dtype for n, t in wanted.items()
+        n: t.dtype for n, t in expected.items()
     }
-    kept = {name for name, tensor in theirs.items() if tensor.dtype == torch.float32}
-    assert kept
+    fp32_names = {name for name, tensor in stock_state.items() if tensor.dtype == torch.float32}
+    assert fp32_names
     save_checkpoint(model, tmp_path / "ours", like=tmp_path)
     was, now = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "ours"))
     rounded = {
@@ -139,16 +139,16 @@ def test_dtypes_are_those_of_transformers(
         if torch.equal(now[key], tensor.to(dtype).to(tensor.dtype))
     }
     exact = {key for key, tensor in was.items() if torch.equal(now[key], tensor)}
-    assert rounded | exact == was.keys() > exact >= kept & was.keys()
+    assert rounded | exact == was.keys() > exact >= fp32_names & was.keys()
 
 
 def test_numbers_on_the_page():
-    known = len(module_names())
+    num_models = len(module_names())
     refused = len(set(REFUSED) & set(module_names()))
-    assert known - refused > 30
+    assert num_models - refused > 30
     if transformers.__version__ == "5.24.0":
         page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
-        assert f"{known - refused} of the {known} modules of transformers 5.24" in page
+        assert f"{num_models - refused} of the {num_models} modules of transformers 5.24" in page
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def test_on_two_ranks(
     "model_type", ["ernie4_5_vl_moe", "gemma4", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"]
 )
 def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap, tmp_path: Path):
-    """Their keys have other prefixes, and experts for images (ERNIE) or other shapes (Qwen3-VL) on disk."""
+    """Keys have other prefixes, and there are experts for images (ERNIE) or other shapes on disk (Qwen3-VL)."""
     reference = tiny_model(model_type, with_images=True)
     model = swap_moe(copy.deepcopy(reference), heap)
     reference.save_pretrained(tmp_path / "theirs")
     save_checkpoint(model, tmp_path / "ours")
-    files = [tmp_path / whose / "model.safetensors" for whose in ("ours", "theirs")]
+    files = [tmp_path / folder_name / "model.safetensors" for folder_name in ("ours", "theirs")]
     assert files[0].read_bytes() == files[1].read_bytes()
     if model_type == "qwen3_vl_moe":  # as on the hub
         turned = {
@@ -179,9 +179,9 @@ def test_files_of_models_with_images(model_type: str, heap: symmoe.SymmetricHeap
             for key, t in load_file(files[0]).items()
         }
         save_file(turned, files[0], metadata={"format": "pt"})
-        theirs = type(reference).from_pretrained(tmp_path / "ours").state_dict()
+        stock_state = type(reference).from_pretrained(tmp_path / "ours").state_dict()
         assert all(
-            torch.equal(theirs[key], tensor) for key, tensor in reference.state_dict().items()
+            torch.equal(stock_state[key], tensor) for key, tensor in reference.state_dict().items()
         )
     want = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     loaded = from_pretrained(tmp_path / "ours", heap, model_class=type(model))

@@ -1,4 +1,4 @@
-"""symmoe as an expert-parallel implementation that transformers itself shards and calls."""
+"""symmoe as an expert-parallel implementation for models that transformers shards."""
 
 import filecmp
 import functools
@@ -37,12 +37,13 @@ def loaded(folder: str, implementation: str, ep_size: int):
 def train(
     rank: int, num_ranks: int, folder: str, ep_size: int, names: tuple[str, ...], target: str = ""
 ) -> None:
-    """Loss and all gradients of these implementations are those of the unmodified model; saves the last one."""
+    """Checks that loss and all gradients of these implementations are those of the unmodified model; saves the last
+    model."""
     batches = [batch_of(r) for r in range(num_ranks)]
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager"
     )
-    want, seen = mean_gradients(reference, batches)
+    want, outputs = mean_gradients(reference, batches)
     groups = new_groups(tuple(tuple(range(i, i + ep_size)) for i in range(0, num_ranks, ep_size)))
     with open_heap("cpu", group=groups[rank // ep_size]) as heap:
         register(heap, step=StepConfig(stash="rows"))
@@ -53,7 +54,7 @@ def train(
             loss.backward()
             got = whole_gradients(model)
             assert got.keys() == want.keys()
-            assert error(loss.detach(), seen[rank][0]) < BOUND, name
+            assert error(loss.detach(), outputs[rank][0]) < BOUND, name
             assert max(error(got[key], want[key]) for key in want) < BOUND, name
             assert (heap.high_water_bytes > before) == (name == "symmoe")
         if target:
@@ -73,7 +74,7 @@ def train(
 def test_equals_the_unmodified_model(
     cluster, tmp_path: Path, family: str, num_ranks: int, bias: int
 ):
-    """A bias sends all tokens to the first rank."""
+    """A router bias sends all tokens to the first rank."""
     source, target = tmp_path / "source", tmp_path / "target"
     model = random_model(family)
     for layer in model.model.layers if bias else ():

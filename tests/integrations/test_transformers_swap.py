@@ -1,12 +1,11 @@
 """swap_moe on real transformers models: outputs and all gradients against the unmodified model.
 
-Rank r has tokens of its own and the loss L_r, a mean over them. The reference is the unmodified model, run in one
-process on every rank's batch, whose gradients are averaged: the gradient of (1 / W) sum of L_r. The swapped model gets
-there through backward and symmoe.reduce_gradients.
+Each rank r has its own tokens and the loss L_r, a mean over them. The reference is the unmodified model, run in one
+process on every rank's batch, with averaged gradients: the gradient of (1 / W) sum of L_r. The swapped model computes
+the same by backward and symmoe.reduce_gradients.
 
-A tensor agrees if its largest difference is at most BOUND times its largest wanted entry; fp32 has 6e-8, and sums here
-have up to a few hundred terms. A gradient that is all zeros must be so exactly.
-"""
+A tensor agrees if its largest difference is at most BOUND times its largest expected entry; fp32 has 6e-8, and sums
+here have up to a few hundred terms. A gradient of zeros must be exact."""
 
 import contextlib
 import copy
@@ -31,12 +30,12 @@ from symmoe.integrations.transformers.forms import ExpertsForm, experts_modules
 
 
 def errors_of(model: torch.nn.Module, gradients: dict) -> dict:
-    """Of a swapped model's gradients, beside this rank's part of those of the unmodified model."""
-    wanted = share_of(gradients, dist.get_rank(), dist.get_world_size(), model.config.model_type)
+    """Errors of a swapped model's gradients against this rank's part of the unmodified model's."""
+    expected = share_of(gradients, dist.get_rank(), dist.get_world_size(), model.config.model_type)
     got = {name: parameter.grad for name, parameter in model.named_parameters()}
-    if got.keys() != wanted.keys():
+    if got.keys() != expected.keys():
         return {"names": math.inf}
-    return {name: error(got[name], wanted[name]) for name in got}
+    return {name: error(got[name], expected[name]) for name in got}
 
 
 # -- every family -------------------------------------------------------------------------------------------------
@@ -48,11 +47,11 @@ def one_step(
     step: StepConfig | None = None,
     compiles: bool = False,
 ) -> SimpleNamespace:
-    """A swapped copy after a step of all ranks, whose gradients are those of the reference on all batches."""
+    """A swapped copy after a step of all ranks, with gradients compared with those of the reference on all batches."""
     batches = [batch_of(r) for r in range(dist.get_world_size())]
     rank = dist.get_rank()
     model = swap_moe(copy.deepcopy(reference), heap, step=step)
-    gradients, seen = mean_gradients(reference, batches)
+    gradients, outputs = mean_gradients(reference, batches)
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
     output = forward(batches[rank], labels=batches[rank])
     output.loss.backward()
@@ -60,18 +59,18 @@ def one_step(
     symmoe.reduce_gradients(model)
     errors = errors_of(model, gradients)
     assert max(errors.values()) < BOUND, {
-        name: each for name, each in errors.items() if each >= BOUND
+        name: error for name, error in errors.items() if error >= BOUND
     }
     if len(batches) > 1:  # negative control: without the reduction
         assert raw["model.embed_tokens.weight"] > WRONG
     return SimpleNamespace(
-        model=model, output=output, raw=raw, gradients=gradients, seen=seen[rank]
+        model=model, output=output, raw=raw, gradients=gradients, seen=outputs[rank]
     )
 
 
 def slow(function: str, num_ranks: int, family: str, **options):
-    given = function, num_ranks, family, options
-    return pytest.param(*given, marks=pytest.mark.slow)
+    arguments = function, num_ranks, family, options
+    return pytest.param(*arguments, marks=pytest.mark.slow)
 
 
 def compare(
@@ -82,26 +81,26 @@ def compare(
     hidden_act: str = "silu",
     **options,
 ) -> None:
-    """Outputs, all gradients and their norm."""
+    """Compares outputs, all gradients and their norm."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         assert heap.topology.num_nodes == num_ranks // (ranks_per_node or num_ranks)
-        done = one_step(random_model(family, hidden_act=hidden_act), heap, **options)
-        output, (loss, logits, aux_loss), names = done.output, done.seen, set(done.gradients)
+        step = one_step(random_model(family, hidden_act=hidden_act), heap, **options)
+        output, (loss, logits, aux_loss), names = step.output, step.seen, set(step.gradients)
         assert error(output.loss.detach(), loss) < BOUND
         assert error(output.logits.detach(), logits) < BOUND
         assert (aux_loss is None) == (family == "deepseek_v3")
         assert aux_loss is None or error(output.aux_loss.detach(), aux_loss.detach()) < BOUND
         norm = (
-            torch.stack([gradient.square().sum() for gradient in done.gradients.values()])
+            torch.stack([gradient.square().sum() for gradient in step.gradients.values()])
             .sum()
             .sqrt()
         )
-        assert error(symmoe.training.clip_grad_norm(done.model, 1e-3), norm) < BOUND
+        assert error(symmoe.training.clip_grad_norm(step.model, 1e-3), norm) < BOUND
         assert any("mlp.experts.down_proj" in name for name in names)
         assert any("gate.weight" in name or "router.weight" in name for name in names)
         assert any("shared_experts" in name for name in names) == (family == "deepseek_v3")
         if num_ranks == 2:  # the sum over ranks, not the mean
-            experts = [each for name, each in done.raw.items() if "mlp.experts.mlp.fc2" in name]
+            experts = [each for name, each in step.raw.items() if "mlp.experts.mlp.fc2" in name]
             assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)
 
 
@@ -129,7 +128,7 @@ def test_outputs_and_all_gradients_equal_the_unmodified_model(
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_activations_are_those_of_transformers(is_gated: bool):
     h = torch.randn(50, 8)
-    known = set()
+    covered = set()
     for name in transformers.activations.ACT2FN:
         first = f"{'gate_' if is_gated else ''}up_proj"
         experts = SimpleNamespace(has_gate=is_gated, has_bias=False, is_transposed=False)
@@ -142,8 +141,8 @@ def test_activations_are_those_of_transformers(is_gated: bool):
             torch.testing.assert_close(
                 symmoe.grouped.ScaledActivation(activation)(h, torch.ones(50)), want, msg=name
             )
-            known.add(name)
-    others = {
+            covered.add(name)
+    uncovered = {
         "relu",
         "tanh",
         "sigmoid",
@@ -154,11 +153,19 @@ def test_activations_are_those_of_transformers(is_gated: bool):
         "gelu_10",
         "laplace",
     }
-    assert known.isdisjoint(others)
-    assert known >= {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2"}
+    assert covered.isdisjoint(uncovered)
+    assert covered >= {
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "gelu_pytorch_tanh",
+        "relu2",
+    }
 
 
-def test_defaults_of_the_caller_do_not_change_the_form():
+def test_the_callers_torch_defaults_do_not_change_the_form():
     (_, experts), *_ = experts_modules(random_model("gpt_oss"))
     form = ExpertsForm.of(experts)
     before = torch.get_default_dtype()
@@ -178,7 +185,7 @@ def test_defaults_of_the_caller_do_not_change_the_form():
 def test_rank_and_experts_without_tokens(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str
 ) -> None:
-    """All tokens choose experts 0, 1 (and 2); rank 1 takes part in backward and receives nothing."""
+    """All tokens choose experts 0, 1 (and 2); rank 1 receives no rows, and takes part in backward."""
     reference = random_model(family)
     with torch.no_grad():
         for name, tensor in reference.state_dict().items():
@@ -200,7 +207,7 @@ def test_rank_and_experts_without_tokens(
 
 
 @pytest.mark.slow
-def test_transformers_is_imported_by_those_that_need_it_alone():
+def test_only_modules_that_need_transformers_import_it():
     code = (
         "import sys, symmoe.integrations\n"
         "from symmoe.integrations.transformers import StepConfig, load_checkpoint, save_checkpoint, swap_moe\n"
@@ -222,7 +229,7 @@ def test_models_that_cannot_be_swapped_are_refused(heap: symmoe.SymmetricHeap):
     assert swap_moe(model, heap) is model
     assert torch.equal(torch.get_rng_state(), state)
     relu = random_model("olmoe", hidden_act="relu")
-    other = transformers.LlamaForCausalLM(
+    dense = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61)
     )
     assert_refused(
@@ -233,7 +240,7 @@ def test_models_that_cannot_be_swapped_are_refused(heap: symmoe.SymmetricHeap):
             r"OlmoeExperts computes .*_apply_gate with ReLU .* symmoe has silu, gelu",
         ),
         (
-            lambda: swap_moe(other, heap),
+            lambda: swap_moe(dense, heap),
             r"LlamaForCausalLM has no experts .* through its experts interface",
         ),
         (lambda: StepConfig(stash="some"), r"stash \('some'\)"),

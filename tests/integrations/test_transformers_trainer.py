@@ -1,4 +1,4 @@
-"""symmoe's Trainer on two ranks against transformers' own on one, with the unmodified model."""
+"""symmoe's Trainer on two ranks against transformers' Trainer on one rank with the unmodified model."""
 
 import json
 from pathlib import Path
@@ -70,29 +70,29 @@ def on_a_rank(
         for name in OPTIONS
     ],
 )
-def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
-    """Losses, norms, evaluation, generated tokens, and what is saved."""
+def test_two_ranks_train_as_one_process(cluster, tmp_path: Path, options: str):
+    """Compares losses, norms, evaluation, generated tokens, and the saved model."""
     chosen = OPTIONS[options]
     rounded = options == "bf16"
     trainer, logs = trained(transformers.Trainer, small_model(), str(tmp_path / "one"), 1, **chosen)
-    found = cluster(2).run(on_a_rank, str(tmp_path / "two"), chosen)
-    assert len(found[0]["losses"]) == STEPS
-    assert found[0]["losses"] == pytest.approx(logs.losses, rel=5e-3 if rounded else BOUND)
-    assert found[0]["norms"] == pytest.approx(logs.norms, rel=3e-2 if rounded else 2 * BOUND)
+    results = cluster(2).run(on_a_rank, str(tmp_path / "two"), chosen)
+    assert len(results[0]["losses"]) == STEPS
+    assert results[0]["losses"] == pytest.approx(logs.losses, rel=5e-3 if rounded else BOUND)
+    assert results[0]["norms"] == pytest.approx(logs.norms, rel=3e-2 if rounded else 2 * BOUND)
     assert logs.losses[-1] < 0.95 * logs.losses[0]
     assert min(logs.norms) > MAX_NORM
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
+    saved_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
     eval_loss = trainer.evaluate()["eval_loss"]
-    for rank, there in enumerate(found):
-        assert there["eval_loss"] == pytest.approx(eval_loss, rel=5e-3 if rounded else BOUND)
+    for rank, result in enumerate(results):
+        assert result["eval_loss"] == pytest.approx(eval_loss, rel=5e-3 if rounded else BOUND)
         if not rounded:  # generated in bf16 there
             prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
             assert (
-                there["tokens"]
-                == whole.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+                result["tokens"]
+                == saved_model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
             )
     for name, tensor in trainer.model.state_dict().items():
-        deviation = (whole.state_dict()[name] - tensor).abs().max().item()
+        deviation = (saved_model.state_dict()[name] - tensor).abs().max().item()
         assert deviation <= (5e-2 if rounded else 2e-4), f"{name}: {deviation:.1e}"
 
 
@@ -100,7 +100,7 @@ COEFFICIENT = 0.5
 
 
 def balanced():
-    """A model whose loss has the balance loss of its routers."""
+    """A model whose loss includes the balance loss of its routers."""
     model = small_model(router_aux_loss_coef=COEFFICIENT, mlp_only_layers=[])
     model.config.output_router_logits = True
     return model
@@ -111,10 +111,10 @@ def router_weights(model) -> list[torch.Tensor]:
 
 
 @run_on(2)
-def test_the_balance_loss_counts_once_whatever_the_split(
+def test_the_balance_loss_counts_once_for_any_split(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
-    """All sequences are the same, so that every split has the gradient of one. With one micro-batch and with two."""
+    """All sequences are equal, so every split has the gradient of one sequence. With one micro-batch and with two."""
     plain = balanced()
     data = [eval_data()[0]] * 8
     loss = plain(**{name: tensor[None] for name, tensor in data[0].items()}).loss
@@ -131,32 +131,35 @@ def test_the_balance_loss_counts_once_whatever_the_split(
             "max_grad_norm": 0.0,
             "lr_scheduler_type": "constant",
         }
-        given = arguments(str(tmp_path), num_ranks, **options)
-        trainer = Trainer(model, given, train_dataset=data, eval_dataset=data)
+        training_arguments = arguments(str(tmp_path), num_ranks, **options)
+        trainer = Trainer(model, training_arguments, train_dataset=data, eval_dataset=data)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=BOUND)
         trainer.train()
-        logged = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert rank or logged == pytest.approx([loss.item()], rel=BOUND)  # rank 0 logs
-        steps = [old - new for old, new in zip(before, router_weights(model), strict=True)]
+        steps = [
+            previous - current
+            for previous, current in zip(before, router_weights(model), strict=True)
+        ]
         torch.testing.assert_close(steps, gradients, rtol=1e-3, atol=2e-7)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def kept_and_resumed(
+def saved_and_resumed(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, folder: str
 ) -> list[float]:
-    """Losses of all steps. In the end the model is the best one; what goes on from a checkpoint has the same losses."""
+    """Losses of all steps. At the end the model is the best one; a run from a checkpoint has the same losses."""
     trainer, logs = trained(
         Trainer, swap_moe(small_model(), trainer_heap), folder, num_ranks, **KEPT
     )
     best = trainer.state.best_model_checkpoint
     assert best == f"{folder}/checkpoint-{EVERY}"
     plain = transformers.AutoModelForCausalLM.from_pretrained(best)
-    wanted = share_of(plain.state_dict(), rank, num_ranks, plain.config.model_type)
-    found = trainer.model.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    expected = share_of(plain.state_dict(), rank, num_ranks, plain.config.model_type)
+    actual = trainer.model.state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     after = resumed(swap_moe(small_model(seed=9), trainer_heap), folder, num_ranks)
     if rank == 0:  # which logs
         assert len(after) == STEPS - 2 * EVERY
@@ -167,13 +170,13 @@ def kept_and_resumed(
 def test_a_run_resumes_with_the_same_bits_and_on_one_rank(
     cluster, heap: symmoe.SymmetricHeap, tmp_path: Path
 ):
-    """The best model is loaded at the end; a run that goes on from a checkpoint has the bits of one that never ended,
-    and one rank can go on where two ended."""
-    losses, _ = cluster(2).run(kept_and_resumed, str(tmp_path / "run"))
+    """The best model is loaded at the end; a resumed run has the bits of an uninterrupted one, and one rank can resume
+    a run of two."""
+    losses, _ = cluster(2).run(saved_and_resumed, str(tmp_path / "run"))
     after = resumed(swap_moe(small_model(seed=9), heap), str(tmp_path / "run"), 1)
     assert after == pytest.approx(losses[2 * EVERY :], rel=BOUND)
-    kept = {path.name for path in (tmp_path / "run").iterdir()}
-    assert kept == {f"checkpoint-{step}" for step in range(EVERY, STEPS + 1, EVERY)}
+    remaining = {path.name for path in (tmp_path / "run").iterdir()}
+    assert remaining == {f"checkpoint-{step}" for step in range(EVERY, STEPS + 1, EVERY)}
     state = json.loads(
         (tmp_path / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
     )
@@ -181,18 +184,18 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(
 
 
 @run_on(2)
-def test_adafactor_goes_on(
+def test_adafactor_resumes(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
-    """Two steps, and the second again after the checkpoint of the first. It has states of all experts of a rank
-    together."""
+    """Two steps, and the second again from the checkpoint of the first. Adafactor has one state for all experts of a
+    rank."""
     options = {"optim": "adafactor", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     model = swap_moe(small_model(), trainer_heap)
-    whole, _ = trained(Trainer, model, str(tmp_path), num_ranks, **options)
+    uninterrupted, _ = trained(Trainer, model, str(tmp_path), num_ranks, **options)
     model = swap_moe(small_model(seed=9), trainer_heap)
     trained(Trainer, model, str(tmp_path), num_ranks, since=1, **options)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, whole.model.get_parameter(name)), name
+        assert torch.equal(parameter, uninterrupted.model.get_parameter(name)), name
 
 
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
@@ -223,7 +226,7 @@ def test_replicas_of_the_ep_group(cluster, tmp_path: Path):
 def test_wrong_arguments_and_transformers_own_trainer_are_refused(
     rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, tmp_path: Path
 ) -> None:
-    """transformers' own Trainer clips by default."""
+    """transformers' Trainer clips by default."""
     folder = str(tmp_path)
     model = swap_moe(small_model(), trainer_heap)
     assert_refused(

@@ -1,4 +1,4 @@
-"""DDP and FSDP that somebody else puts around experts: right from the start, or an error of the first forward pass."""
+"""DDP and FSDP that other code puts around experts: correct from the start, or an error of the first forward pass."""
 
 import copy
 from collections.abc import Callable
@@ -109,19 +109,20 @@ def test_prepared_models_train_as_with_reduce_gradients(
 
 
 @pytest.mark.parametrize(
-    "how", ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)]
+    "wrapper",
+    ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)],
 )
 @run_on(2)
-def test_a_bare_layer_needs_nothing(
-    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, how: str
+def test_a_bare_layer_needs_no_preparation(
+    rank: int, num_ranks: int, trainer_heap: symmoe.SymmetricHeap, wrapper: str
 ) -> None:
-    """A bare MoELayer, whose experts DDP leaves alone without a word."""
+    """DDP ignores the experts of a bare MoELayer without a call of prepare_for_ddp."""
     wrap = {
         "DDP": DistributedDataParallel,
         "accelerate": accelerated,
         "Fabric": in_fabric,
         "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
-    }[how]
+    }[wrapper]
     torch.manual_seed(rank)
     x = torch.randn(13 + rank, small.HIDDEN)
     layer = symmoe.MoELayer(small.CONFIG, trainer_heap)
@@ -138,7 +139,7 @@ def test_a_bare_layer_needs_nothing(
 @pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
 @run_on(4)
 def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
-    """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
+    """Two EP groups of two ranks: gradients are those of reduce_gradients, with the experts of rank 0 and 1."""
     shares = small.equal_shares(num_ranks)
     with small.on_layout(2, 2) as (_, heap):
         plain = small.model_of(heap)
@@ -162,7 +163,7 @@ def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> N
 
 @run_on(2)
 def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -> None:
-    """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
+    """EP groups of one rank: every rank has all experts, and DDP treats them like any parameter."""
     groups = [dist.new_group([r]) for r in range(num_ranks)]
     shares = small.equal_shares(num_ranks)
     with (
@@ -198,7 +199,7 @@ def assign(model: nn.Module) -> None:
         block.moe.experts.fc2 = copy.deepcopy(block.moe.experts.fc2)
 
 
-def set_others(model: nn.Module) -> None:
+def replace_experts(model: nn.Module) -> None:
     for block in model.blocks:
         block.moe.set_experts(copy.deepcopy(block.moe.experts))
 
@@ -219,7 +220,7 @@ LATE = {
         False,
     ),
     "assigned": (assign, False),
-    "set_experts": (set_others, False),
+    "set_experts": (replace_experts, False),
     "add_lora": (adapted, False),
 }
 
@@ -249,11 +250,11 @@ NEW = dict.fromkeys(LATE, "no name") | {
 def test_experts_that_change_late_get_the_right_gradients(
     rank: int, num_ranks: int, wrap: Callable[[nn.Module], nn.Module], has_run: bool, change: str
 ) -> None:
-    """Gradients are those of one process that has all experts, and replicas are equal."""
+    """Gradients are those of one process with all experts, and replicas are equal."""
     shares = small.equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
     with small.open_heap(None) as own_heap, small.on_layout(num_ranks // 2, 2) as (_, heap):
-        whole = small.Model(own_heap)
+        full_model = small.Model(own_heap)
         model = small.Model(heap)
         unfreeze(model, not is_frozen)
         ddp = DistributedDataParallel(wrap(prepared(model)))
@@ -261,18 +262,20 @@ def test_experts_that_change_late_get_the_right_gradients(
             small.rank_loss(ddp, 0, rank, shares).backward()
             model.zero_grad()
         change_it(model)
-        for each, of in ((whole, own_heap), (model, heap)):
-            if each is whole and change == "add_lora":
-                adapted(whole)
-            small.set_weights(each, of)
+        for changed_model, model_heap in ((full_model, own_heap), (model, heap)):
+            if changed_model is full_model and change == "add_lora":
+                adapted(full_model)
+            small.set_weights(changed_model, model_heap)
         for name, parameter in model.named_parameters():
             if rank >= 2 and NEW[change] in name:  # and differs from the first replica
                 parameter.data.mul_(3)
-        (sum(small.rank_loss(whole, 0, r, shares) for r in range(num_ranks)) / num_ranks).backward()
+        (
+            sum(small.rank_loss(full_model, 0, r, shares) for r in range(num_ranks)) / num_ranks
+        ).backward()
         for _ in range(2):  # accumulated
             (small.rank_loss(ddp, 0, rank, shares) / 2).backward()
         for (name, parameter), of_whole in zip(
-            model.named_parameters(), whole.parameters(), strict=True
+            model.named_parameters(), full_model.parameters(), strict=True
         ):
             assert (parameter.grad is None) == (not parameter.requires_grad), name
             if parameter.requires_grad:
@@ -284,8 +287,11 @@ def test_experts_that_change_late_get_the_right_gradients(
 
 
 @run_on(2)
-def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
-    """Outside of the DDP, as a copy or when it is gone, gradients are what backward leaves, for the loop to reduce."""
+def test_gradients_outside_of_the_ddp_are_not_reduced(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
+    """After the DDP is freed, for the bare model and for a copy, backward leaves local gradients, for the loop to
+    reduce."""
     model = small.model_of(heap)
     shares = small.equal_shares(num_ranks)
     small.rank_loss(model, 0, rank, shares).backward()
@@ -313,7 +319,7 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.Symmetri
 def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
     rank, num_ranks, heap: symmoe.SymmetricHeap
 ) -> None:
-    """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
+    """After symmoe's clipping ranks stay equal; after torch's they diverge, and an error reports it."""
     shares = small.equal_shares(num_ranks)
     plain = small.model_of(heap)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
@@ -323,10 +329,10 @@ def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
         symmoe.training.clip_grad_norm(plain, 0.05)
 
     expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
-    found = losses_of(
+    actual = losses_of(
         wrapped, rank, num_ranks, lambda: symmoe.training.clip_grad_norm(wrapped, 0.05)
     )
-    assert found == pytest.approx(expected, rel=BOUND)
+    assert actual == pytest.approx(expected, rel=BOUND)
     wrapped = DistributedDataParallel(prepared(small.model_of(heap)))
     with pytest.raises(
         symmoe.errors.ArgumentError,
@@ -396,7 +402,7 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
     text: str,
     in_transformers: bool,
 ) -> None:
-    """In the first forward pass and every other; the next correct call works."""
+    """Every forward pass raises the error, and the next correct call works."""
     if in_transformers:
         from hf_cases import batch_of, random_model
 
@@ -414,12 +420,12 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
 
 
 @run_on(4)
-def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -> None:
+def test_undeclared_replicas_are_refused(rank: int, num_ranks: int) -> None:
     with (
         small.on_layout(2, 2) as (mesh, heap),
-        symmoe.SymmetricHeap.from_mesh(mesh["ep"], num_bytes=4 << 20) as other,
+        symmoe.SymmetricHeap.from_mesh(mesh["ep"], num_bytes=4 << 20) as second_heap,
     ):
-        wrapped = DistributedDataParallel(prepared(small.model_of(other)))
+        wrapped = DistributedDataParallel(prepared(small.model_of(second_heap)))
         with pytest.raises(
             symmoe.errors.ArgumentError,
             match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*with expert_group.*data_parallel",
@@ -430,7 +436,7 @@ def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -
 
 
 @run_on(2)
-def test_gradients_that_ddp_would_not_see(
+def test_gradients_outside_of_grad_are_refused_in_ddp(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
     for option in ("delay_wgrad", "accumulate_into_main_grad"):

@@ -1,4 +1,4 @@
-"""What public functions say of an argument of another kind: swapped, None, or parameters in place of a model."""
+"""Errors of public functions for an argument of another kind: swapped, None, or parameters in place of a model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -46,13 +46,13 @@ OF_A_MODEL: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("name", OF_A_MODEL)
-def test_parameters_are_no_model(name: str):
-    for given in (nn.Linear(2, 2).parameters(), [nn.Linear(2, 2)], None):
-        kind = type(given).__name__
+def test_functions_of_a_model_refuse_its_parameters(name: str):
+    for argument in (nn.Linear(2, 2).parameters(), [nn.Linear(2, 2)], None):
+        kind = type(argument).__name__
         with pytest.raises(
             ArgumentError, match=rf"mod\w+ \({kind}\) must be an nn.Module, not its"
         ):
-            OF_A_MODEL[name](given)
+            OF_A_MODEL[name](argument)
 
 
 # Calls with an argument of a wrong kind, and what the text begins with.

@@ -33,7 +33,7 @@ from symmoe.moe.ep_step import expert_parallel_mlp
 
 @pytest.mark.parametrize("stage_name", bad_calls.MISTAKES)
 @run_on(1, 3)
-def test_mistakes(
+def test_wrong_arguments_raise_on_every_rank(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, stage_name: str
 ):
     mistakes = list(bad_calls.MISTAKES[stage_name](num_ranks))
@@ -47,18 +47,22 @@ def test_mistakes(
 
 
 @run_on(2, 4)
-def test_mismatches(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
+def test_settings_that_differ_between_ranks_raise_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+):
     ranks = itertools.cycle(range(num_ranks))  # the culprits take turns
-    for culprit, (changes, field, usual, other, base) in zip(
+    for culprit, (changes, field, usual, different, base) in zip(
         ranks, bad_calls.plan_mismatches(2 * num_ranks), strict=False
     ):
-        findings.where = f"{field}: {other} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+        findings.where = (
+            f"{field}: {different} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+        )
         stage = Stage("make_plan", heap, base)
         if changes is None:
             changes = {"topk_idx": stage.good["topk_idx"][:, :1]}
-        found = stage.call(**(changes if rank == culprit else {}))
-        wanted = difference(f"{field} differs", culprit, usual, other)
-        findings.equal("error", found, ("ConfigMismatch", wanted))
+        actual = stage.call(**(changes if rank == culprit else {}))
+        expected = difference(f"{field} differs", culprit, usual, different)
+        findings.equal("error", actual, ("ConfigMismatch", expected))
         goes_on(heap, findings, culprit)
     for culprit, (fields, field, value) in zip(
         ranks, bad_calls.layer_mismatches(num_ranks), strict=False
@@ -69,77 +73,79 @@ def test_mismatches(rank: int, num_ranks: int, findings: Findings, heap: Symmetr
         layer = layer_of(heap, **(fields | {field: value} if rank == culprit else fields))
         config = layer_of(heap, **fields).config
         values = getattr(config, field, getattr(config.router, field, None)), value
-        usual, other = ("none" if v is None else repr(v).removesuffix(".0") for v in values)
-        found = outcome(layer, torch.randn(T, layer.config.hidden))
-        wanted = difference(f"{field} differs", culprit, usual, other)
-        findings.equal("error", found, ("ConfigMismatch", wanted))
+        usual, different = ("none" if v is None else repr(v).removesuffix(".0") for v in values)
+        actual = outcome(layer, torch.randn(T, layer.config.hidden))
+        expected = difference(f"{field} differs", culprit, usual, different)
+        findings.equal("error", actual, ("ConfigMismatch", expected))
         goes_on(heap, findings)
     # Not collective: the configuration is the same everywhere.
     text = (
         f"num_experts ({2 * num_ranks + 1}) must be divisible by the number of ranks ({num_ranks})"
     )
-    found = outcome(layer_of, heap, num_experts=2 * num_ranks + 1)
-    findings.equal("error", found, ("ArgumentError", text))
+    actual = outcome(layer_of, heap, num_experts=2 * num_ranks + 1)
+    findings.equal("error", actual, ("ArgumentError", text))
 
 
 @run_on(2, 3)
-def test_order_of_errors(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
-    """Several things are wrong at once: every rank names the same one. And one fault follows the other at once."""
+def test_all_ranks_name_the_same_one_of_several_errors(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+):
+    """With several errors at once every rank names the same one. And one error directly follows another."""
     num_experts, ids = 2 * num_ranks, routing(heap, 1)
     bad_id = bad_calls.with_id(num_experts + rank)(ids)
     for turn in range(40):  # rank 0 fails in its arguments, all others have ids out of range
-        found = Stage("make_plan", heap).call(
+        actual = Stage("make_plan", heap).call(
             **({"topk_idx": bad_id} if rank else {"overflow": f"turn {turn}"})
         )
-        findings.equal(f"class in turn {turn}", found[0], "ArgumentError")
-        findings.check(f"overflow ('turn {turn}')" in found[1], f"turn {turn}: {found[1]!r}")
+        findings.equal(f"class in turn {turn}", actual[0], "ArgumentError")
+        findings.check(f"overflow ('turn {turn}')" in actual[1], f"turn {turn}: {actual[1]!r}")
     goes_on(heap, findings)
-    found = Stage("make_plan", heap).call(topk_idx=bad_id if rank else ids)
+    actual = Stage("make_plan", heap).call(topk_idx=bad_id if rank else ids)
     text = (
         f"topk_idx on rank 1, flat position {3 * K + 1}: {num_experts + 1} is neither -1 nor in "
         f"[0, {num_experts})"
     )
-    findings.equal("error", found, ("ExpertIdError", text))
+    findings.equal("error", actual, ("ExpertIdError", text))
 
 
 def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
-    """On several ranks."""
+    """Misuse that only several ranks can have."""
     rank = heap.rank
     # A static capacity and uneven T, without max_tokens.
-    found = Stage("make_plan", heap).call(
+    actual = Stage("make_plan", heap).call(
         topk_idx=routing(heap, 5)[rank:], capacity=T * K * heap.num_ranks
     )
-    wanted = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
-    findings.equal("uneven T", found, ("ConfigMismatch", wanted))
+    expected = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
+    findings.equal("uneven T", actual, ("ConfigMismatch", expected))
     goes_on(heap, findings)
     # The order of dispatch is that of its backward.
     rows, *_ = dispatch_tokens(
         torch.randn(T, H, requires_grad=True), plan_of(heap), order="slot" if rank else "rank"
     )
-    wanted = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
-    findings.equal("order", outcome(rows.sum().backward), ("ConfigMismatch", wanted))
+    expected = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
+    findings.equal("order", outcome(rows.sum().backward), ("ConfigMismatch", expected))
     del rows
     goes_on(heap, findings)
 
 
 @run_on(1, 2, 4)
-def test_misuse(rank: int, num_ranks: int, findings: Findings):
-    """Calls in a wrong order, more rows than the capacity, orders of sums that differ, and a heap that is closed."""
+def test_calls_in_a_wrong_order_raise(rank: int, num_ranks: int, findings: Findings):
+    """Calls in a wrong order, more rows than the capacity, different orders of sums, and a closed heap."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         plan = plan_of(heap)
-        found = outcome(combine_tokens, torch.ones(plan.num_rows, H), plan)
-        expect(findings, found, "ArgumentError", "handle (", "what dispatch_tokens returns")
+        actual = outcome(combine_tokens, torch.ones(plan.num_rows, H), plan)
+        expect(findings, actual, "ArgumentError", "handle (", "what dispatch_tokens returns")
         for none in (None, "plan", 7):  # no peer is told
-            found = outcome(dispatch_tokens, torch.ones(T, H), none)
-            expect(findings, found, "ArgumentError", "plan (")
-            found = outcome(combine_tokens, torch.ones(T, H), none)
-            expect(findings, found, "ArgumentError", "handle (")
+            actual = outcome(dispatch_tokens, torch.ones(T, H), none)
+            expect(findings, actual, "ArgumentError", "plan (")
+            actual = outcome(combine_tokens, torch.ones(T, H), none)
+            expect(findings, actual, "ArgumentError", "handle (")
         goes_on(heap, findings)
         last = torch.full((T, K), 2 * num_ranks - 1)
         for capacity in (1, T * K * num_ranks - 1):
-            wanted = f"rank {num_ranks - 1} is routed {T * K * num_ranks} rows, more than capacity ({capacity})"
-            found = Stage("make_plan", heap).call(topk_idx=last, capacity=capacity)
-            findings.equal("overflow", found, ("CapacityError", wanted))
+            expected = f"rank {num_ranks - 1} is routed {T * K * num_ranks} rows, more than capacity ({capacity})"
+            actual = Stage("make_plan", heap).call(topk_idx=last, capacity=capacity)
+            findings.equal("overflow", actual, ("CapacityError", expected))
             goes_on(heap, findings, capacity)
         layer = layer_of(heap)
         x = torch.randn(T, H)
@@ -158,31 +164,35 @@ def test_misuse(rank: int, num_ranks: int, findings: Findings):
 
 
 @run_on(2, 3)
-def test_plans(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
-    """A rank that brings another plan than its peers, older or of another call, which has the same shapes."""
+def test_a_plan_of_another_call_raises_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+):
+    """One rank passes an older plan, or one of another call, with the same shapes."""
     x = torch.randn(T, H)
     for culprit, fails_between in itertools.product(range(num_ranks), (False, True)):
         findings.where = (
             f"culprit {culprit}, a fault between {fails_between}, rank {rank} of {num_ranks}"
         )
-        old = plan_of(heap)
-        *_, old_handle = dispatch_tokens(x, old)
+        old_plan = plan_of(heap)
+        *_, old_handle = dispatch_tokens(x, old_plan)
         if fails_between:  # epochs that were launched and have not counted are nobody's generations
             findings.equal(
                 "error", Stage("make_plan", heap).call(overflow=rank)[0], "ArgumentError"
             )
-        new = plan_of(heap)
-        text = difference("plan differs at '{}'", culprit, new.generation, old.generation)
-        mine = old if rank == culprit else new
-        found = outcome(dispatch_tokens, x, mine)
-        findings.equal("error", found, ("ConfigMismatch", text.format("dispatch: ready")))
-        *_, new_handle = dispatch_tokens(x, new)
-        mine = old_handle if rank == culprit else new_handle
-        found = outcome(combine_tokens, torch.ones(mine.plan.num_rows, H), mine)
-        findings.equal("error", found, ("ConfigMismatch", text.format("combine: ready")))
-        dispatch_tokens(x, new)
+        new_plan = plan_of(heap)
+        text = difference("plan differs at '{}'", culprit, new_plan.generation, old_plan.generation)
+        passed = old_plan if rank == culprit else new_plan
+        actual = outcome(dispatch_tokens, x, passed)
+        findings.equal("error", actual, ("ConfigMismatch", text.format("dispatch: ready")))
+        *_, new_handle = dispatch_tokens(x, new_plan)
+        passed = old_handle if rank == culprit else new_handle
+        actual = outcome(combine_tokens, torch.ones(passed.plan.num_rows, H), passed)
+        findings.equal("error", actual, ("ConfigMismatch", text.format("combine: ready")))
+        dispatch_tokens(x, new_plan)
         goes_on(heap, findings, culprit)
-        rows, _, handle = dispatch_tokens(x, old)  # a plan may be used as often as its ranks like
+        rows, _, handle = dispatch_tokens(
+            x, old_plan
+        )  # a plan may be used as often as its ranks like
         findings.equal("y by the old plan", combine_tokens(rows, handle, order="slot"), K * x)
         del rows
         findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -207,8 +217,10 @@ def _to_meta(module: torch.nn.Module, name: str) -> None:
 
 
 @run_on(1, 3)
-def test_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
-    """Parameters that have no memory, in the first call and later."""
+def test_parameters_without_memory_raise(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+):
+    """In the first call and later."""
 
     def new_layer(**options) -> MoELayer:
         return MoELayer(
@@ -247,8 +259,10 @@ def test_places(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
 
 
 @run_on(1, 3)
-def test_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
-    """NaN and Inf in the router's logits. Padding may hold them: test_features.py."""
+def test_logits_that_are_not_finite_raise_on_cpus(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+):
+    """NaN and Inf in the router's logits. Padding may have them: test_features.py."""
     for layer in (layer_of(heap), layer_of(heap, capacity=T * K * num_ranks)):
         x = torch.randn(T, H)
         want = layer(x)[0].detach().clone()
@@ -260,38 +274,44 @@ def test_scores(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHe
             if rank == culprit:
                 bad[3, 5] = bad[4] = value
             text = "the router's logits of token 3 are not finite (2 such tokens)"
-            wanted = text if rank == culprit else f"on rank {culprit}: {text}"
-            findings.equal("error", outcome(layer, bad), ("ArgumentError", wanted))
+            expected = text if rank == culprit else f"on rank {culprit}: {text}"
+            findings.equal("error", outcome(layer, bad), ("ArgumentError", expected))
             findings.equal("y of the next correct call", layer(x)[0], want)
 
 
 @run_on(1, 2)
-def test_other_heaps(rank: int, num_ranks: int, findings: Findings):
-    """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
+def test_buffers_of_another_heap_are_refused_and_inputs_copied(
+    rank: int, num_ranks: int, findings: Findings
+):
+    """Refused as a buffer that peers access, and copied like ordinary memory as input."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as closed:
-        old = closed.lease((T * K * num_ranks, H), torch.float32).tensor
+        closed_memory = closed.lease((T * K * num_ranks, H), torch.float32).tensor
     with (
         open_heap("cpu", num_bytes=NUM_BYTES) as heap,
-        open_heap("cpu", num_bytes=NUM_BYTES) as other,
+        open_heap("cpu", num_bytes=NUM_BYTES) as second_heap,
     ):
         for turn in range(3):
             x = torch.randn(T, H)
             plan = plan_of(heap, turn)
-            found = outcome(dispatch_tokens, x, plan, out=old[: plan.row_capacity])
-            expect(findings, found, "StaleLease", "out is memory of lease", "whose heap was closed")
+            actual = outcome(dispatch_tokens, x, plan, out=closed_memory[: plan.row_capacity])
+            expect(
+                findings, actual, "StaleLease", "out is memory of lease", "whose heap was closed"
+            )
             rows, _, handle = dispatch_tokens(x, plan)
-            foreign = other.lease((plan.row_capacity, H), torch.float32, name="foreign").tensor
-            for name, found in (
+            foreign = second_heap.lease(
+                (plan.row_capacity, H), torch.float32, name="foreign"
+            ).tensor
+            for name, actual in (
                 ("out", outcome(dispatch_tokens, x, plan, out=foreign)),
                 ("grad_out", outcome(combine_tokens, rows, handle, grad_out=foreign[: len(rows)])),
             ):
-                expect(findings, found, "ArgumentError", f"{name} is not on this symmetric heap")
+                expect(findings, actual, "ArgumentError", f"{name} is not on this symmetric heap")
             foreign[: len(rows)] = rows
             y = combine_tokens(foreign[: plan.num_rows], handle, order="slot")
             findings.equal("y of foreign rows", y, sum(x for _ in range(K)))
             del foreign, rows, plan
             goes_on(heap, findings, turn)
-            goes_on(other, findings, turn)
+            goes_on(second_heap, findings, turn)
 
 
 # -- a heap that is too small -----------------------------------------------------------------------------------------
@@ -305,7 +325,7 @@ LEASING_CALLS = (
 
 
 def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[], object]:
-    """What is to fail, when all that comes before it is done."""
+    """The call that must fail, after all calls that must succeed."""
     x = torch.randn(T, H, requires_grad=True)
     probs = torch.rand((T, K), requires_grad=True)
     if name == "layer":
@@ -321,42 +341,42 @@ def leasing_call(name: str, heap: SymmetricHeap, layer: MoELayer) -> Callable[[]
     return (rows * row_probs[:, None]).sum().backward
 
 
-def exhaust(heap: SymmetricHeap, left: int) -> list[symmoe.symm_mem.memory.Lease]:
-    """Leases that leave one free range of `left` bytes."""
-    last = heap.lease((left,), torch.uint8) if left else None
-    taken = []
+def exhaust(heap: SymmetricHeap, num_free_bytes: int) -> list[symmoe.symm_mem.memory.Lease]:
+    """Leases that leave one free range of `num_free_bytes` bytes."""
+    last = heap.lease((num_free_bytes,), torch.uint8) if num_free_bytes else None
+    leases = []
     while free_bytes(heap):
-        taken.append(heap.lease((free_bytes(heap),), torch.uint8, name="everything"))
+        leases.append(heap.lease((free_bytes(heap),), torch.uint8, name="everything"))
     if last is not None:
         last.release()
-    return taken
+    return leases
 
 
 @run_on(1, 3)
-def test_exhaustion(rank: int, num_ranks: int, findings: Findings):
-    """One rank, or all, have no memory left: HeapExhausted everywhere, whichever lease of the call fails."""
+def test_an_exhausted_heap_raises_on_every_rank(rank: int, num_ranks: int, findings: Findings):
+    """One rank, or all, have no free memory: HeapExhausted on every rank, for each lease of the call that may fail."""
     parts = ("lease '", " needs ", "high-water mark", f"(now {NUM_BYTES})")
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         layer = layer_of(heap)
         for (turn, culprits), name in itertools.product(
             enumerate(sets_of_culprits(num_ranks)), LEASING_CALLS
         ):
-            for left in range(0, 1 << 14, 512):
-                findings.where = (
-                    f"{name} with {left} bytes left on {culprits}, rank {rank} of {num_ranks}"
-                )
+            for num_free_bytes in range(0, 1 << 14, 512):
+                findings.where = f"{name} with {num_free_bytes} bytes left on {culprits}, rank {rank} of {num_ranks}"
                 call = leasing_call(name, heap, layer)
-                taken = exhaust(heap, left) if rank in culprits else []
-                found = outcome(call)
-                del call, taken
+                leases = exhaust(heap, num_free_bytes) if rank in culprits else []
+                actual = outcome(call)
+                del call, leases
                 goes_on(heap, findings, turn)
-                if found == ("", ""):
+                if actual == ("", ""):
                     break
-                expect(findings, found, "HeapExhausted", *parts)
+                expect(findings, actual, "HeapExhausted", *parts)
                 findings.check(
-                    rank in culprits or found[1].startswith(f"on rank {culprits[0]}: "), found[1]
+                    rank in culprits or actual[1].startswith(f"on rank {culprits[0]}: "), actual[1]
                 )
-            findings.check(0 < left < (1 << 14) - 512, "the memory was always or never enough")
+            findings.check(
+                0 < num_free_bytes < (1 << 14) - 512, "the memory was always or never enough"
+            )
 
 
 # -- gradients that a caller brings -----------------------------------------------------------------------------------
@@ -369,8 +389,11 @@ PASSED_ON = (
 
 
 @run_on(1, 2)
-def test_gradients(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap):
-    """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next is right."""
+def test_unreadable_gradients_raise_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+):
+    """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next call is
+    correct."""
     kinds = [
         bad
         for bad in bad_calls.unreadable("the gradient")
@@ -381,7 +404,7 @@ def test_gradients(rank: int, num_ranks: int, findings: Findings, heap: Symmetri
     x = torch.randn(T, H, requires_grad=True)
 
     def outputs(name: str) -> list[torch.Tensor]:
-        """What is differentiated; the first is the one of that name."""
+        """The differentiated tensors; the first one has that name."""
         if name == "y of the layer":
             return [layer(x)[0]]
         plan = plan_of(heap)
@@ -399,23 +422,26 @@ def test_gradients(rank: int, num_ranks: int, findings: Findings, heap: Symmetri
             findings.where = (
                 f"{bad.parts} of {name} on {culprits}, seen by rank {rank} of {num_ranks}"
             )
-            found = outputs(name)
-            gradients = [torch.ones_like(tensor) for tensor in found]
+            tensors = outputs(name)
+            gradients = [torch.ones_like(tensor) for tensor in tensors]
             if rank in culprits:
                 gradients[0] = bad.change(heap, {"the gradient": gradients[0]})["the gradient"]
             parts = [
                 part.replace("the gradient ", f"the gradient of {name.split()[0]} ")
                 for part in bad.parts
             ]
-            expect(findings, outcome(torch.autograd.backward, found, gradients), bad.error, *parts)
-            del found, gradients
+            expect(
+                findings, outcome(torch.autograd.backward, tensors, gradients), bad.error, *parts
+            )
+            del tensors, gradients
             goes_on(heap, findings, turn)
 
 
 # -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
 @run_on(1, 2)
-def test_transforms(rank: int, num_ranks: int, findings: Findings):
-    """On one rank or on all, of what is passed or of weights alone: the same error on every rank; the next is right."""
+def test_function_transforms_raise_on_every_rank(rank: int, num_ranks: int, findings: Findings):
+    """On one rank or on all, of the arguments or of the weights only: the same error on every rank; the next call is
+    correct."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
         layer = layer_of(heap)
         ids = routing(heap, 5)
@@ -453,18 +479,18 @@ def test_transforms(rank: int, num_ranks: int, findings: Findings):
                 findings.where = (
                     f"{name} of {kind} on {culprits}, seen by rank {rank} of {num_ranks}"
                 )
-                found = (
+                actual = (
                     outcome(transform, call, argument)
                     if rank in culprits
                     else outcome(call, argument)
                 )
-                expect(findings, found, "ArgumentError", "no rules for transforms of torch.func")
+                expect(findings, actual, "ArgumentError", "no rules for transforms of torch.func")
                 goes_on(heap, findings)
             y = layer(x.requires_grad_())[0]
             options = {"is_grads_batched": True} if rank in culprits else {}
             dy = torch.ones((2, T, H) if rank in culprits else (T, H))
-            found = outcome(torch.autograd.grad, y, x, dy, **options)
-            expect(findings, found, "ArgumentError", "(a tensor of vmap) must be a strided tensor")
+            actual = outcome(torch.autograd.grad, y, x, dy, **options)
+            expect(findings, actual, "ArgumentError", "(a tensor of vmap) must be a strided tensor")
             del y
             x.requires_grad_(False)
             goes_on(heap, findings)
@@ -486,12 +512,12 @@ TRANSFORMED: dict[str, tuple[Callable[[], object], tuple]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_of_modules_without_a_heap(name: str, transform: str):
-    make, others = TRANSFORMED[name]
+    make, arguments = TRANSFORMED[name]
     module = make()
     with pytest.raises(
         symmoe.errors.ArgumentError, match=r"no rules for transforms of torch\.func"
     ):
-        TRANSFORMS[transform](lambda x: module(x, *others), torch.ones(T, H))
+        TRANSFORMS[transform](lambda x: module(x, *arguments), torch.ones(T, H))
 
 
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
@@ -503,11 +529,13 @@ KERNELS_OF_A_STEP = (
 
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])
 @run_on(2, 3)
-def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str):
-    """One rank has an error of its own in the middle of a call: the others raise it too, at once. The heap lives."""
+def test_an_unexpected_error_of_one_rank_reaches_its_peers(
+    rank: int, num_ranks: int, findings: Findings, schedule: str
+):
+    """One rank raises in the middle of a call: its peers raise at once too, and the heap stays usable."""
 
     def spoiled(call: Callable[[], object], broken, culprit: int) -> None:
-        """`call` with a module, or the kernel of that name, out of order on one rank."""
+        """The outcome of `call` with a module, or the kernel of that name, that raises on one rank."""
         findings.where = f"{broken}, culprit {culprit}, rank {rank} of {num_ranks}"
 
         def fail(name: object, kernel=None, /, *args: object, **options: object) -> object:
@@ -523,9 +551,9 @@ def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str
             else mock.patch.object(broken, "forward", fail)
         )
         with wrong if rank == culprit else contextlib.nullcontext():
-            found = outcome(call)
+            actual = outcome(call)
         text = "no space left" if rank == culprit else f"on rank {culprit}: OSError: no space left"
-        findings.equal("error", found, ("OSError" if rank == culprit else "SymmoeError", text))
+        findings.equal("error", actual, ("OSError" if rank == culprit else "SymmoeError", text))
         findings.check(time.monotonic() - started < 30, "the peers have waited")
         goes_on(heap, findings, culprit)
 
@@ -549,8 +577,8 @@ def test_unforeseen(rank: int, num_ranks: int, findings: Findings, schedule: str
 
 @pytest.mark.parametrize("broken", ["push_slots", "push_rows"])
 @run_on(2)
-def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
-    """Signals that cannot be sent: nothing but giving up ends the peers' waits for them."""
+def test_failed_signals_abort_the_peers(rank: int, num_ranks: int, findings: Findings, broken: str):
+    """If a rank cannot send signals, only an abort ends the peers' waits."""
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
         layer = layer_of(heap)
         started = time.monotonic()
@@ -562,10 +590,10 @@ def test_signals(rank: int, num_ranks: int, findings: Findings, broken: str):
             return kernel(*args, **options)
 
         with kernels.hooked(heap.device, fail):
-            found = outcome(layer, torch.randn(T, H))
+            actual = outcome(layer, torch.randn(T, H))
         findings.check(time.monotonic() - started < 30, "the peer has waited")
-        wanted = (
+        expected = (
             ("OSError", text) if rank == 0 else ("PeerAborted", f"rank 0 gave up: OSError: {text}")
         )
-        findings.equal("error", found, wanted)
+        findings.equal("error", actual, expected)
         findings.equal("next error", outcome(layer, torch.randn(T, H))[0], "HeapPoisoned")

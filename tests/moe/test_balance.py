@@ -1,4 +1,4 @@
-"""The global loss, the expert bias and figures of balance. Losses of layers, with padding too: test_features.py."""
+"""The global loss, the expert bias and measures of balance. Losses of layers, also with padding: test_features.py."""
 
 from typing import get_args
 
@@ -26,10 +26,10 @@ def test_normalised_scores_add_up_to_one():
     scores = make_scores().detach()
     scores[3] = 0.0
     shares = balance.normalised(scores.half())
-    wanted = torch.ones(TOKENS)
-    wanted[3] = 0.0
+    expected = torch.ones(TOKENS)
+    expected[3] = 0.0
     assert shares.dtype == torch.float32
-    torch.testing.assert_close(shares.sum(1), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(shares.sum(1), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(
         shares[0].double(), (r := scores[0].half().double()) / r.sum(), rtol=1e-6, atol=0
     )
@@ -42,7 +42,7 @@ def test_normalised_scores_add_up_to_one():
 def test_kernels_compute_the_losses_and_their_gradients(
     num_tokens: int, is_masked: bool, score: str, coefs: tuple[float, float]
 ):
-    """Those of the formulas, which autograd differentiates. Scores of one token are all 0, and padding is NaN."""
+    """The reference is the formulas, differentiated by autograd. One token's scores are all 0, and padding is NaN."""
     torch.manual_seed(num_tokens)
     logits = torch.randn(num_tokens, 20, dtype=torch.float64, requires_grad=True)
     scores = torch.rand(num_tokens, 20, dtype=torch.float64)
@@ -50,20 +50,20 @@ def test_kernels_compute_the_losses_and_their_gradients(
     scores.requires_grad_()
     load = torch.randint(0, 9, (20,))
     mask = torch.rand(num_tokens) < 0.7 if is_masked else None
-    of = balance.RouterLoss(*coefs, score, None)
-    wanted = of(logits, scores, load, load, mask)
-    (wanted * 3).backward()
-    given = [each.detach().float() for each in (logits, scores)]
+    loss = balance.RouterLoss(*coefs, score, None)
+    expected = loss(logits, scores, load, load, mask)
+    (expected * 3).backward()
+    copies = [tensor.detach().float() for tensor in (logits, scores)]
     if mask is not None:
-        for each in given:
-            each[~mask] = torch.nan
-    inputs = [each.requires_grad_() for each in given]
-    found = balance.router_loss(of, *inputs, load, load.int(), mask)
-    (found * 3).backward()
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-6, atol=1e-7)
-    for each, of_formula in zip(inputs, (logits, scores), strict=True):
+        for tensor in copies:
+            tensor[~mask] = torch.nan
+    inputs = [tensor.requires_grad_() for tensor in copies]
+    actual = balance.router_loss(loss, *inputs, load, load.int(), mask)
+    (actual * 3).backward()
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-7)
+    for tensor, of_formula in zip(inputs, (logits, scores), strict=True):
         options = {"rtol": 1e-4, "atol": 1e-7, "check_dtype": False}
-        torch.testing.assert_close(each.grad, of_formula.grad, **options)  # None is not zero
+        torch.testing.assert_close(tensor.grad, of_formula.grad, **options)  # None is not zero
 
 
 def test_no_tokens_give_zero_with_a_graph():
@@ -81,7 +81,7 @@ def test_no_tokens_give_zero_with_a_graph():
 
 
 @pytest.mark.parametrize(
-    ("bias", "load", "rate", "wanted"),
+    ("bias", "load", "rate", "expected"),
     [
         ([0.5, -0.25, 0.0, 1.0], [10, 0, 4, 2], 0.01, [0.49, -0.24, 0.0, 1.01]),
         # 2^24 + 1 is not an fp32 number: a rounded mean would call expert 0 balanced.
@@ -89,11 +89,11 @@ def test_no_tokens_give_zero_with_a_graph():
     ],
 )
 def test_update_expert_bias_moves_towards_the_exact_mean(
-    bias: list, load: list, rate: float, wanted: list
+    bias: list, load: list, rate: float, expected: list
 ):
     moved = torch.tensor(bias)
     balance.update_expert_bias(moved, torch.tensor(load, dtype=torch.int32), rate)
-    torch.testing.assert_close(moved, torch.tensor(wanted), rtol=0, atol=1e-7)
+    torch.testing.assert_close(moved, torch.tensor(expected), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("bias", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(3)])
@@ -111,7 +111,7 @@ def test_update_expert_bias_refuses_half_precision_and_another_shape(bias: torch
         ([2, 4, 4, 6], 0.5, 0.5**0.5 / 2, 0.952820),
     ],
 )
-def test_figures_of_a_load(load: list[int], violation: float, variation: float, entropy: float):
+def test_measures_of_a_load(load: list[int], violation: float, variation: float, entropy: float):
     load = torch.tensor(load, dtype=torch.int32)
     assert balance.max_violation(load).item() == violation
     assert balance.coefficient_of_variation(load).item() == pytest.approx(variation)
@@ -126,10 +126,10 @@ def batch(rank: int, number: int) -> torch.Tensor:
 
 
 @run_on(1, 2)
-def test_the_global_loss_of_a_layer(
+def test_the_global_loss_uses_the_load_of_the_step(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """It is of the loads of all micro-batches so far in the step."""
+    """The load of all micro-batches since the start of the step."""
     torch.manual_seed(1)
     sizes = {"hidden": H, "ffn": I, "num_experts": EXPERTS, "top_k": TOP_K}
     layer = MoELayer(
@@ -154,20 +154,20 @@ def test_the_global_loss_of_a_layer(
         differs = abs(float(of_rank.detach()) - float(want.detach())) > 1e-3
         findings.check(differs != is_whole, f"micro-batch {number} would do with its own load")
         (gradient,) = torch.autograd.grad(metrics.aux_loss, layer.router.weight, retain_graph=True)
-        (wanted,) = torch.autograd.grad(want, layer.router.weight)
-        findings.close("gradient of global", gradient, wanted, rtol=1e-4, atol=1e-7)
+        (expected,) = torch.autograd.grad(want, layer.router.weight)
+        findings.close("gradient of global", gradient, expected, rtol=1e-4, atol=1e-7)
         (y.sum() + metrics.aux_loss).backward()
 
 
 def needed_biases(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> torch.Tensor:
-    """[T, E] in float64, by sorting each token's scores."""
+    """[T, E] in float64: the bias that each token would need for each expert, by sorting the token's scores."""
     biased = (scores + bias).double().sort(1, descending=True).values
     return biased[:, top_k : top_k + 1] - scores.double()
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_the_quantile_of_a_histogram_is_near_the_exact_one(is_masked: bool):
-    """Bins are (max - min + 2) / 1000 wide. Tokens in parts give the sum."""
+    """Bins are (max - min + 2) / 1000 wide. Histograms of parts of the tokens sum to that of all."""
     generator = torch.Generator().manual_seed(5)
     scores = (torch.randn(900, 12, generator=generator) + torch.linspace(-2, 2, 12)).sigmoid()
     bias = torch.linspace(0.3, -0.4, 12)
@@ -178,9 +178,11 @@ def test_the_quantile_of_a_histogram_is_near_the_exact_one(is_masked: bool):
     )
     needed = needed_biases(scores, bias, 3)[slice(None) if mask is None else mask]
     assert histogram.sum(1).tolist() == [len(needed)] * 12
-    wanted = needed.quantile(3 / 12, dim=0)
+    expected = needed.quantile(3 / 12, dim=0)
     balance.update_bias_to_quantile(bias, histogram, 3)
-    torch.testing.assert_close(bias.double(), wanted - wanted.mean(), rtol=0, atol=2 * 2.7 / 1000)
+    torch.testing.assert_close(
+        bias.double(), expected - expected.mean(), rtol=0, atol=2 * 2.7 / 1000
+    )
 
 
 def test_a_bias_without_tokens_or_choice_stays():
@@ -197,7 +199,7 @@ def test_a_bias_without_tokens_or_choice_stays():
 def test_quantiles_balance_the_group(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """Tokens that all prefer the same experts, in other numbers on each rank and in two micro-batches."""
+    """All tokens prefer the same experts; ranks have different numbers of tokens, in two micro-batches."""
     router = RouterConfig(score="sigmoid", expert_bias=True, bias_update="quantile")
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router)
     torch.manual_seed(1)
@@ -207,10 +209,10 @@ def test_quantiles_balance_the_group(
     calls = [torch.randn(900 + 200 * n + 100 * rank, H, generator=generator) for n in (0, 1)]
     violations = []
     for _ in range(6):
-        found = [layer((call + prefers).requires_grad_()) for call in calls]
-        for y, _ in found:
+        results = [layer((call + prefers).requires_grad_()) for call in calls]
+        for y, _ in results:
             y.sum().backward()
-        violations.append(max(float(metrics.max_violation) for _, metrics in found))
+        violations.append(max(float(metrics.max_violation) for _, metrics in results))
         counted = layer.router.step_histogram.sum(1).tolist()
         findings.equal("own tokens", counted, [2000 + 200 * rank] * EXPERTS)
         balance.balance_step(layer)
@@ -225,14 +227,14 @@ def test_compiled_and_retained_calls_count_once(heap: SymmetricHeap):
     router = RouterConfig(score="sigmoid", expert_bias=True, bias_update="quantile")
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router)
     layer = MoELayer(config, heap)
-    found = []
+    loads = []
     for call in layer, torch.compile(layer, backend="aot_eager"):
         y, _ = call(batch(0, 0).flatten(0, 1).requires_grad_())
         assert not layer.router.step_histogram.any()
         y.sum().backward(retain_graph=True)
         if call is layer:
             y.sum().backward()
-        found.append(layer.router.step_histogram.clone())
+        loads.append(layer.router.step_histogram.clone())
         layer.router.start_step()
-    assert found[0].sum() == TOKENS * EXPERTS
-    assert torch.equal(*found)
+    assert loads[0].sum() == TOKENS * EXPERTS
+    assert torch.equal(*loads)

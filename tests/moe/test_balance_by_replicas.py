@@ -1,4 +1,4 @@
-"""Layers with replicas compute what layers without them compute, whatever the routing. Against a dense reference, with
+"""Layers with replicas compute the results of layers without them, for any routing. Against a dense reference, with
 every stash and router, and with two micro-batches in flight: test_features.py."""
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def steps(
     *,
     forward=None,
     num_steps: int = 3,
-    kept: list | None = None,
+    saved_metrics: list | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """What steps with changing, skewed routings give."""
-    heap, num_experts, found = layer.heap, layer.config.num_experts, []
+    """Results of steps with changing, skewed routings."""
+    heap, num_experts, results = layer.heap, layer.config.num_experts, []
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(heap.rank + 10 * step)
         heat = torch.ones(num_experts)
@@ -54,25 +54,27 @@ def steps(
         layer.zero_grad()
         y, metrics = (layer if forward is None else forward)(x, topk_idx=ids, probs=probs)
         y.backward(dy)
-        if kept is not None:
-            kept.append(metrics)
-        its = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad, "load": metrics.expert_load}
-        found.append({**its, **{name: each.grad for name, each in layer.named_parameters()}})
-    return found
+        if saved_metrics is not None:
+            saved_metrics.append(metrics)
+        tensors = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad, "load": metrics.expert_load}
+        results.append(
+            {**tensors, **{name: param.grad for name, param in layer.named_parameters()}}
+        )
+    return results
 
 
 def compare(
-    found: list[dict[str, torch.Tensor]],
-    wanted: list[dict[str, torch.Tensor]],
+    actual: list[dict[str, torch.Tensor]],
+    expected: list[dict[str, torch.Tensor]],
     findings: Findings,
     *,
     same_bits: bool,
 ) -> None:
-    """Gradients of parameters of experts with replicas are rounded once more; the rest has the same bits with order
+    """Gradients of experts with replicas are rounded once more; all other tensors have the same bits with order
     "slot"."""
-    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        for name, want in theirs.items():
-            got = ours[name]
+    for step, (actual_step, expected_step) in enumerate(zip(actual, expected, strict=True)):
+        for name, want in expected_step.items():
+            got = actual_step[name]
             if want is None:
                 findings.check(got is None, f"{name} of step {step} is a gradient")
             elif "." in name or (not same_bits and name != "load"):
@@ -85,7 +87,7 @@ def compare(
                 findings.check(torch.equal(got, want), f"{name} of step {step} has other bits")
 
 
-def both(
+def with_and_without_replicas(
     heap: SymmetricHeap,
     dtype: torch.dtype,
     findings: Findings,
@@ -93,17 +95,17 @@ def both(
     replicas_per_rank: int = 2,
     **options: Any,
 ) -> None:
-    found = []
+    results = []
     kind = options.pop("kind", {})
     lora_rank = options.pop("lora_rank", 0)
-    for more in ({**REPLICAS, "replicas_per_rank": replicas_per_rank}, {}):
+    for fields in ({**REPLICAS, "replicas_per_rank": replicas_per_rank}, {}):
         torch.manual_seed(1 + heap.rank)
         experts = GroupedMLP(4, H, I, **kind, dtype=dtype, device=heap.device)
-        layer = MoELayer(config(heap.num_ranks, **options, **more), heap, experts=experts)
+        layer = MoELayer(config(heap.num_ranks, **options, **fields), heap, experts=experts)
         for adapter in add_lora(layer, rank=lora_rank, alpha=8.0) if lora_rank else ():
             torch.nn.init.normal_(adapter)
-        found.append(steps(layer, dtype))
-    compare(*found, findings, same_bits=options.get("order") == "slot")
+        results.append(steps(layer, dtype))
+    compare(*results, findings, same_bits=options.get("order") == "slot")
     findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
@@ -122,25 +124,27 @@ WAYS = [
 
 
 @run_on(1, 2, 4, on_gpus=(2,))
-def test_results_are_those_without_replicas(
+def test_results_equal_those_without_replicas(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
-    """Of all kinds of experts."""
+    """For all kinds of experts."""
     static = {"order": "slot", "capacity": TOKENS * K * num_ranks}
     with open_heap(device) as heap:
         for dtype, options in [*WAYS, (BF16, static)]:
             findings.where = f"rank {rank} of {num_ranks}, {dtype}, {options}"
-            both(heap, dtype, findings, **options)
+            with_and_without_replicas(heap, dtype, findings, **options)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @run_on(4)
-def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_node: int) -> None:
-    """Rows move inside a node only; the only rank of a node keeps all."""
+def test_rows_move_inside_a_node_only(
+    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int
+) -> None:
+    """A node with one rank keeps all its rows."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         findings.where = f"rank {rank} of {num_ranks}"
-        both(heap, torch.float32, findings, kind={"bias": True}, **OVERLAPPED)
-        both(
+        with_and_without_replicas(heap, torch.float32, findings, kind={"bias": True}, **OVERLAPPED)
+        with_and_without_replicas(
             heap,
             torch.bfloat16,
             findings,
@@ -162,24 +166,26 @@ def test_between_nodes(rank: int, num_ranks: int, findings: Findings, ranks_per_
 
 
 @run_on(2)
-def test_steps_repeat(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
-    """Twice the same bits, weight gradients too."""
-    found = []
+def test_repeated_steps_have_the_same_bits(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
+    """Weight gradients, too."""
+    runs = []
     for _ in range(2):
         torch.manual_seed(1 + rank)
-        found.append(
+        runs.append(
             steps(
                 MoELayer(config(num_ranks, **REPLICAS), heap, dtype=torch.bfloat16), torch.bfloat16
             )
         )
-    findings.same_bits(*([each for step in run for each in step.values()] for run in found))
+    findings.same_bits(*([tensor for step in run for tensor in step.values()] for run in runs))
 
 
 @run_on(2, 4)
-def test_metrics_say_what_has_moved(
+def test_metrics_count_replicas_and_their_rows(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """Eager and compiled, which gives the same results; metrics that are kept stay those of their step."""
+    """Eager and compiled calls have the same results; saved metrics do not change in later steps."""
     torch.manual_seed(1 + rank)
     layer = MoELayer(config(num_ranks, order="slot", **REPLICAS), heap, dtype=torch.bfloat16)
     logger = MetricsLogger(layer)
@@ -188,10 +194,12 @@ def test_metrics_say_what_has_moved(
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for name, forward in (("eager", layer), ("compiled", compiled)):
         findings.where = f"{name}, rank {rank} of {num_ranks}"
-        kept: list[MoEMetrics] = []
-        results.append(steps(layer, torch.bfloat16, forward=forward, num_steps=6, kept=kept))
+        saved_metrics: list[MoEMetrics] = []
+        results.append(
+            steps(layer, torch.bfloat16, forward=forward, num_steps=6, saved_metrics=saved_metrics)
+        )
         totals, num_replicas, num_lent = np.zeros((2, num_ranks), dtype=int), 0, 0
-        for metrics in kept:
+        for metrics in saved_metrics:
             sizes_of_plan = {
                 "num_experts": 4 * num_ranks,
                 "replicas_per_rank": 2,
@@ -201,7 +209,7 @@ def test_metrics_say_what_has_moved(
             splits = torch.stack(
                 oracle.gather(plan.splits)
             ).numpy()  # [R, 4 + 2], rows as they are computed
-            slots = np.concatenate([each.flatten() for each in oracle.gather(metrics.topk_idx)])
+            slots = np.concatenate([ids.flatten() for ids in oracle.gather(metrics.topk_idx)])
             rows = np.stack([np.bincount(slots // 4, minlength=num_ranks), splits.sum(1)])
             used = splits[:, 4:] > 0
             findings.equal("rows of ranks", metrics.rows_per_rank.numpy(), rows)
@@ -217,8 +225,8 @@ def test_metrics_say_what_has_moved(
         findings.check(num_replicas > 0 and num_runs > 0, "nothing has moved, or has run a program")
     compare(*results, findings, same_bits=True)
     layer.experts.fc1.requires_grad_(requires_grad=False)
-    steps(layer, torch.bfloat16, num_steps=1, kept=kept)
-    lent = int((kept[-1].replica_to_expert // 4 == rank).sum())
+    steps(layer, torch.bfloat16, num_steps=1, saved_metrics=saved_metrics)
+    lent = int((saved_metrics[-1].replica_to_expert // 4 == rank).sum())
     findings.equal(
         "of frozen FC1",
         logger.step(1)[0].replica_bytes,
@@ -227,10 +235,10 @@ def test_metrics_say_what_has_moved(
 
 
 @run_on(2)
-def test_gradients_go_where_they_are_wanted(
+def test_gradients_of_main_grad_and_of_frozen_weights(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """Into main_grad, which is added to; none of a frozen layer, and none of weights of FC1."""
+    """main_grad is accumulated; a frozen layer, or frozen weights of FC1, get no gradients."""
     results = []
     for options in (REPLICAS, {}):
         torch.manual_seed(1 + rank)
@@ -238,38 +246,40 @@ def test_gradients_go_where_they_are_wanted(
         for weight in experts.parameters():
             weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
         layer = MoELayer(config(num_ranks, order="slot", **options), heap, experts=experts)
-        found = steps(layer, torch.bfloat16)
+        actual = steps(layer, torch.bfloat16)
         results.append([weight.main_grad for weight in experts.parameters()])
         experts.fc1.requires_grad_(requires_grad=False)
-        found += steps(layer, torch.bfloat16, num_steps=1)
+        actual += steps(layer, torch.bfloat16, num_steps=1)
         experts.requires_grad_(requires_grad=False)
-        found += steps(layer, torch.bfloat16, num_steps=1)
-        results.append([each[name] for each in found for name in ("y", "dx", "dprobs")])
+        actual += steps(layer, torch.bfloat16, num_steps=1)
+        results.append([tensors[name] for tensors in actual for name in ("y", "dx", "dprobs")])
         findings.equal(
-            "gradients of frozen weights", [each.grad for each in layer.parameters()], [None, None]
+            "gradients of frozen weights",
+            [param.grad for param in layer.parameters()],
+            [None, None],
         )
-    main_grads, others, wanted_main_grads, wanted_others = results
-    for got, want in zip(main_grads, wanted_main_grads, strict=True):
+    main_grads, other_tensors, expected_main_grads, expected_tensors = results
+    for got, want in zip(main_grads, expected_main_grads, strict=True):
         findings.check(bool(torch.allclose(got, want, rtol=1e-5, atol=1e-5)), "main_grad differs")
-    findings.same_bits(others, wanted_others)
+    findings.same_bits(other_tensors, expected_tensors)
 
 
 @pytest.mark.parametrize("kind", [{}, {"bias": True}, {"weights": "discrete"}], ids=str)
-def test_bytes_of_a_replica(heap: SymmetricHeap, kind: dict[str, Any]) -> None:
-    """All of an expert, forward and backward, and gradients of what is trained."""
+def test_metrics_count_the_bytes_of_a_replica(heap: SymmetricHeap, kind: dict[str, Any]) -> None:
+    """All weights of an expert, forward and backward, and the gradients of the trained ones."""
     layer = MoELayer(config(1), heap, experts=GroupedMLP(4, H, I, **kind, dtype=torch.bfloat16))
     numel = 2 * I * H + H * I + (2 * I + H) * ("bias" in kind)
-    seen = []
-    layer.listeners.add(lambda report: seen.append(report.replica_bytes))
+    reports = []
+    layer.listeners.add(lambda report: reports.append(report.replica_bytes))
     steps(layer, torch.bfloat16, num_steps=1)
     add_lora(layer, rank=8, alpha=8.0)
     steps(layer, torch.bfloat16, num_steps=1)
     of_adapters = 8 * (H + 2 * I + I + H)
-    assert seen == [3 * 2 * numel, 2 * 2 * numel + 3 * 2 * of_adapters]
+    assert reports == [3 * 2 * numel, 2 * 2 * numel + 3 * 2 * of_adapters]
 
 
 @run_on(2)
-def test_what_is_not_supported(
+def test_unsupported_options_are_refused(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
     layer = MoELayer(
@@ -282,11 +292,11 @@ def test_what_is_not_supported(
         steps(layer, torch.float32)
     # Weights of some ranks may be packed, those of others not.
     kind = {"weights": ["packed", "discrete"][rank]}
-    both(heap, torch.float32, findings, order="slot", kind=kind)
+    with_and_without_replicas(heap, torch.float32, findings, order="slot", kind=kind)
 
 
 def bf16_experts(rank: int, change: str) -> GroupedMLP:
-    """A rank's experts, of which those of rank 1 differ."""
+    """A rank's experts; those of rank 1 differ."""
     experts = GroupedMLP(4, H, I, bias=change == "biases" and rank == 1, dtype=torch.bfloat16)
     if change == "adapters":
         add_lora(experts, rank=8 + 8 * rank, alpha=8.0)
@@ -312,13 +322,13 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("change", DIFFERENCES)
 @run_on(2)
-def test_experts_of_ranks_must_be_alike(
+def test_experts_that_differ_between_ranks_are_refused(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, change: str
 ) -> None:
     """The next correct call works."""
     layer = MoELayer(config(num_ranks, **REPLICAS), heap, experts=bf16_experts(rank, change))
-    name, zero, one = DIFFERENCES[change]
-    text = f"{name} differs at 'dispatch: ready': rank 0 has {zero}, rank 1 has {one}"
+    name, zero, first = DIFFERENCES[change]
+    text = f"{name} differs at 'dispatch: ready': rank 0 has {zero}, rank 1 has {first}"
     with pytest.raises(ConfigMismatch, match=re.escape(text)):
         steps(layer, torch.bfloat16)
     layer.set_experts(bf16_experts(0, change))

@@ -1,4 +1,4 @@
-"""The expert bias over optimizer steps: each micro-batch counts once, whatever is computed again."""
+"""The expert bias over optimizer steps: each micro-batch counts once, also with recomputation."""
 
 import copy
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def batch(rank: int, number: int) -> torch.Tensor:
 
 
 def loads_of(model: Model, numbers: range) -> np.ndarray:
-    """Slots [layers, E] of these micro-batches in one process, counted by hand from what the routers choose."""
+    """Slots [layers, E] of these micro-batches in one process, counted in plain Python from the routers' choices."""
     loads = np.zeros((2, EXPERTS), dtype=np.int64)
     ids: list[torch.Tensor] = []
     hooks = [
@@ -106,7 +106,7 @@ def test_micro_batches_count_once(heap: SymmetricHeap, forward: str):
 
 
 def test_order_of_backwards_does_not_matter(heap: SymmetricHeap):
-    """Pipelines: several forwards before their backwards; one whose backward never comes."""
+    """As in pipelines: several forwards before their backwards; one forward without a backward."""
     model = Model(heap)
     loads = loads_of(model, range(3))
     flying = [model(batch(0, number), FORWARDS["non-reentrant"]) for number in range(3)]
@@ -129,14 +129,15 @@ class Wrapped(nn.Module):
         return self.router.step_load
 
     def route_of(self, x: torch.Tensor) -> None:
-        """Its call does more than a router's."""
+        """A wrapper's route, which differs from the router's."""
 
     def forward(self, x: torch.Tensor, **arguments) -> object:
         return self.router(x + self.adapter, **arguments)
 
 
 def test_a_retained_graph_and_a_frozen_router_count_once(heap: SymmetricHeap):
-    """Nothing before the experts takes a gradient. The router keeps its bias, until it or what wraps it is trained."""
+    """No parameter before the experts is trained. The router keeps its bias until the router or its wrapper is
+    trained."""
     block = Block(heap)
     block.dense.requires_grad_(False)
     block.moe.router.requires_grad_(False)
@@ -167,7 +168,7 @@ def test_evaluation_does_not_count(heap: SymmetricHeap):
     assert counted(model).any(1).all()
 
 
-def test_after_an_optimizer(heap: SymmetricHeap):
+def test_balance_after_runs_after_each_optimizer_step(heap: SymmetricHeap):
     model = Model(heap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     handle = balance_after(optimizer, model)
@@ -179,7 +180,7 @@ def test_after_an_optimizer(heap: SymmetricHeap):
         handle.remove()
 
 
-def test_without_a_bias_there_is_nothing_to_count(heap: SymmetricHeap):
+def test_a_router_without_a_bias_counts_nothing(heap: SymmetricHeap):
     model = Model(heap, expert_bias=False)
     model(batch(0, 0)).sum().backward()
     balance_step(model)
@@ -189,7 +190,7 @@ def test_without_a_bias_there_is_nothing_to_count(heap: SymmetricHeap):
 @pytest.mark.parametrize(
     "cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)]
 )
-def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
+def test_casts_do_not_change_the_bias(heap: SymmetricHeap, cast: Callable):
     model = Model(heap)
     for block in model.blocks:
         block.moe.router.expert_bias.fill_(1 + 2.0**-20)
@@ -201,9 +202,9 @@ def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
     state = model.state_dict()
     assert state["blocks.0.moe.router.expert_bias"].dtype == torch.float32
     assert not any("step_load" in name for name in state)
-    other = Model(heap)
-    other.load_state_dict(state)
-    np.testing.assert_array_equal(biases(other), biases(model))
+    target = Model(heap)
+    target.load_state_dict(state)
+    np.testing.assert_array_equal(biases(target), biases(model))
 
 
 def meta_then_assigned(model: Model, heap: SymmetricHeap) -> Model:
@@ -240,23 +241,23 @@ def _with_own_routers(model: Model) -> Model:
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_counts_survive_what_knows_only_parameters_and_buffers(heap: SymmetricHeap, move: str):
+def test_counts_survive_moves_of_parameters_and_buffers(heap: SymmetricHeap, move: str):
     options = {"aux_loss_coef": 1.0, "aux_loss": "global"}
-    wanted = Model(heap, **options)
+    expected = Model(heap, **options)
     model = MOVES[move](Model(heap, **options), heap)
     for number in range(2):
-        want, got = (each(batch(0, number)) for each in (wanted, model))
+        want, got = (candidate(batch(0, number)) for candidate in (expected, model))
         torch.testing.assert_close(got, want)
         (want + got).sum().backward()
-    np.testing.assert_array_equal(counted(model), counted(wanted))
-    for each in (wanted, model):
-        balance_step(each)
-    np.testing.assert_array_equal(biases(model), biases(wanted))
+    np.testing.assert_array_equal(counted(model), counted(expected))
+    for candidate in (expected, model):
+        balance_step(candidate)
+    np.testing.assert_array_equal(biases(model), biases(expected))
     assert biases(model).any()
 
 
 class Normed(Block):
-    """With functions of autograd before the layer, whose nodes a checkpoint's forward numbers too."""
+    """Has autograd functions before the layer; the forward of a checkpoint numbers their nodes, too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(Doubled.apply(Doubled.apply(x)))
@@ -273,7 +274,7 @@ class Doubled(torch.autograd.Function):
 
 
 def gradients_of(model: Model, forward: str, order: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of micro-batches, two of which are in flight at a time, whose backward comes in this order."""
+    """Gradients of micro-batches, two of which are in flight at a time, with backward in this order."""
     model.zero_grad()
     flying: list[torch.Tensor] = []
     for turn, number in enumerate(order):
@@ -297,24 +298,24 @@ GLOBAL = {"aux_loss_coef": 1.0, "aux_loss": "global"}
         (Normed, "non-reentrant to the end", (1, 0, 2)),
     ],
 )
-def test_a_repeated_call_has_the_loss_of_its_own_forward(
+def test_a_recomputed_call_has_the_loss_of_its_forward(
     heap: SymmetricHeap, block: type[Block], forward: str, order: tuple[int, ...]
 ):
-    """Backward of one micro-batch counts its load before another one is repeated."""
-    kept, repeated = (
-        gradients_of(Model(heap, block, **GLOBAL), each, order) for each in ("kept", forward)
+    """Backward of one micro-batch counts its load before another one is recomputed."""
+    plain, repeated = (
+        gradients_of(Model(heap, block, **GLOBAL), mode, order) for mode in ("kept", forward)
     )
-    torch.testing.assert_close(repeated, kept)
+    torch.testing.assert_close(repeated, plain)
 
 
-def test_a_copy_repeats_its_own_calls(heap: SymmetricHeap):
-    """Also if it is made in the middle of a step of the original."""
+def test_a_copy_recomputes_its_own_calls(heap: SymmetricHeap):
+    """Also a copy that is made in the middle of a step of the original."""
     model = Model(heap, **GLOBAL)
     model(batch(0, 0)).sum().backward()
-    kept, repeated = (
+    plain, repeated = (
         gradients_of(copy.deepcopy(model), forward, (0,)) for forward in ("kept", "non-reentrant")
     )
-    torch.testing.assert_close(repeated, kept)
+    torch.testing.assert_close(repeated, plain)
 
 
 def test_without_a_coefficient_a_global_loss_has_no_effect(heap: SymmetricHeap):
@@ -324,7 +325,7 @@ def test_without_a_coefficient_a_global_loss_has_no_effect(heap: SymmetricHeap):
     y.sum().backward()
 
 
-def test_a_repeated_call_of_another_step_is_refused(heap: SymmetricHeap):
+def test_recomputing_a_call_of_an_earlier_step_is_refused(heap: SymmetricHeap):
     model = Model(heap, aux_loss_coef=1.0, aux_loss="global")
     y = model(batch(0, 0), FORWARDS["non-reentrant"])
     balance_step(model)
@@ -334,7 +335,7 @@ def test_a_repeated_call_of_another_step_is_refused(heap: SymmetricHeap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest.FixtureRequest):
+def test_compiled_calls_count(heap: SymmetricHeap, backend: str, request: pytest.FixtureRequest):
     if backend == "inductor":
         request.getfixturevalue(backend)
     options = {"aux_loss_coef": 1.0, "aux_loss": "global"}

@@ -35,29 +35,29 @@ def layer_of(heap: SymmetricHeap, name: str, num_tokens: int) -> MoELayer:
     layer = MoELayer(config, heap, dtype=dtype)
     with torch.no_grad():
         for seed, weight in enumerate(layer.experts.parameters()):
-            whole = (
+            all_experts = (
                 torch.randn(E, *weight.shape[1:], generator=torch.Generator().manual_seed(seed))
                 * H**-0.5
             )
-            weight.copy_(whole.chunk(heap.num_ranks)[heap.rank])
+            weight.copy_(all_experts.chunk(heap.num_ranks)[heap.rank])
     return layer
 
 
 def step(
     layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, num_padding: int = 0
 ) -> list[torch.Tensor]:
-    """y, dx and experts of the tokens, with so many more that are padding."""
+    """y, dx and experts of the tokens, followed by so many tokens of padding."""
     padding = torch.full((num_padding, H), math.pi).to(x)
     tokens = torch.cat([x, padding]).requires_grad_()
     mask = torch.arange(len(tokens), device=x.device) < len(x)
     y, metrics = layer(tokens, token_mask=mask if num_padding else None)
     y.backward(torch.cat([dy, padding]))
     assert tokens.grad is not None
-    return [each.detach()[: len(x)].clone() for each in (y, tokens.grad, metrics.topk_idx)]
+    return [tensor.detach()[: len(x)].clone() for tensor in (y, tokens.grad, metrics.topk_idx)]
 
 
 @run_on(1, 2, 4, on_gpus=(1, 2))
-def test_a_token_does_not_see_its_batch(
+def test_results_of_a_token_do_not_depend_on_its_batch(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
     on_gpu = device == "cuda"
@@ -65,22 +65,24 @@ def test_a_token_does_not_see_its_batch(
     names = [
         name for name in KINDS if not (on_gpu and name == "fp32")
     ]  # cuBLAS chooses sums by the number of tokens
-    wanted: dict[str, list[torch.Tensor]] = {}
+    expected: dict[str, list[torch.Tensor]] = {}
 
     def tokens_of(heap: SymmetricHeap, name: str) -> torch.Tensor:
         numbers = torch.randn(2, num_tokens, H, generator=torch.Generator().manual_seed(rank))
         return numbers.to(heap.device, KINDS[name][0])
 
-    def check(name: str, found: list[torch.Tensor], idx: torch.Tensor, where: str) -> None:
-        for what, got, all_of_it in zip(("y", "dx", "experts"), found, wanted[name], strict=True):
+    def check(name: str, actual: list[torch.Tensor], idx: torch.Tensor, where: str) -> None:
+        for label, got, all_of_it in zip(
+            ("y", "dx", "experts"), actual, expected[name], strict=True
+        ):
             findings.check(
-                torch.equal(got, all_of_it[idx]), f"{name}, {where}: other bits of {what}"
+                torch.equal(got, all_of_it[idx]), f"{name}, {where}: other bits of {label}"
             )
 
     with open_heap(device, num_bytes=memory) as heap:
         for name in names:
             layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)
-            wanted[name] = step(layer, x, dy)
+            expected[name] = step(layer, x, dy)
             every = torch.arange(num_tokens)
             for chosen in (
                 [5 + rank],
@@ -96,10 +98,10 @@ def test_a_token_does_not_see_its_batch(
                     check(name, step(layer, x[idx], dy[idx], num_padding), idx, where)
     alone, _ = dist.new_subgroups(1)
     nodes = {"ranks_per_node": 2} if num_ranks == 4 else None
-    for where, how in ("alone", {"group": alone}), ("nodes", nodes):
-        if how is None or num_ranks == 1:
+    for where, options in ("alone", {"group": alone}), ("nodes", nodes):
+        if options is None or num_ranks == 1:
             continue
-        with open_heap(device, num_bytes=memory, **how) as heap:
+        with open_heap(device, num_bytes=memory, **options) as heap:
             for name in names:
                 if KINDS[name][1].get("order") != "rank":
                     layer, (x, dy) = layer_of(heap, name, num_tokens), tokens_of(heap, name)

@@ -1,4 +1,4 @@
-"""MoEConfig: what it accepts, and that its errors name the field and both values."""
+"""MoEConfig: its valid values, and errors that name the field and both values."""
 
 import dataclasses
 import re
@@ -38,8 +38,8 @@ def test_is_frozen_slotted_and_comparable_and_replace_checks_again():
         dataclasses.replace(make(top_k=4), num_experts=3)
 
 
-def test_kernels_number_the_words_that_a_configuration_takes():
-    """But for those that are another word by the time of a call."""
+def test_kernels_number_every_choice_of_a_configuration():
+    """Except choices that are resolved to another one before a call."""
     assert CHOICES["order"] == (*control.ORDERS, "node")  # which is "rank" inside a node
     assert CHOICES["layout"] == ("auto", *control.LAYOUTS)
     assert CHOICES["schedule"] == (*control.SCHEDULES, "always-overlapped")
@@ -86,7 +86,7 @@ TAKEN: dict[type, tuple[Callable[[Any], bool], str]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_refuses_what_it_does_not_take(name: str):
+def test_a_field_refuses_invalid_values(name: str):
     kinds = get_args(FIELDS[name]) or (FIELDS[name],)
     takes, must_be = TAKEN[str if name in CHOICES else kinds[0]]
     for value in VALUES:
@@ -172,7 +172,7 @@ def test_a_field_refuses_what_it_does_not_take(name: str):
         ),
     ],
 )
-def test_fields_that_do_not_fit_together(changes: dict[str, object], text: str):
+def test_contradicting_fields_are_refused(changes: dict[str, object], text: str):
     with pytest.raises(ArgumentError, match="^" + re.escape(text)):
         make(**changes)
 
@@ -202,7 +202,7 @@ def test_fields_that_do_not_fit_together(changes: dict[str, object], text: str):
         ("direction", lambda word: make().sent_row_bytes(word, 2)),
     ],
 )
-def test_what_takes_words_refuses_others(name: str, call: Callable[[str], object]):
-    """Each of these took one word for another: what is no softmax was a sigmoid."""
+def test_functions_with_choices_refuse_unknown_ones(name: str, call: Callable[[str], object]):
+    """Each function once took an unknown choice for another one: any score but softmax ran as sigmoid."""
     with pytest.raises(ArgumentError, match=rf"{name} \('soft-max'\) must be one of \("):
         call("soft-max")

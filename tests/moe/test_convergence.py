@@ -1,4 +1,4 @@
-"""benchmarks/convergence.py: its statistics, which runs are made, and what is written if some fail."""
+"""benchmarks/convergence.py: its statistics, the started runs, and the record if some runs fail."""
 
 import json
 import math
@@ -30,7 +30,7 @@ with open(out / "metrics.jsonl", "w") as file:
 
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict]]:
-    """Runs the script, with that in the example's place, one rank each; returns its exit code and its record."""
+    """Runs the script with a stand-in for the example, on one rank each. Returns the exit code and the record."""
     example = tmp_path / "example.py"
     example.write_text(EXAMPLE)
     monkeypatch.setattr(convergence, "EXAMPLE", example)
@@ -51,8 +51,9 @@ def steps(*bits: float) -> list[dict]:
     ]
 
 
-def test_differences_are_those_of_pairs():
-    """By hand. Seeds differ by a factor of two: without pairs, nothing could be said about one percent."""
+def test_differences_are_taken_between_pairs():
+    """Against values by hand. Seeds differ by a factor of two: without pairs no difference of one percent is
+    significant."""
     curves = {
         "bf16": {0: steps(5.0, 2.0), 1: steps(5.0, 4.0), 2: steps(5.0, 7.0)},
         "mxfp8": {0: steps(6.0, 2.02), 1: steps(6.0, 4.12)},
@@ -78,7 +79,7 @@ def test_differences_are_those_of_pairs():
         is results["nvfp4"]["more_than_bf16_standard_error"]
         is None
     )
-    assert [convergence.is_within(results[way]) for way in ("bf16", "mxfp8", "nvfp4")] == [
+    assert [convergence.is_within(results[recipe]) for recipe in ("bf16", "mxfp8", "nvfp4")] == [
         True,
         False,
         False,
@@ -91,9 +92,7 @@ def test_differences_are_those_of_pairs():
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_same(
-    compare, tmp_path: Path
-):
+def test_failed_runs_are_reported_and_equal_saved_runs_are_reused(compare, tmp_path: Path):
     options = ("--ways", "nvfp4", "--jobs", "2", "--plot", str(tmp_path / "curves.png"))
     assert compare(*options, "--seeds", "2")[0] == 0
     code, record = compare(*options, "--seeds", "2,3")
@@ -111,14 +110,14 @@ def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_sa
 
 @pytest.mark.slow
 def test_two_runs_of_the_example(tmp_path: Path):
-    """The command itself, with torchrun and the example."""
+    """The command with torchrun and the example."""
     out, file = tmp_path / "runs", tmp_path / "record.json"
     arguments = ["--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8", "--jobs=2"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
     printed_by(SCRIPT, *arguments, f"--out={out}", f"--json={file}", env=environment)
     final = {
-        way: each["final_bits_per_byte"]["mean"]
-        for way, each in json.loads(file.read_text())["results"].items()
+        recipe: runs["final_bits_per_byte"]["mean"]
+        for recipe, runs in json.loads(file.read_text())["results"].items()
     }
     assert [*final] == ["bf16", "mxfp8"]
     assert all(7 < bits < 8 for bits in final.values())  # after one step

@@ -1,4 +1,5 @@
-"""`order="slot"`: the same bits on any number of ranks and for any cut of the tokens. Both orders: from run to run."""
+"""`order="slot"`: the same bits on any number of ranks and for any distribution of the tokens. Both orders: the same
+bits from run to run."""
 
 import itertools
 import random
@@ -21,7 +22,7 @@ NUM_EXPERTS = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch: T tokens of all ranks together."""
+    """A global batch: T tokens of all ranks."""
 
     name: str
     num_tokens: int
@@ -32,7 +33,7 @@ class Batch:
     static: bool
 
     def make(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Tokens, routing, weights and gradient of the output, all of the group's."""
+        """Tokens, routing, weights and gradient of the output of the whole group."""
         rng = np.random.default_rng([5, self.num_tokens, self.hidden])
         weights = 1 / (1 + np.arange(NUM_EXPERTS)) ** self.skew
         ids = np.stack(
@@ -76,7 +77,7 @@ PER_EXPERT = ("dw1", "dw2")
 
 
 def cuts_of(num_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Numbers of tokens per rank: as even as possible, uneven, and with ranks that have none."""
+    """Numbers of tokens per rank: as even as possible, uneven, and with ranks without tokens."""
     even = [num_tokens // num_ranks + (rank < num_tokens % num_ranks) for rank in range(num_ranks)]
     if num_ranks == 1:
         return [even]
@@ -100,56 +101,57 @@ def run_layer(
     order: str,
     lag_s: float,
 ) -> list[dict[str, np.ndarray]]:
-    """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
-    results, ways = [], itertools.cycle(WAYS)
+    """Forward and backward of this rank's part, once per distribution, with other options each time. Results as bit
+    patterns."""
+    results, variations = [], itertools.cycle(WAYS)
     generator = random.Random(rank)
-    whole = batch.make(dtype)
+    full = batch.make(dtype)
     with open_heap(device, num_bytes=16 << 20) as heap:
         for cut in cuts:
             tokens = slice(sum(cut[:rank]), sum(cut[: rank + 1]))
             experts = slice(rank * NUM_EXPERTS // num_ranks, (rank + 1) * NUM_EXPERTS // num_ranks)
-            mine = {
+            local = {
                 name: tensor[experts if name in ("w1", "w2") else tokens].to(heap.device, copy=True)
-                for name, tensor in whole.items()
+                for name, tensor in full.items()
             }
-            experts_here = experts_of(mine["w1"], mine["w2"])
+            experts_here = experts_of(local["w1"], local["w2"])
             for name in ("x", "probs"):
-                mine[name].requires_grad_()
-            routed = (mine["topk_idx"], mine["x"], mine["probs"], experts_here)
-            way = {"order": order, **next(ways)}
+                local[name].requires_grad_()
+            routed = (local["topk_idx"], local["x"], local["probs"], experts_here)
+            options = {"order": order, **next(variations)}
             time.sleep(lag_s * generator.random())
             if batch.static:
                 limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)}
                 plan = make_plan(routed[0], num_experts=NUM_EXPERTS, heap=heap, **limits)
-                y = expert_parallel_mlp(*routed[1:], plan, **way)
+                y = expert_parallel_mlp(*routed[1:], plan, **options)
             else:
-                y = mlp_with_budget(heap, *routed, num_experts=NUM_EXPERTS, **way)
+                y = mlp_with_budget(heap, *routed, num_experts=NUM_EXPERTS, **options)
             time.sleep(lag_s * generator.random())
-            y.backward(mine["dy"])
-            found = {
+            y.backward(local["dy"])
+            tensors = {
                 "y": y,
-                "dx": mine["x"].grad,
-                "dprobs": mine["probs"].grad,
+                "dx": local["x"].grad,
+                "dprobs": local["probs"].grad,
                 "dw1": experts_here.fc1.weight.grad,
                 "dw2": experts_here.fc2.weight.grad,
             }
-            results.append({name: bits_of(tensor) for name, tensor in found.items()})
+            results.append({name: bits_of(tensor) for name, tensor in tensors.items()})
     return results
 
 
 def joined(ranks: list[list[dict[str, np.ndarray]]]) -> list[dict[str, np.ndarray]]:
-    """Per cut, the tokens and experts of all ranks in order."""
+    """For each distribution, the tokens and experts of all ranks in order."""
     return [
         {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         for parts in zip(*ranks, strict=True)
     ]
 
 
-def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], what: str) -> None:
+def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], label: str) -> None:
     for name in (*PER_TOKEN, *PER_EXPERT):
         assert got[name].shape == want[name].shape
         differ = int((got[name] != want[name]).sum())
-        assert differ == 0, f"{what}: {differ} of {want[name].size} elements of {name} differ"
+        assert differ == 0, f"{label}: {differ} of {want[name].size} elements of {name} differ"
 
 
 CALLS = [
@@ -183,7 +185,7 @@ def test_slot_order_does_not_depend_on_the_ranks(
 @pytest.mark.parametrize("order", ["rank", "slot"])
 @on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
 def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, device: str, order: str):
-    """The same call again, in the same heap, in another heap, and with ranks that lag behind one another."""
+    """The same call again, in the same heap, in another heap, and with delayed ranks."""
     batch, dtype = (
         (BATCHES[1], torch.float32) if device == "cpu" else (GPU_BATCHES[1], torch.bfloat16)
     )
@@ -195,12 +197,12 @@ def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, device: str, order: st
     assert_same_bits(lagging, want, "with ranks that lag")
 
 
-def test_the_order_of_sums_matters_here(cluster):
-    """With 4 experts per token the two orders round differently: what is compared above is not exact by accident."""
+def test_the_orders_of_sums_round_differently(cluster):
+    """With 4 experts per token: otherwise the tests above could not detect a wrong order."""
     cut = cuts_of(BATCHES[1].num_tokens, 2)[0]
-    found = {}
+    by_order = {}
     for order in ("rank", "slot"):
-        (found[order],) = joined(
+        (by_order[order],) = joined(
             cluster(2).run(run_layer, BATCHES[1], [cut], torch.float32, "cpu", order, 0.0)
         )
-    assert (found["rank"]["y"] != found["slot"]["y"]).any()
+    assert (by_order["rank"]["y"] != by_order["slot"]["y"]).any()

@@ -1,5 +1,5 @@
-"""Features together, against the float64 reference: two layers, two micro-batches in flight, and ranks that differ in
-tokens, routing and values; two features at a time, and three in slow cases. Memory begins as NaN."""
+"""Combinations of features against the float64 reference: two layers, two micro-batches in flight, and ranks that
+differ in tokens, routing and values; every two features, and every three in slow cases. New memory is NaN."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -72,7 +72,7 @@ DO_NOT_FIT = [
 
 
 def cases() -> Iterator[object]:
-    """Every two features in quick cases, every three in all."""
+    """Every two features in quick cases, every three in all cases."""
     quick = covering(FEATURES, 2, DO_NOT_FIT)
     for case in quick:
         yield pytest.param(case, id="-".join(case.values()))
@@ -82,7 +82,7 @@ def cases() -> Iterator[object]:
 
 
 class Model(torch.nn.Module):
-    """Two layers with a residual around each; every rank has other experts, and the same router."""
+    """Two layers with a residual around each; ranks have different experts and the same router."""
 
     def __init__(self, heap: SymmetricHeap, config: MoEConfig, case: dict[str, str]) -> None:
         super().__init__()
@@ -91,15 +91,15 @@ class Model(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None):
         """y, and the metrics of both layers."""
-        found = []
+        by_layer = []
         for layer in self.layers:
             call = (x, mask)
             y, metrics = (
                 checkpoint(layer, *call, use_reentrant=False) if self.recomputes else layer(*call)
             )
             x = x + y
-            found.append(metrics)
-        return x, found
+            by_layer.append(metrics)
+        return x, by_layer
 
 
 def make_layer(
@@ -137,68 +137,74 @@ def make_layer(
 def micro_batch(
     heap: SymmetricHeap, config: MoEConfig, number: int, case: dict[str, str]
 ) -> dict[str, torch.Tensor | None]:
-    """x, dy and mask of a call: ranks have other numbers of tokens, which prefer other experts. Padding is NaN where
-    nobody sees it, and in some calls all that a rank has."""
+    """x, dy and mask of a call: ranks have different numbers of tokens, which prefer different experts. Padding is NaN
+    where no module reads it; in some calls a rank has only padding."""
     generator = torch.Generator().manual_seed(1000 * number + heap.rank)
     shape = (2, 4 + 3 * ((heap.rank + number) % 2), config.hidden)
     x, dy = (torch.randn(shape, generator=generator) for _ in range(2))
     x = x + 0.7 * torch.randn(config.hidden, generator=generator)
-    found = {"x": x, "dy": dy, "mask": None}
+    tensors = {"x": x, "dy": dy, "mask": None}
     if case["mask"] == "padding":
         mask = torch.rand(shape[:2], generator=generator) < 0.7 * ((heap.rank + number) % 3 > 0)
-        found["mask"] = mask
+        tensors["mask"] = mask
         if case["shared"] == "alone" and case["latent"] == "full width":
             x[~mask] = torch.nan
             dy[~mask] = 0
-    found = {name: None if each is None else each.to(heap.device) for name, each in found.items()}
-    found["x"].requires_grad_()
-    return found
+    tensors = {
+        name: None if tensor is None else tensor.to(heap.device) for name, tensor in tensors.items()
+    }
+    tensors["x"].requires_grad_()
+    return tensors
 
 
 def run_step(model: Model, calls: list[dict], case: dict[str, str]) -> list:
-    """y and metrics of each call, once backward has been through all."""
-    found = [model(call["x"], call["mask"]) for call in calls]
-    turns = list(zip(calls, found, strict=True))
+    """y and metrics of each call, after backward of all."""
+    results = [model(call["x"], call["mask"]) for call in calls]
+    turns = list(zip(calls, results, strict=True))
     for call, (y, metrics) in turns if case["backward"] == "in order" else turns[::-1]:
-        ((y * call["dy"]).sum() + sum(each.aux_loss for each in metrics)).backward()
+        (
+            (y * call["dy"]).sum() + sum(layer_metrics.aux_loss for layer_metrics in metrics)
+        ).backward()
     if case["gradients"] == "delayed":
         for layer in model.layers:
             for _ in calls:
                 layer.experts.backward_dw()
-    return found
+    return results
 
 
 def take_gradients(model: Model) -> dict[str, torch.Tensor | None]:
-    """By the parameter's name; none are left."""
-    found = {}
+    """Returns the gradients by the parameter's name, and clears them."""
+    gradients = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "main_grad"):
-            found[name] = parameter.main_grad.clone()
+            gradients[name] = parameter.main_grad.clone()
             parameter.main_grad.zero_()
         else:
-            found[name] = parameter.grad
+            gradients[name] = parameter.grad
             parameter.grad = None
-    return found
+    return gradients
 
 
-def compare_step(model: Model, config: MoEConfig, calls, found, findings: Findings) -> None:
-    """Notes what is not what the reference gives."""
+def compare_step(model: Model, config: MoEConfig, calls, actual, findings: Findings) -> None:
+    """Records differences from the reference."""
     gradients = take_gradients(model)
 
     def close(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         largest = max([1.0, *want.detach().flatten().abs().tolist()])
         findings.close(name, got, want, rtol=0, atol=1e-4 * largest)
 
-    wanted, wanted_gradients = reference.wanted(config, model, calls, ALPHA / LORA_RANK)
-    for turn, (call, (y, metrics), want) in enumerate(zip(calls, found, wanted, strict=True)):
-        seen = call["x"].isfinite().all(-1).cpu()
-        close(f"y of call {turn}", y.cpu()[seen], want.y[seen])
+    expected, wanted_gradients = reference.wanted(config, model, calls, ALPHA / LORA_RANK)
+    for turn, (call, (y, metrics), want) in enumerate(zip(calls, actual, expected, strict=True)):
+        is_finite = call["x"].isfinite().all(-1).cpu()
+        close(f"y of call {turn}", y.cpu()[is_finite], want.y[is_finite])
         close(f"dx of call {turn}", call["x"].grad, want.x.grad)
-        for number, its in enumerate(metrics):
+        for number, layer_metrics in enumerate(metrics):
             where = f"call {turn}, layer {number}:"
-            findings.equal(f"{where} load", its.expert_load, want.load[number])
-            findings.equal(f"{where} drops", int(its.num_dropped), want.num_dropped[number])
-            close(f"{where} aux_loss", its.aux_loss, want.aux[number])
+            findings.equal(f"{where} load", layer_metrics.expert_load, want.load[number])
+            findings.equal(
+                f"{where} drops", int(layer_metrics.num_dropped), want.num_dropped[number]
+            )
+            close(f"{where} aux_loss", layer_metrics.aux_loss, want.aux[number])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             close(f"gradient of {name}", gradients[name], wanted_gradients[name])
@@ -208,7 +214,7 @@ def compare_step(model: Model, config: MoEConfig, calls, found, findings: Findin
 
 @pytest.mark.parametrize("case", [*cases()])
 @run_on(2, 4, on_gpus=(1, 2))
-def test_features_together_are_the_reference(
+def test_combined_features_equal_the_reference(
     rank: int, num_ranks: int, findings: Findings, device: str, case: dict[str, str]
 ) -> None:
     hidden, ffn = shapes(device)
@@ -227,13 +233,17 @@ def test_features_together_are_the_reference(
             findings.where = f"rank {rank} of {num_ranks}, step {step}"
             first = 2 * min(step, STEPS - 1)
             calls = [micro_batch(heap, config, first + turn, case) for turn in range(2)]
-            found = run_step(model, calls, case)
+            actual = run_step(model, calls, case)
             if step in (0, num_steps - 1):
-                compare_step(model, config, calls, found, findings)
+                compare_step(model, config, calls, actual, findings)
             take_gradients(model)
             balance_step(model)
-            moved += sum(int(each.num_replicas or 0) for _, its in found for each in its)
-            del found
+            moved += sum(
+                int(layer_metrics.num_replicas or 0)
+                for _, by_layer in actual
+                for layer_metrics in by_layer
+            )
+            del actual
         findings.equal("leased bytes", heap.leased_bytes, 0)
         has_replicas = case["balance"] == "replicas" and num_ranks > 1
         findings.equal("replicas were there", moved > 0, has_replicas)

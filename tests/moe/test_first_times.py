@@ -1,4 +1,5 @@
-"""What is compiled on GPUs may take `start_timeout_s`, whatever `timeout_s` is; everything else `timeout_s`."""
+"""A wait for a compilation, as on GPUs, lasts up to `start_timeout_s`, whatever `timeout_s` is; all other waits last up
+to `timeout_s`."""
 
 import contextlib
 import os
@@ -26,8 +27,8 @@ WAITS = ("barrier", "send_signal", "wait_for_signal")
 
 @contextlib.contextmanager
 def cold_kernels() -> Iterator[list[str]]:
-    """As if this process had to compile every kernel: its first call takes longer than any peer waits. Yields those
-    that were cold."""
+    """Simulates a process that must compile every kernel: its first call lasts longer than any peer's wait. Yields the
+    kernels that were cold."""
     cold: list[str] = []
 
     def slow_at_first(name: str) -> None:
@@ -76,16 +77,16 @@ STEPS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "num_ranks"), [("layer", 2), ("overlapped", 3), ("static", 2), ("parts", 3)]
+    ("steps", "num_ranks"), [("layer", 2), ("overlapped", 3), ("static", 2), ("parts", 3)]
 )
 @run_on()
-def test_a_first_step_may_be_cold(rank: int, num_ranks: int, way: str) -> None:
-    """The last rank meets every kernel of a step for the first time; a wait of the others that did not know of it would
-    end long before."""
+def test_peers_wait_for_a_cold_first_step(rank: int, num_ranks: int, steps: str) -> None:
+    """The last rank runs every kernel of a step for the first time; its peers' waits would end earlier if they did not
+    include the compilation."""
     with contextlib.ExitStack() as stack:
         heap = stack.enter_context(SymmetricHeap(num_bytes=4 << 20, backend="host"))
         cold = stack.enter_context(cold_kernels()) if rank == num_ranks - 1 else []
-        step = STEPS[way](heap)
+        step = STEPS[steps](heap)
         heap.waits.compiles = True  # as on GPUs
         heap.timeout_s = SHORT_S
         fine = bool(step().isfinite().all())
@@ -100,8 +101,8 @@ def test_a_first_step_may_be_cold(rank: int, num_ranks: int, way: str) -> None:
 
 
 def build_on_one_rank(rank: int, num_ranks: int) -> tuple[int, set[str], bool]:
-    """Calls that ran a program, modules that steps imported, and whether torch's compiler is one that the heap did.
-    Ranks build in different steps."""
+    """The number of calls that ran a program, modules that steps imported, and whether torch's compiler is imported.
+    Ranks build programs in different steps."""
     tokens = ([8, 9, 10, 10, 10, 10, 8, 8], [8, 8, 9, 11, 11, 9, 9, 9])[rank]
     with mock.patch.dict(os.environ, SYMMOE_PROGRAMS="on"):
         heap = SymmetricHeap(num_bytes=4 << 20, backend="host")
@@ -114,8 +115,8 @@ def build_on_one_rank(rank: int, num_ranks: int) -> tuple[int, set[str], bool]:
         return heap.programs.num_runs, sys.modules.keys() - before, "torch._dynamo" in sys.modules
 
 
-def test_a_rank_builds_while_others_do_not():
-    """A module that a step imports may take seconds, for which the peers wait."""
+def test_a_build_on_one_rank_imports_no_module():
+    """An import in a step may take seconds, for which the peers would wait."""
     with Cluster(2, start="spawn") as ranks:  # new processes, which have imported nothing yet
         results = ranks.run(build_on_one_rank)
     for num_runs, imported, is_compiler_imported in results:
@@ -125,9 +126,11 @@ def test_a_rank_builds_while_others_do_not():
 
 @pytest.mark.parametrize(("num_steps", "compiles"), [(0, False), (0, True), (1, True), (2, True)])
 @run_on(2)
-def test_a_rank_that_is_lost(rank: int, num_ranks: int, num_steps: int, compiles: bool) -> None:
-    """The last rank leaves after so many steps, and comes back when the others gave it up. Where nothing compiles,
-    on CPUs, a first call waits no longer than a later one."""
+def test_waits_for_a_lost_rank_end_in_time(
+    rank: int, num_ranks: int, num_steps: int, compiles: bool
+) -> None:
+    """The last rank leaves after so many steps, and returns after its peers have raised. On CPUs, where nothing
+    compiles, a first call waits no longer than a later one."""
     bound = "start_timeout_s=0.4" if compiles and num_steps < 2 else "timeout_s=0.2"
     heap = SymmetricHeap(num_bytes=4 << 20, backend="host", timeout_s=60.0, start_timeout_s=61.0)
     heap.waits.compiles |= compiles
@@ -165,7 +168,7 @@ def barrier(times: StartupGrace, call: int, *, epoch: int = 0, fault: bool = Fal
     return times.may_compile(call, epoch=epoch, fault=fault)
 
 
-def test_a_wait_is_known_by_what_came_before():
+def test_the_preceding_calls_identify_a_wait():
     times = StartupGrace(int)
 
     def step(call: int) -> list[bool]:
@@ -180,7 +183,7 @@ def test_a_wait_is_known_by_what_came_before():
     assert (step(OTHER_WIDTH), step(READY)) == ([True, False, False, False], [False] * 4)
 
 
-def test_plans_are_alike():
+def test_waits_of_all_plans_are_one_kind():
     times = StartupGrace(int)
     for plan in range(3):
         firsts = [barrier(times, control.pack_call(phase=phase, plan=plan)) for phase in (1, 2)]
@@ -197,12 +200,12 @@ def test_a_first_wait_is_remembered():
     assert [times.was_first(6, phase, peer) for peer in (0, 1, 2)] == [False, True, True]
 
 
-@pytest.mark.parametrize("what", ["a kernel is compiled", "a module is imported"])
-def test_other_work_that_happens_once(what: str, monkeypatch):
+@pytest.mark.parametrize("name", ["a kernel is compiled", "a module is imported"])
+def test_other_first_work_extends_a_wait(name: str, monkeypatch):
     num_compiled = 7
     times = StartupGrace(lambda: num_compiled)
     assert [barrier(times, PLAN) for _ in range(3)] == [True, True, False]
-    if what == "a kernel is compiled":
+    if name == "a kernel is compiled":
         num_compiled += 1
     else:
         monkeypatch.setitem(
@@ -211,7 +214,7 @@ def test_other_work_that_happens_once(what: str, monkeypatch):
     assert [barrier(times, PLAN) for _ in range(2)] == [True, False]
 
 
-def test_closing_and_faults_are_no_kinds_of_their_own():
+def test_closing_and_faults_have_no_kind_of_wait():
     times = StartupGrace(int)
     barrier(times, control.PHASE_START)
     assert not barrier(times, control.PHASE_CLOSE)

@@ -34,7 +34,7 @@ class Block(torch.nn.Module):
 def dense(
     x: torch.Tensor, router: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, is_identity: bool
 ) -> torch.Tensor:
-    """Every expert for every token; experts that were not chosen have the weight 0."""
+    """Every expert for every token; unchosen experts have weight 0."""
     scores = (x @ router.T).softmax(1)
     chosen = torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, 1).indices, 1.0)
     weights = scores * chosen / (scores * chosen).sum(1, keepdim=True)
@@ -45,7 +45,7 @@ def dense(
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, one after the other, in float64."""
+    """The tensors of all ranks, concatenated, in float64."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return torch.cat(parts).double()
@@ -53,16 +53,16 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_identity", [False, True])
 @run_on(1, 2)
-def test_free_experts(
+def test_null_and_identity_experts_equal_a_dense_sum(
     rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap, is_identity: bool
 ) -> None:
-    """Ranks have other numbers of tokens."""
+    """Ranks have different numbers of tokens."""
     block = Block(heap, is_identity=is_identity)
     symmoe.training.broadcast_parameters(block)
     router, linears = block.router.weight, (block.layer.experts.fc1, block.layer.experts.fc2)
-    wanted = [router.detach().double(), *(gathered(fc.weight.detach()) for fc in linears)]
+    expected = [router.detach().double(), *(gathered(fc.weight.detach()) for fc in linears)]
     x = torch.randn(7 + rank, HIDDEN).requires_grad_()
-    leaves = [each.requires_grad_() for each in (x.detach().double(), *wanted)]
+    leaves = [tensor.requires_grad_() for tensor in (x.detach().double(), *expected)]
     y, want_y = block(x), dense(*leaves, is_identity)
     findings.close("y", y, want_y, rtol=1e-5, atol=1e-5)
     y.square().sum().backward()
@@ -73,5 +73,5 @@ def test_free_experts(
     findings.close("dx", x.grad, want_x, rtol=1e-4, atol=1e-4)
     findings.close("router", router.grad, want_router, rtol=1e-4, atol=1e-4)
     for fc, want in zip(linears, want_experts, strict=True):
-        own = want.chunk(num_ranks)[rank]
-        findings.close("experts", fc.weight.grad, own, rtol=1e-4, atol=1e-4)
+        local = want.chunk(num_ranks)[rank]
+        findings.close("experts", fc.weight.grad, local, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Latent experts: what features.py does not compare, dtypes, bytes that travel, and who has the projections."""
+"""Latent experts beyond test_features.py: dtypes, bytes of rows, and gradients of the projections."""
 
 import pytest
 import torch
@@ -16,20 +16,23 @@ from symmoe.training import plan_memory
 SIZES = {"hidden": 64, "ffn": 16, "num_experts": 8, "top_k": 2}
 
 
-def made(heap: SymmetricHeap, latent: int | None = 16) -> MoELayer:
+def make_layer(heap: SymmetricHeap, latent: int | None = 16) -> MoELayer:
     torch.manual_seed(3)
     return MoELayer(layer_config(latent=latent, **SIZES), heap)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_layer_computes_in_the_dtype_of_its_input(heap: SymmetricHeap, autocast: bool):
-    """fp32 parameters, as trainers keep them; the wanted y is the experts' between two products of torch."""
-    layer = made(heap)
+    """Parameters are fp32, as in trainers; the expected y is that of the experts between two products of torch."""
+    layer = make_layer(heap)
     bare = MoELayer(
         layer_config(**SIZES | {"hidden": 16}, router=None), heap, experts=layer.experts
     )
     x = torch.randn(24, 64, dtype=torch.float32 if autocast else torch.bfloat16, requires_grad=True)
-    down, up = (each.weight.bfloat16() for each in (layer.fc1_latent_proj, layer.fc2_latent_proj))
+    down, up = (
+        projection.weight.bfloat16()
+        for projection in (layer.fc1_latent_proj, layer.fc2_latent_proj)
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y, metrics = layer(x)
         with torch.no_grad():
@@ -48,10 +51,10 @@ def test_the_layer_computes_in_the_dtype_of_its_input(heap: SymmetricHeap, autoc
 def test_rows_travel_in_the_latent_width(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """Projections are replicated: their gradients are the mean over the ranks, as the router's."""
+    """Projections are replicated: their gradients are means over the ranks, like the router's."""
     sent = {}
     for latent in (None, 16):
-        layer = made(heap, latent)
+        layer = make_layer(heap, latent)
         symmoe.training.broadcast_parameters(layer)
         logger = MetricsLogger(layer)
         x = torch.randn(10 + rank, 64, generator=torch.Generator().manual_seed(rank))
@@ -60,16 +63,16 @@ def test_rows_travel_in_the_latent_width(
         logger.close()
     findings.equal("bytes of dispatch", 4 * sent[16], sent[None])
     findings.check(sent[16] > 0, "no rows travel")
-    own = layer.fc1_latent_proj.weight.grad.clone()
-    parts = [torch.empty_like(own) for _ in range(num_ranks)]
-    torch.distributed.all_gather(parts, own)
+    local = layer.fc1_latent_proj.weight.grad.clone()
+    parts = [torch.empty_like(local) for _ in range(num_ranks)]
+    torch.distributed.all_gather(parts, local)
     symmoe.reduce_gradients(layer)
     mean = sum(parts) / 2
     findings.close("gradient", layer.fc1_latent_proj.weight.grad, mean, rtol=0, atol=1e-6)
 
 
-def test_one_function_of_autograd_has_the_router_too(heap: SymmetricHeap):
-    layer = made(heap)
+def test_one_autograd_function_includes_the_router(heap: SymmetricHeap):
+    layer = make_layer(heap)
     x = torch.randn(12, 64, requires_grad=True)
     runs = []
     for _ in range(6):
@@ -82,19 +85,19 @@ def test_one_function_of_autograd_has_the_router_too(heap: SymmetricHeap):
     assert torch.compile(layer, backend="eager")(x)[0].equal(layer(x)[0])
 
 
-def test_predictions_know_the_width():
-    known = {"num_ranks": 2, "num_tokens": 256}
+def test_plans_use_the_latent_width():
+    sizes = {"num_ranks": 2, "num_tokens": 256}
     narrow, wide = (
-        plan_memory(layer_config(latent=latent, **SIZES | {"hidden": 1024}), **known)
+        plan_memory(layer_config(latent=latent, **SIZES | {"hidden": 1024}), **sizes)
         for latent in (256, None)
     )
     assert 3 < wide.lease_bytes_per_call / narrow.lease_bytes_per_call < 4.5
     # The tokens themselves are kept besides their rows.
-    kept = wide.activation_bytes_per_call + 256 * 256 * 2
-    assert narrow.activation_bytes_per_call == kept
+    activation_bytes = wide.activation_bytes_per_call + 256 * 256 * 2
+    assert narrow.activation_bytes_per_call == activation_bytes
     assert config_of(PRESETS["kimi-k3"]).expert_hidden == 3584
 
 
-def test_wrong_widths(heap: SymmetricHeap):
+def test_wrong_widths_are_refused(heap: SymmetricHeap):
     with pytest.raises(ArgumentError, match=r"experts.hidden \(64\) must be 16"):
-        MoELayer(layer_config(latent=16, **SIZES), heap, experts=made(heap, None).experts)
+        MoELayer(layer_config(latent=16, **SIZES), heap, experts=make_layer(heap, None).experts)

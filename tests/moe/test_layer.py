@@ -1,4 +1,4 @@
-"""expert_parallel_mlp, its public parts and MoELayer against the float64 oracle, and what happens to their leases."""
+"""expert_parallel_mlp, its public parts and MoELayer against the float64 oracle, and the ends of their leases."""
 
 import functools
 import gc
@@ -43,7 +43,7 @@ STEPS += [
 
 @pytest.mark.parametrize(("num_ranks", "device", "dtype", "per_stratum"), STEPS, ids=str)
 @run_on()
-def test_expert_parallel_mlp_is_the_oracle(
+def test_expert_parallel_mlp_equals_the_oracle(
     rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, per_stratum: int
 ) -> None:
     """Finite cases of every stratum."""
@@ -58,8 +58,10 @@ def test_expert_parallel_mlp_is_the_oracle(
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
 @run_on(1, 2, 4, on_gpus=(1, 2))
-def test_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """fp32 weights, tokens of another dtype or autocast: computed in that dtype, gradients in the weights' own."""
+def test_the_dtype_of_tokens_or_autocast_decides_the_computation(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """Weights are fp32; gradients have the weights' dtype."""
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config)
@@ -91,8 +93,10 @@ def test_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> N
 
 
 @run_on(1, 2, 4, on_gpus=(1, 2))
-def test_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """Forward without backward, no-grad, a second backward."""
+def test_leases_end_with_the_graph(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """Forward without backward, no-grad, and a second backward."""
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config)
@@ -151,7 +155,7 @@ def test_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> N
 
 # -- what somebody has put around a call, or in place of a forward ----------------------------------------------------
 def other_class(module: torch.nn.Module) -> Callable[[], object]:
-    """Makes it one of a subclass with a forward of its own; returns what undoes that."""
+    """Changes a module's class to a subclass with its own forward; returns a function that undoes this."""
     kind = type(module)
     forward = lambda self, *args, **options: kind.forward(self, *args, **options)  # noqa: E731
     module.__class__ = type("Other", (kind,), {"forward": forward})
@@ -159,18 +163,22 @@ def other_class(module: torch.nn.Module) -> Callable[[], object]:
 
 
 def other_forward(module: torch.nn.Module) -> Callable[[], object]:
-    """Replaces its forward, as accelerate's hooks do."""
-    old = module.forward
-    module.forward = functools.update_wrapper(lambda *args, **options: old(*args, **options), old)
+    """Replaces an instance's forward, as accelerate's hooks do."""
+    original = module.forward
+    module.forward = functools.update_wrapper(
+        lambda *args, **options: original(*args, **options), original
+    )
     return lambda: delattr(module, "forward")
 
 
 def patched_class(module: torch.nn.Module) -> Callable[[], object]:
-    """Replaces the forward of its class."""
-    old = type(module).forward
-    new = functools.wraps(old)(lambda self, *args, **options: old(self, *args, **options))
+    """Replaces the forward of a module's class."""
+    original = type(module).forward
+    patched = functools.wraps(original)(
+        lambda self, *args, **options: original(self, *args, **options)
+    )
     patch = mock.patch.object(
-        next(k for k in type(module).__mro__ if "forward" in vars(k)), "forward", new
+        next(k for k in type(module).__mro__ if "forward" in vars(k)), "forward", patched
     )
     patch.start()
     return patch.stop
@@ -192,7 +200,7 @@ PLACES = ("experts", "experts.fc1", "experts.fc2", "experts.activation")
 
 @pytest.mark.parametrize("where", PLACES)
 @run_on(2)
-def test_what_kernels_would_leave_out_is_refused_on_every_rank(
+def test_hooks_that_kernels_would_skip_are_refused_on_every_rank(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, where: str
 ) -> None:
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
@@ -203,29 +211,29 @@ def test_what_kernels_would_leave_out_is_refused_on_every_rank(
         "given": lambda: layer(x, topk_idx=torch.tensor([[0, 1]] * 5), probs=torch.ones(5, 2))[0],
         "evaluation": torch.no_grad()(lambda: layer(x)[0]),
     }
-    wanted = {name: call() for name, call in calls.items()}
+    expected = {name: call() for name, call in calls.items()}
     # Each kind meets each call at one of the places.
     turns = itertools.islice(itertools.cycle(calls), PLACES.index(where), None)
-    for (kind, put), name in zip(AROUND.items(), turns, strict=False):
+    for (kind, modify), name in zip(AROUND.items(), turns, strict=False):
         findings.where = f"rank {rank}, {kind} on {where}, {name}"
-        undo = put(layer.get_submodule(where)) if rank == 0 else lambda: None
+        undo = modify(layer.get_submodule(where)) if rank == 0 else lambda: None
         refused = outcome(calls[name])
         undo()
         expect(findings, refused, "ArgumentError", f"has {kind}", "left out")
-        findings.check(torch.equal(calls[name](), wanted[name]), "the next call is wrong")
+        findings.check(torch.equal(calls[name](), expected[name]), "the next call is wrong")
 
 
 @pytest.mark.parametrize("where", ["fc1", "fc2", "activation"])
-def test_a_grouped_mlp_alone_refuses_the_same(where: str):
+def test_a_grouped_mlp_refuses_hooks_that_kernels_would_skip(where: str):
     mlp = symmoe.GroupedMLP(2, H, I)
     arguments = (torch.ones(3, H), [1, 2], torch.ones(3))
-    wanted = mlp(*arguments)
-    for kind, put in AROUND.items():
-        undo = put(mlp.get_submodule(where))
+    expected = mlp(*arguments)
+    for kind, modify in AROUND.items():
+        undo = modify(mlp.get_submodule(where))
         error, text = outcome(mlp, *arguments)
         undo()
         assert (error, f"has {kind}" in text) == ("ArgumentError", True), text
-        assert torch.equal(mlp(*arguments), wanted)
+        assert torch.equal(mlp(*arguments), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -245,16 +253,16 @@ def test_any_module_may_be_the_shared_expert(made_of: Callable[[torch.nn.Module]
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2)
     with open_heap("cpu") as heap:
         layer = MoELayer(config, heap)
-        wanted = (layer(x)[0] + plain(x)).detach()
+        expected = (layer(x)[0] + plain(x)).detach()
         layer.shared_expert = made_of(plain)
         for _ in range(2):
-            torch.testing.assert_close(layer(x)[0], wanted)
+            torch.testing.assert_close(layer(x)[0], expected)
         weight = weakref.ref(layer.experts.fc1.weight)
         del layer
         assert weight() is None, "only a search for garbage frees a layer"
 
 
-def test_what_is_put_on_other_modules_runs_without_a_warning():
+def test_hooks_on_other_modules_run_without_a_warning():
     ran = []
     with open_heap("cpu") as heap, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -275,7 +283,7 @@ def test_what_is_put_on_other_modules_runs_without_a_warning():
 # -- warnings and errors are for the user -----------------------------------------------------------------------------
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("returns", ["metrics", "aux_loss"])
-def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
+def test_an_aux_loss_lost_in_a_checkpoint_is_warned_of(
     heap: SymmetricHeap, use_reentrant: bool, returns: str
 ):
     config = MoEConfig(
@@ -293,13 +301,13 @@ def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
         for salt in range(2):
             x, _ = first(tokens_of(0, 5, H, salt))
             again = second if returns == "metrics" else forward
-            y, other = checkpoint(again, x, use_reentrant=use_reentrant)
-            (y.sum() + getattr(other, "aux_loss", other)).backward()
+            y, aux_loss = checkpoint(again, x, use_reentrant=use_reentrant)
+            (y.sum() + getattr(aux_loss, "aux_loss", aux_loss)).backward()
     is_lost = use_reentrant and returns == "metrics"
     assert len(warned) == 2 * is_lost
-    for each in warned:
-        assert "metrics.aux_loss has no gradient" in str(each.message)
-        line = Path(each.filename).read_text().splitlines()[each.lineno - 1]
+    for warning in warned:
+        assert "metrics.aux_loss has no gradient" in str(warning.message)
+        line = Path(warning.filename).read_text().splitlines()[warning.lineno - 1]
         assert "checkpoint(again" in line
 
 
@@ -307,7 +315,7 @@ def test_a_loss_that_a_checkpoint_has_lost_is_warned_of(
 def test_the_traceback_of_an_error_is_the_users(
     rank: int, num_ranks: int, heap: SymmetricHeap
 ) -> None:
-    """Not the way through the package: of that, only where it begins and ends."""
+    """The traceback has only the first and the last frame in the package."""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu", order=("rank", "slot")[rank]))
     with pytest.raises(ConfigMismatch, match="order differs") as caught:
         layer(tokens_of(rank, 5, H))
@@ -318,7 +326,7 @@ def test_the_traceback_of_an_error_is_the_users(
 
 # -- gradients of gradients -------------------------------------------------------------------------------------------
 def penalised(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """A loss of y and of its gradient by x, which is taken with a constant gradient of y."""
+    """A loss of y and of its gradient by x for a constant gradient of y."""
     y = forward(x)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
     return y.square().sum() + dx.square().sum()
@@ -358,16 +366,16 @@ def test_second_order_gradients_are_refused_on_every_rank(
         loss = penalised(call, x)
         expect(findings, outcome(loss.backward), "ArgumentError", "create_graph (True)", "order")
         (dx,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
-        found = outcome(lambda dx=dx: torch.autograd.grad(dx.square().sum(), x))
-        expect(findings, found, "ArgumentError", "create_graph (True)", "order")
+        actual = outcome(lambda dx=dx: torch.autograd.grad(dx.square().sum(), x))
+        expect(findings, actual, "ArgumentError", "create_graph (True)", "order")
         if name != "parts":  # which are linear in x
             # Linear in y. The loss also depends on x in a way that passes no kernel.
             (dx,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-            found = outcome(lambda dx=dx: torch.autograd.grad((dx * x).sum(), x))
-            expect(findings, found, "ArgumentError", "create_graph (True)", "order")
-        (wanted,) = torch.autograd.grad(call(x).sum(), x)
+            actual = outcome(lambda dx=dx: torch.autograd.grad((dx * x).sum(), x))
+            expect(findings, actual, "ArgumentError", "create_graph (True)", "order")
+        (expected,) = torch.autograd.grad(call(x).sum(), x)
         call(x).sum().backward(create_graph=True, inputs=[x])  # and nobody differentiates that
-        findings.check(torch.equal(x.grad, wanted), "other gradients with create_graph")
+        findings.check(torch.equal(x.grad, expected), "other gradients with create_graph")
         x.grad = None
 
 

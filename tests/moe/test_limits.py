@@ -1,4 +1,4 @@
-"""The largest layer that is allowed, against the float64 reference; one more of anything is an error."""
+"""The largest allowed layer against the float64 reference; one more of any size is an error."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_the_limits_are_those_of_the_pages():
 def test_1024_experts_and_32_choices(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
-    """Ranks have other numbers of tokens."""
+    """Ranks have different numbers of tokens."""
     hidden, ffn = shapes(device)
     config = layer_config(
         hidden=hidden, ffn=ffn, num_experts=1024, top_k=32, aux_loss_coef=0.01, z_loss_coef=0.01
@@ -41,9 +41,9 @@ def test_1024_experts_and_32_choices(
         y = x + out
         ((y * dy).sum() + metrics.aux_loss).backward()
         call = {"x": x, "dy": dy, "mask": None}
-        (wanted,), gradients = reference.wanted(config, model, [call], scaling=1.0)
-        findings.close("y", y, wanted.y, rtol=1e-4, atol=1e-4)
-        findings.close("dx", x.grad, wanted.x.grad, rtol=1e-4, atol=1e-3)
+        (expected,), gradients = reference.wanted(config, model, [call], scaling=1.0)
+        findings.close("y", y, expected.y, rtol=1e-4, atol=1e-4)
+        findings.close("dx", x.grad, expected.x.grad, rtol=1e-4, atol=1e-3)
         for name, parameter in model.named_parameters():
             findings.close(
                 f"gradient of {name}", parameter.grad, gradients[name], rtol=1e-3, atol=1e-3
@@ -57,6 +57,6 @@ def test_1024_experts_and_32_choices(
         ({"num_experts": 64, "top_k": 33}, r"top_k \(33\) must be at most 32"),
     ],
 )
-def test_one_more_is_an_error(heap: SymmetricHeap, sizes: dict[str, int], text: str):
+def test_sizes_above_the_limits_are_refused(heap: SymmetricHeap, sizes: dict[str, int], text: str):
     with pytest.raises(ArgumentError, match=text):
         MoELayer(layer_config(hidden=16, ffn=8, **sizes), heap)

@@ -1,4 +1,4 @@
-"""A layer whose router nobody else looks at chooses experts inside the step: same bits as with a call of the router."""
+"""A layer whose router has no hooks chooses experts inside the step, with the same bits as a call of the router."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,14 +28,20 @@ OPTIONS = {
 
 
 def results(layer: MoELayer, x: torch.Tensor, around: str, which: str) -> list[torch.Tensor | None]:
-    """Results and gradients of a call; the loss is of y, of the losses, or of both."""
+    """Results and gradients of a call, for a loss of y, of the router's losses, or of both."""
     y, metrics = checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
     y = x + y  # gradients of three parts of x are added up
     parts = {"y": (y * y).sum(), "losses": metrics.aux_loss}
     loss = sum(part for name, part in parts.items() if name in which and part.requires_grad)
     inputs = (x, *layer.parameters()) if x.requires_grad else tuple(layer.parameters())
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return [y.detach(), metrics.aux_loss.detach(), metrics.topk_idx, metrics.expert_load, *found]
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [
+        y.detach(),
+        metrics.aux_loss.detach(),
+        metrics.topk_idx,
+        metrics.expert_load,
+        *gradients,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,20 +59,20 @@ def test_bits_are_those_of_a_called_router(
     rank: int, num_ranks: int, findings: Findings, device: str, name: str, around: str
 ) -> None:
     with open_heap(device) as heap:
-        own, called = (
+        inside, called = (
             make_layer(heap, config_for(num_ranks, device, **OPTIONS[name]))[0] for _ in range(2)
         )
         called.router.register_forward_hook(lambda *_: None)
         for number in range(5):
             findings.where = f"rank {rank}, call {number}"
-            x = tokens_of(rank, 9, own.config.hidden, salt=number).to(heap.device)
+            x = tokens_of(rank, 9, inside.config.hidden, salt=number).to(heap.device)
             x.requires_grad_(number != 3)
             which = "losses" if number == 4 and name == "losses" else "y, losses"
             with mock.patch.object(router, "route_tokens", wraps=router.route_tokens) as chosen:
-                found = results(own, x, around, which)
+                actual = results(inside, x, around, which)
                 num_own = chosen.call_count
-                wanted = results(called, x, around, which)
-            findings.same_bits(found, wanted)
+                expected = results(called, x, around, which)
+            findings.same_bits(actual, expected)
             findings.equal("calls that chose outside of the step", num_own, 0)
             findings.check(chosen.call_count > 0, "the router was not called")
 
@@ -84,8 +90,8 @@ def by_subclass(router: Router) -> None:
 
 
 def by_instance(router: Router) -> None:
-    old = router.forward
-    router.forward = wraps(old)(lambda *args, **options: doubled(old(*args, **options)))
+    original = router.forward
+    router.forward = wraps(original)(lambda *args, **options: doubled(original(*args, **options)))
 
 
 DOUBLES: dict[str, Callable[[Router], object]] = {
@@ -104,13 +110,13 @@ class Doubled(torch.nn.Module):
         return 2 * weight
 
 
-@pytest.mark.parametrize("way", DOUBLES)
+@pytest.mark.parametrize("change", DOUBLES)
 @run_on(2)
-def test_what_is_put_in_place_of_a_router_runs_in_every_path(
-    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, way: str
+def test_replacements_of_a_router_run_in_every_path(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, change: str
 ) -> None:
-    """All probs, or the weight, are twice what they were in earlier calls. (Of hooks that come after a compiled call
-    torch.compile takes no notice: docs/concepts.md.)"""
+    """All probs, or the weight, are doubled from one call to the next. (torch.compile ignores hooks that are added
+    after a compiled call: docs/concepts.md.)"""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     shared = torch.nn.Linear(layer.config.hidden, layer.config.hidden)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -126,12 +132,12 @@ def test_what_is_put_in_place_of_a_router_runs_in_every_path(
     eager = {name: call for name, call in calls.items() if name != "compile"}
     before = {name: call(x).detach() for name, call in eager.items() for _ in range(2)}
     before["compile"] = before["plain"]
-    if way != "instance":  # it takes long
+    if change != "instance":  # it takes long
         del calls["compile"]
-    DOUBLES[way](layer.router)
-    factor = 1 if way == "parametrization" else 2
+    DOUBLES[change](layer.router)
+    factor = 1 if change == "parametrization" else 2
     for name, call in calls.items():
-        findings.where = f"rank {rank}, {way}, {name}"
+        findings.where = f"rank {rank}, {change}, {name}"
         y = call(x)
         findings.check(torch.allclose(y, factor * before[name], rtol=1e-5), "y is another")
         if y.requires_grad:
@@ -140,7 +146,7 @@ def test_what_is_put_in_place_of_a_router_runs_in_every_path(
 
 
 def with_shared(layer: MoELayer, shared: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The experts' part of y."""
+    """The experts' part of y, of a layer with a shared expert."""
     layer.shared_expert = shared
     y = layer(x)[0] - shared(x)
     layer.shared_expert = None
@@ -153,10 +159,10 @@ def test_an_exception_before_the_plan_fails_the_call_on_all_ranks(
 ) -> None:
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     x = tokens_of(rank, 9, layer.config.hidden)
-    wanted, _ = layer(x)
+    expected, _ = layer(x)
     layer(x)
     broken = mock.patch.object(Route, "compute", side_effect=RuntimeError("out of memory"))
     with mock.patch.object(heap, "_plays", False), broken if rank == 1 else nullcontext():
         with pytest.raises(RuntimeError if rank == 1 else SymmoeError, match="out of memory"):
             layer(x)
-    findings.check(torch.equal(layer(x)[0], wanted), "other bits after the error")
+    findings.check(torch.equal(layer(x)[0], expected), "other bits after the error")

@@ -1,5 +1,5 @@
-"""Mistakes in training loops without a trainer, and loops that are right: what each says, in the first step at latest.
-The reference is one process with all experts, and all tokens."""
+"""Mistakes in training loops without a trainer, and correct loops: the messages of each, in the first step at latest.
+The reference is one process with all experts and all tokens."""
 
 import gc
 import os
@@ -44,21 +44,23 @@ PACKAGE = os.path.dirname(symmoe.__file__) + os.sep
 
 
 def texts_of(loop: Callable[[], object]) -> list[str]:
-    """What a loop warns of, and what it raises."""
+    """The warnings and the error of a loop."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = []
+        errors = []
         try:
             loop()
         except ArgumentError as error:
-            found.append(str(error))
-    ours = [each for each in caught if each.category is UserWarning]
-    assert not [each.filename for each in ours if each.filename.startswith(PACKAGE)]
-    texts = [str(each.message) for each in ours]
+            errors.append(str(error))
+    user_warnings = [message for message in caught if message.category is UserWarning]
+    assert not [
+        message.filename for message in user_warnings if message.filename.startswith(PACKAGE)
+    ]
+    texts = [str(message.message) for message in user_warnings]
     # torch's own, of the streams of DDP, on GPUs:
     return [
         text for text in texts if not text.startswith("The AccumulateGrad node's stream")
-    ] + found
+    ] + errors
 
 
 Loop = Callable[[symmoe.SymmetricHeap], object]
@@ -67,7 +69,7 @@ Loop = Callable[[symmoe.SymmetricHeap], object]
 def trains(
     model, rank, after_backward, *, make=torch.optim.SGD, zero_first=False, num_micro_batches=1
 ) -> None:
-    """Two steps."""
+    """Two steps of training."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
     symmoe.training.check_first_step(model, optimizer)
     for step in range(2):
@@ -99,7 +101,7 @@ def loop(
     make_model=right,
     **options,
 ) -> Loop:
-    """A loop that is right, but for what is given here."""
+    """A correct loop, except for these replaced parts."""
 
     def run(heap: symmoe.SymmetricHeap) -> None:
         model = make_model(heap)
@@ -199,19 +201,19 @@ def upcycle(model: Model) -> None:
         )
 
 
-def hold_own_experts(model: Model) -> None:
-    """Of another kind, on each rank others."""
-    model.own = nn.Linear(HIDDEN, HIDDEN)
-    model.own.holds_experts = True
+def add_users_experts(model: Model) -> None:
+    """Adds a user's own experts, which differ between ranks."""
+    model.user_experts = nn.Linear(HIDDEN, HIDDEN)
+    model.user_experts.holds_experts = True
 
 
 def in_groups_of_one(heap: symmoe.SymmetricHeap) -> None:
     with open_heap(
         "cpu", group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    ) as own:
-        loop(after_backward=lambda model: None, make_model=lambda _: Model(own, seed=heap.rank))(
-            heap
-        )
+    ) as own_heap:
+        loop(
+            after_backward=lambda model: None, make_model=lambda _: Model(own_heap, seed=heap.rank)
+        )(heap)
 
 
 RIGHT: dict[str, Loop] = {
@@ -227,12 +229,12 @@ RIGHT: dict[str, Loop] = {
     ),
     "own reduction": loop(after_backward=reduce_by_hand),
     "upcycled": loop(upcycle),
-    "own experts": loop(hold_own_experts),
+    "own experts": loop(add_users_experts),
     "groups of one rank": in_groups_of_one,
 }
 
 
-def said(rank: int, num_ranks: int, device: str, kind: str, name: str) -> list[str]:
+def texts_of_loop(rank: int, num_ranks: int, device: str, kind: str, name: str) -> list[str]:
     loop = MISTAKES[name][0] if kind == "mistake" else RIGHT[name]
     with open_heap(device) as heap:
         texts = texts_of(lambda: loop(heap))
@@ -243,7 +245,7 @@ def said(rank: int, num_ranks: int, device: str, kind: str, name: str) -> list[s
 @on_ranks(cpu=(2,), cuda=(2,))
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(cluster, name: str, num_ranks: int, device: str):
-    for texts in cluster(num_ranks, device).run(said, device, "mistake", name):
+    for texts in cluster(num_ranks, device).run(texts_of_loop, device, "mistake", name):
         assert len(texts) == 1, texts
         assert MISTAKES[name][1] in texts[0]
 
@@ -253,30 +255,30 @@ def test_mistakes_are_named(cluster, name: str, num_ranks: int, device: str):
 def test_right_loops_are_not_warned(cluster, name: str, num_ranks: int, device: str):
     if device == "cuda" and name == "groups of one rank":
         pytest.skip("NVSHMEM has one heap per process")
-    assert cluster(num_ranks, device).run(said, device, "right", name) == [[], []]
+    assert cluster(num_ranks, device).run(texts_of_loop, device, "right", name) == [[], []]
 
 
 @run_on(2, on_gpus=(2,))
-def test_parameters_elsewhere(rank: int, num_ranks: int, device: str) -> None:
-    """Experts of one rank are on another device than the heap, for a while."""
+def test_parameters_on_another_device_are_refused(rank: int, num_ranks: int, device: str) -> None:
+    """Experts of one rank are temporarily on another device than the heap."""
     with open_heap(device) as heap:
         model = right(heap)
-        wanted = loss_of(model, rank)
-        other, where = ("cpu", "cuda:1") if device == "cuda" else ("meta", "cpu")
+        expected = loss_of(model, rank)
+        elsewhere, where = ("cpu", "cuda:1") if device == "cuda" else ("meta", "cpu")
         weight = model.moe.experts.fc2.weight
         if rank == 1:
-            model.moe.experts.fc2.weight = nn.Parameter(weight.to(other))
+            model.moe.experts.fc2.weight = nn.Parameter(weight.to(elsewhere))
         with pytest.raises(
-            ArgumentError, match=f"experts.fc2.weight is on {other}; it must be on {where}"
+            ArgumentError, match=f"experts.fc2.weight is on {elsewhere}; it must be on {where}"
         ):
             loss_of(model, rank)
         model.moe.experts.fc2.weight = weight
-        assert torch.equal(loss_of(model, rank), wanted)
+        assert torch.equal(loss_of(model, rank), expected)
 
 
 @run_on(4)
-def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
-    """Two EP groups. Everything of rank 0 but its experts; with expert_group those of the first group, too."""
+def test_broadcast_parameters_copies_rank_0_without_its_experts(rank: int, num_ranks: int) -> None:
+    """Two EP groups. With an expert_group, experts of the first group are broadcast, too."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     with (
         open_heap("cpu", group=pairs[rank // 2]) as alone,
@@ -294,16 +296,16 @@ def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
             model = model_of(rank, its_heap)
             symmoe.training.broadcast_parameters(model)
             first = model_of(0, alone).state_dict()
-            own = model_of(source, alone).state_dict()
+            state = model_of(source, alone).state_dict()
             for name, tensor in model.state_dict().items():
-                assert torch.equal(tensor, (own if ".experts." in name else first)[name]), name
+                assert torch.equal(tensor, (state if ".experts." in name else first)[name]), name
         model.meta = nn.Parameter(torch.empty(2, device="meta"))
         with pytest.raises(ArgumentError, match="meta is on meta"):
             symmoe.training.broadcast_parameters(model)
 
 
 class Repeats(torch.optim.SGD):
-    """Its step calls another one, with hooks of its own where torch has met its class; and it may raise."""
+    """An optimizer whose step calls another one, with hooks of its own if torch knows its class; and may raise."""
 
     fails = False
 
@@ -314,7 +316,7 @@ class Repeats(torch.optim.SGD):
 
 
 @run_on(2)
-def test_a_first_step_that_fails_and_one_with_other_hooks(
+def test_a_failed_first_step_is_compared_in_the_next_one(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -329,19 +331,19 @@ def test_a_first_step_that_fails_and_one_with_other_hooks(
             optimizer.step()
         optimizer.fails = False
     (text,) = texts_of(optimizer.step)
-    held = weakref.ref(model)
+    model_ref = weakref.ref(model)
     assert "call symmoe.reduce_gradients" in text
     assert texts_of(optimizer.step) == []
     del model
     gc.collect()
-    assert held() is None  # an optimizer has hooks as long as it lives
+    assert model_ref() is None  # an optimizer has hooks as long as it lives
 
 
 @run_on(2)
 def test_only_the_first_step_is_compared(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
-    """Ranks that go apart later are their owner's wish, and no step after the first waits for a peer."""
+    """Ranks may diverge later on purpose, and no step after the first waits for a peer."""
     model = right(heap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     symmoe.training.check_first_step(model, optimizer)

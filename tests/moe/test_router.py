@@ -37,11 +37,11 @@ MODES = itertools.product(get_args(Score), (False, True), (False, True), SIZES)
 
 
 @pytest.mark.parametrize("mode", [(*mode, *sizes) for *mode, sizes in MODES], ids=str)
-def test_every_mode_is_the_reference(mode: tuple[object, ...]):
+def test_every_mode_equals_the_reference(mode: tuple[object, ...]):
     """Results, and gradients of a weighted sum of probs, scores and logits."""
     router = make_router(route_scale=2.5, **dict(zip(NAMES, mode, strict=True)))
     x = make_tokens().requires_grad_()
-    exact_x, weight = (each.detach().double().requires_grad_() for each in (x, router.weight))
+    exact_x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, router.weight))
     bias = None if router.expert_bias is None else router.expert_bias.double()
     output = router(x)
     expected = reference.route(router.config, exact_x, weight, bias, None)
@@ -49,7 +49,7 @@ def test_every_mode_is_the_reference(mode: tuple[object, ...]):
     assert torch.equal(output.topk_idx.long(), expected.ids)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())
-    wanted = torch.zeros((), dtype=torch.float64)
+    required = torch.zeros((), dtype=torch.float64)
     for name in ("probs", "scores", "logits"):
         got = getattr(output, name)
         want = getattr(expected, name)
@@ -57,9 +57,9 @@ def test_every_mode_is_the_reference(mode: tuple[object, ...]):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-6)
         factors = torch.randn(want.shape, generator=generator)
         loss = loss + (got * factors).sum()
-        wanted = wanted + (want * factors).sum()
+        required = required + (want * factors).sum()
     loss.backward()
-    wanted.backward()
+    required.backward()
     for leaf, exact in ((x, exact_x), (router.weight, weight)):
         torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
@@ -100,7 +100,7 @@ def test_no_tokens():
     assert torch.equal(router.weight.grad, torch.zeros(EXPERTS, HIDDEN))
 
 
-def test_is_fp32_under_autocast_and_for_half_precision_tokens():
+def test_the_router_computes_in_fp32_under_autocast_and_for_half_precision():
     router = make_router()
     x = make_tokens().bfloat16()
     expected = router(x.float())

@@ -1,4 +1,4 @@
-"""MoELayer in real schedules: what is kept for backward, 1F1B, exceptions, a shared expert."""
+"""MoELayer in real schedules: saved tensors, 1F1B, exceptions, a shared expert."""
 
 import gc
 from dataclasses import replace
@@ -28,18 +28,18 @@ def test_stashes_give_the_same_bits(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
     for options in ({"order": "rank"}, {"order": "slot", "capacity": 64, "max_tokens": 8}):
-        found, leased = {}, {}
+        by_stash, leased = {}, {}
         for stash in STASHES:
             findings.where = f"rank {rank} of {num_ranks}, stash {stash}, {options}"
             with open_heap(device) as heap:
                 config = config_for(num_ranks, device, stash=stash, **options)
                 model = Stack(heap, config)
-                kept = model(batch(heap, config.hidden, 0))
+                output = model(batch(heap, config.hidden, 0))
                 leased[stash] = heap.leased_bytes
-                del kept
-                found[stash] = step(model, *batches(heap, config.hidden, 1))
+                del output
+                by_stash[stash] = step(model, *batches(heap, config.hidden, 1))
                 findings.equal("leased bytes", heap.leased_bytes, 0)
-                findings.same_bits(found[stash], found["all"])
+                findings.same_bits(by_stash[stash], by_stash["all"])
         findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
         findings.check(
             leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}"
@@ -58,26 +58,28 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("num_ranks", "device", "dtype"), CALLS, ids=str)
-def test_all_ways_give_the_same_bits(cluster, num_ranks: int, device: str, dtype: torch.dtype):
+def test_all_options_give_the_same_bits(cluster, num_ranks: int, device: str, dtype: torch.dtype):
     assert cluster(num_ranks, device).findings(check_ways, device, dtype, timeout_s=280) == []
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @run_on(2, on_gpus=(2, 8))
-def test_one_forward_one_backward(
+def test_1f1b_fits_a_heap_of_the_planned_size(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
-    """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
+    """1F1B against micro-batches in sequence, on a heap of exactly `plan_memory`'s size."""
     num_batches = 5
-    for stash, way in [(stash, WAYS[0]) for stash in STASHES] + [
+    for stash, options in [(stash, WAYS[0]) for stash in STASHES] + [
         ("all", WAYS[1]),
         ("none", WAYS[2]),
         ("all", WAYS[3]),
     ]:
-        config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **way)
-        for in_flight in (1, 2, 3) if (stash, way) == ("all", WAYS[0]) else (2,):
-            findings.where = f"rank {rank} of {num_ranks}, {stash}, {way}, {in_flight} in flight"
+        config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **options)
+        for in_flight in (1, 2, 3) if (stash, options) == ("all", WAYS[0]) else (2,):
+            findings.where = (
+                f"rank {rank} of {num_ranks}, {stash}, {options}, {in_flight} in flight"
+            )
             sizes = {
                 "num_ranks": num_ranks,
                 "num_tokens": 8,
@@ -104,8 +106,10 @@ def test_one_forward_one_backward(
 
 
 @run_on(1, 2)
-def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: Findings) -> None:
-    """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
+def test_a_heap_one_block_below_the_plan_is_exhausted(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """A typed error on every rank names the missing bytes; afterwards the heap still works."""
     config = config_for(num_ranks, "cpu", capacity=48, max_tokens=8)
     sizes = {
         "num_ranks": num_ranks,
@@ -134,7 +138,7 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: F
 def test_exceptions_between_forward_and_backward(
     rank, num_ranks, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """The user's code raises between forward and backward, and in the middle of a backward pass."""
+    """The user's code raises between forward and backward, and during a backward pass."""
     config = config_for(num_ranks, "cpu")
 
     class Failing(torch.autograd.Function):
@@ -184,11 +188,11 @@ class ReturnsTensors(Router):
 def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
+    """A router or experts of a wrong kind on one rank: an error on all ranks names the required kind."""
     layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
     x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
     want = layer(x)[0]
-    for name, made, text in (
+    for name, part, text in (
         ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
         (
             "router",
@@ -205,19 +209,19 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
     ):
         findings.where = f"rank {rank} of {num_ranks}, {text}"
         if rank == 0:
-            setattr(layer, name, made)
-        name_of_error, found = outcome(layer, x)
+            setattr(layer, name, part)
+        name_of_error, actual = outcome(layer, x)
         findings.equal("error", name_of_error, "ArgumentError")
-        findings.check(text in found and ("MoELayer" in found or "returns" in text), found)
+        findings.check(text in actual and ("MoELayer" in actual or "returns" in text), actual)
         layer.router, layer.experts = router, experts
         findings.check(torch.equal(layer(x)[0], want), "the next call is wrong")
 
 
 @run_on(1, 2)
-def test_experts_of_your_own_run_by_parts(
+def test_users_experts_run_by_parts(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
+    """The program of MoELayer's docstring, with one dense matrix for each expert, against a plain loop."""
     generator = torch.Generator().manual_seed(3)
     local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
     x = tokens_of(rank, 6, H).requires_grad_()
@@ -233,15 +237,17 @@ def test_experts_of_your_own_run_by_parts(
     plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
     rows, row_probs, handle = symmoe.dispatch_tokens(x, plan, probs=probs)
     y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), handle)
-    found = torch.autograd.grad(y.square().sum(), [x, probs])
+    actual = torch.autograd.grad(y.square().sum(), [x, probs])
     dense = (
         probs[..., None]
         * torch.stack([x @ w.tanh() for w in every], 1).gather(
             1, topk_idx[..., None].expand(-1, -1, H)
         )
     ).sum(1)
-    wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
-    for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
+    expected = torch.autograd.grad(dense.square().sum(), [x, probs])
+    for name, got, want in zip(
+        ("y", "dx", "dprobs"), (y, *actual), (dense, *expected), strict=True
+    ):
         findings.close(name, got, want, rtol=1e-4, atol=1e-4)
 
 

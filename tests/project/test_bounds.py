@@ -1,5 +1,5 @@
-"""`make lint` finds nothing, and the bounds of support/budgets.py hold: statements, crowds, and how far one step goes
-through the package."""
+"""`make lint` reports no problem, and the bounds of support/budgets.py hold: statements, files of a folder, and the
+files and frames of the package that one step runs through."""
 
 import ast
 import os
@@ -28,8 +28,8 @@ KERNELS = os.path.join(FOLDER, "kernels", "twin") + os.sep
 STEADY = 6  # by then programs have been built
 
 
-class Way:
-    """The way of a call through the package."""
+class CallTrace:
+    """The files and frames of the package that a call runs through."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()  # that have run
@@ -37,8 +37,8 @@ class Way:
         self.num_before_kernel: int | None = None  # calls before the first one of a kernel
         self.depth = 0  # of the stack, counting the package's own frames
 
-    def note(self, frame: FrameType, event: str, _: object) -> None:
-        """A profiling function of sys."""
+    def record(self, frame: FrameType, event: str, _: object) -> None:
+        """A profiling function for sys.setprofile."""
         file = frame.f_code.co_filename
         if event != "call" or not file.startswith(FOLDER):
             return
@@ -53,10 +53,10 @@ class Way:
             outer = outer.f_back
         self.depth = max(self.depth, depth)
 
-    def of(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Calls the function and notes its way."""
-        threading.setprofile(self.note)
-        sys.setprofile(self.note)
+    def run(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Calls the function and records its frames."""
+        threading.setprofile(self.record)
+        sys.setprofile(self.record)
         try:
             return function()
         finally:
@@ -64,10 +64,11 @@ class Way:
             threading.setprofile(None)
 
 
-def way_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
-    """Of a bf16 layer with the defaults, by the names of BUDGETS; on rank 0, whose peers run freely."""
-    forward = Way()
-    backward = Way()
+def trace_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
+    """Counts of a bf16 layer's step with default options, by the names of BUDGETS; on rank 0, whose peers run
+    freely."""
+    forward = CallTrace()
+    backward = CallTrace()
     with open_heap("cpu", num_bytes=64 << 20, programs=programs, fills="0") as heap:
         config = symmoe.MoEConfig(hidden=64, ffn=512, num_experts=4 * num_ranks, top_k=2)
         layer = make_layer(heap, config)[0].to(torch.bfloat16)
@@ -75,24 +76,24 @@ def way_of_a_step(rank: int, num_ranks: int, programs: str) -> dict[str, int]:
         x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
         for step in range(STEADY + 1):
             if rank == 0 and step == STEADY:
-                loss = forward.of(lambda: layer(x)[0]).float().square().mean()
-                backward.of(loss.backward)
+                loss = forward.run(lambda: layer(x)[0]).float().square().mean()
+                backward.run(loss.backward)
             else:
                 layer(x)[0].float().square().mean().backward()
     if rank != 0:
         return {}
     assert forward.num_before_kernel is not None
     num_files = len(forward.files | backward.files)
-    found = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
-    return dict(zip(OF_A_STEP, found, strict=True))
+    counts = (num_files, forward.depth, forward.num_calls, forward.num_before_kernel)
+    return dict(zip(OF_A_STEP, counts, strict=True))
 
 
 @pytest.mark.parametrize("programs", ["on", "off"])
 def test_a_steady_step_stays_within_its_bounds(cluster, programs: str):
-    found = cluster(2).run(way_of_a_step, programs)[0]
-    assert min(found.values()) > 5
+    counts = cluster(2).run(trace_of_a_step, programs)[0]
+    assert min(counts.values()) > 5
     assert not {
-        name: number for name, number in found.items() if number > max(budgets.BUDGETS[name])
+        name: number for name, number in counts.items() if number > max(budgets.BUDGETS[name])
     }
 
 
@@ -103,7 +104,7 @@ def test_sources_stay_within_their_bounds():
     assert {name: size for name, size in sizes.items() if size > max(budgets.BUDGETS[name])} == {}
 
 
-def test_functions_with_many_parameters_are_found():
+def test_functions_with_many_parameters_are_counted():
     many = ", ".join(f"p{i}" for i in range(9))
     source = f"def f({many}): ...\ndef g({many[4:]}): ...\n@triton.jit\ndef k({many}): ...\n"
     nodes = budgets.statements_of(ast.parse(source))
@@ -122,7 +123,7 @@ SOURCES = ("symmoe", "tests", "examples", "benchmarks", "docs")
     ],
     ids=lambda words: "-".join(words[:2]),
 )
-def test_lint_finds_nothing(command: tuple[str, ...]):
+def test_lint_reports_no_problem(command: tuple[str, ...]):
     pytest.importorskip(command[0], reason="looks for faults in sources: pip install '.[dev]'")
     printed_by("-m", *command, cwd=budgets.ROOT)
 

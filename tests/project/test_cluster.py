@@ -1,4 +1,4 @@
-"""Tests that run on ranks (tests/support/cluster.py) fail where a rank fails or finds something wrong."""
+"""Tests on ranks (tests/support/cluster.py) fail if a rank raises or records a finding."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,8 @@
-"""The program of every page runs as a reader would run it, on CPUs. A page's Python blocks, one after the other, are
-its `train.py`. It is started by the commands that the page prints for it, and without one by `python train.py`. A block
-after `<!-- not run: the reason -->` is left out. README's program has the launcher itself; those of other pages have
-what torchrun gives its ranks."""
+"""The program of every page runs as a reader would run it, on CPUs.
+
+A page's Python blocks, in sequence, are its `train.py`. The commands on the page start it; without one, `python
+train.py` does. A block after `<!-- not run: the reason -->` is omitted. README's program includes the launcher; those
+of other pages get torchrun's variables for their ranks."""
 
 import os
 import re
@@ -36,7 +37,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What a page's program needs and does."""
+    """The requirements of a page's program, and its expected output."""
 
     prints: str = (
         ""  # a regular expression; found in the output once per rank, or as often as `times`
@@ -44,7 +45,7 @@ class Page:
     times: int = 1
     leaves: tuple[str, ...] = ()  # files and folders that are there afterwards
     needs: tuple[str, ...] = ()  # packages, as pip would be given them
-    here: tuple[tuple[str, str], ...] = ()  # what is written otherwise on a machine without a GPU
+    replacements: tuple[tuple[str, str], ...] = ()  # (text, its replacement without a GPU)
     is_slow: bool = False  # other tests have most of it
 
 
@@ -104,7 +105,7 @@ PAGES = {
     "docs/torchtitan.md": Page(
         r"loss:",
         needs=("torchtitan==0.3.0", "torchdata", "spmd_types", "tyro", "datasets"),
-        here=(
+        replacements=(
             (
                 "from torchtitan.models",
                 "import os\nfrom torchtitan_cases import small\nfrom torchtitan.models",
@@ -123,7 +124,7 @@ PAGES = {
 
 
 def program_of(text: str) -> str:
-    """The page's blocks, without those that say that they do not run."""
+    """The page's blocks, without those marked as not run."""
     blocks = re.findall(
         r"^(<!-- not run: .{20,} -->\n+)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
     )
@@ -131,16 +132,17 @@ def program_of(text: str) -> str:
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """What the page says to start train.py with: lines and code spans that begin with a launcher and end with it."""
+    """The page's commands that start train.py: lines and code spans that begin with a launcher and end with the
+    file."""
     begins = "|".join(LAUNCHERS)
-    found = re.findall(
+    matches = re.findall(
         rf"(?:^    |`)((?:{begins}) (?:[^`\n]* )?train\.py)(?=$|`| )", text, re.MULTILINE
     )
-    return [shlex.split(command) for command in dict.fromkeys(found)] or [["python", "train.py"]]
+    return [shlex.split(command) for command in dict.fromkeys(matches)] or [["python", "train.py"]]
 
 
 def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
-    """What it prints, at its good end."""
+    """The output of the program, which must succeed."""
     (launcher,) = (name for name in LAUNCHERS if " ".join(command).startswith(name))
     words = [sys.executable, *LAUNCHERS[launcher], *command[len(launcher.split()) :]]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks", ROOT / "tests" / "support")))
@@ -153,25 +155,28 @@ def run(command: list[str], folder: Path, *, by_launcher: bool = False) -> str:
     plain = re.fullmatch(r"(?:torchrun --nproc-per-node=(\d)|python) train\.py", " ".join(command))
     options = {"folder": folder, "environment": environment}
     if plain and by_launcher:  # torchrun itself is forked, the ranks that it starts are not
-        done = run_forked(Path(torchrun.__file__), *words[3:], num_ranks=None, **options)
+        process = run_forked(Path(torchrun.__file__), *words[3:], num_ranks=None, **options)
     elif plain:
         num_ranks = int(plain[1]) if plain[1] else None
-        done = run_forked(folder / "train.py", num_ranks=num_ranks, **options)
+        process = run_forked(folder / "train.py", num_ranks=num_ranks, **options)
     else:
-        done = subprocess.run(
+        process = subprocess.run(
             words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S
         )
     printed, errors = (
         "".join(path.read_text(errors="replace") for path in folder.glob(f"logs/**/{name}.log"))
         for name in ("stdout", "stderr")
     )
-    assert done.returncode == 0, (done.stdout + printed)[-2000:] + (done.stderr + errors)[-5000:]
-    return done.stdout + printed
+    assert process.returncode == 0, (process.stdout + printed)[-2000:] + (process.stderr + errors)[
+        -5000:
+    ]
+    return process.stdout + printed
 
 
 def is_installed(requirement: Requirement) -> bool:
     return any(
-        each.version in requirement.specifier for each in distributions(name=requirement.name)
+        distribution.version in requirement.specifier
+        for distribution in distributions(name=requirement.name)
     )
 
 
@@ -185,9 +190,9 @@ def test_page_runs(page: str, tmp_path: Path):
             pytest.skip(f"{page} needs {need}, which is not installed")
     text = (ROOT / page).read_text(encoding="utf-8")
     program = program_of(text)
-    for written, here in PAGES[page].here:
+    for written, replacement in PAGES[page].replacements:
         assert program.count(written) == 1, written
-        program = program.replace(written, here)
+        program = program.replace(written, replacement)
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in commands_of(text):
@@ -204,7 +209,7 @@ def test_every_page_with_a_program_is_run():
 
 @pytest.mark.parametrize("block", ["assert 1 == 2", "symmoe.no_such_name", "<!-- not run: -->"])
 def test_a_wrong_program_fails(block: str, tmp_path: Path):
-    """Negative control: in the second block, on the second rank; and a block is left out for a reason only."""
+    """Negative control: an error in the second block, on the second rank; and a block is omitted only with a reason."""
     page = f"`torchrun --nproc-per-node=2 train.py`\n\n```python\nimport os, symmoe\n```\n\n```python\n{block}\n```\n"
     (tmp_path / "train.py").write_text(program_of(page), encoding="utf-8")
     (command,) = commands_of(page)

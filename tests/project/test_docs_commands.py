@@ -1,4 +1,4 @@
-"""The commands in README.md and docs/*.md: parsed by the command's own parser, or their files and options looked up."""
+"""The commands in README.md and docs/*.md: the command's own parser accepts them, or their files and options exist."""
 
 import argparse
 import itertools
@@ -21,14 +21,15 @@ YOURS = {"train.py"}  # files of the reader
 
 
 def lines(text: str) -> Iterator[str]:
-    """Indented lines, with those that a backslash continues, and code spans within paragraphs."""
+    """Indented lines, joined with lines that a backslash continues, and code spans within paragraphs."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     yield from re.findall(r"^ {4,}(.*)$", re.sub(r"\\\n\s*", "", text), re.MULTILINE)
     yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a command, without prompt, comment, and brackets around what is optional; [] if it is none."""
+    """The words of a command, without prompt, comment, and brackets around optional parts; [] if the line is no
+    command."""
     line = line.removeprefix("$ ")
     if not re.match(rf"({TOOLS}) |benchmarks/\S+\.sh", line):
         return []
@@ -38,25 +39,25 @@ def words_of(line: str) -> list[str]:
 
 def commands() -> list[tuple[str, tuple[str, ...]]]:
     """(page, words) of every command."""
-    found = [
+    pairs = [
         (page.relative_to(ROOT).as_posix(), tuple(words))
         for page in PAGES
         for line in lines(page.read_text(encoding="utf-8"))
         if (words := words_of(line))
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(pairs))
 
 
 def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
-    """What torchrun, or python, runs."""
+    """The words after torchrun or python and its options: the program and its arguments."""
     if words[0] not in ("torchrun", "python"):
         return words
-    rest = tuple(itertools.dropwhile(lambda word: word.startswith("--"), words[1:]))
-    return rest[1:] if rest[:1] == ("-m",) else rest
+    remaining = tuple(itertools.dropwhile(lambda word: word.startswith("--"), words[1:]))
+    return remaining[1:] if remaining[:1] == ("-m",) else remaining
 
 
 COMMANDS = [(page, words, after_launcher(words)) for page, words in commands()]
-OURS = sorted({rest for _, _, rest in COMMANDS if rest[:1] == ("symmoe",)})
+SYMMOE_COMMANDS = sorted({words for _, _, words in COMMANDS if words[:1] == ("symmoe",)})
 SCRIPTS = sorted(
     {to for _, _, to in COMMANDS if to and to[0].endswith((".py", ".sh")) and to[0] not in YOURS}
 )
@@ -64,7 +65,7 @@ SCRIPTS = sorted(
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch):
-    """`main`, which parses and runs nothing."""
+    """The arguments that `main` parses, without running the command."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_only(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -76,7 +77,7 @@ def parse(monkeypatch: pytest.MonkeyPatch):
     return main
 
 
-@pytest.mark.parametrize("words", OURS, ids=" ".join)
+@pytest.mark.parametrize("words", SYMMOE_COMMANDS, ids=" ".join)
 def test_commands_of_symmoe_parse(
     parse, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
@@ -111,7 +112,7 @@ def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
 def test_targets_modules_and_extras_exist():
     makefile = (ROOT / "Makefile").read_text()
     project = (ROOT / "pyproject.toml").read_text()
-    for page, words, rest in COMMANDS:
+    for page, words, arguments in COMMANDS:
         if words[0] == "make":
             assert re.search(rf"^([\w-]+ )*{words[1]}( [\w-]+)*:", makefile, re.MULTILINE), (
                 page,
@@ -127,8 +128,8 @@ def test_targets_modules_and_extras_exist():
             assert not missing, (page, words)
         elif words[0] == "pytest":
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word), (page, words)
-        elif rest and re.fullmatch(r"tests(\.\w+)+", rest[0]):
-            path = ROOT / rest[0].replace(".", "/")
+        elif arguments and re.fullmatch(r"tests(\.\w+)+", arguments[0]):
+            path = ROOT / arguments[0].replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
                 page,
                 words,
@@ -136,10 +137,10 @@ def test_targets_modules_and_extras_exist():
 
 
 @pytest.mark.parametrize(("page", "number"), [("tuning", 1), ("nodes", 1), ("layouts", 2)])
-def test_a_page_shows_what_symmoe_plan_prints(
+def test_a_page_shows_the_output_of_symmoe_plan(
     page: str, number: int, capsys: pytest.CaptureFixture[str]
 ):
-    """A line of three dots stands for lines that a page leaves out."""
+    """A line of three dots stands for omitted lines."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     shown = re.findall(r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", text, re.MULTILINE)
     assert len(shown) == number
@@ -151,9 +152,11 @@ def test_a_page_shows_what_symmoe_plan_prints(
 
 def test_a_wrong_command_does_not_parse(parse, capsys: pytest.CaptureFixture[str]):
     """Negative control."""
-    assert len(OURS) >= 15
+    assert len(SYMMOE_COMMANDS) >= 15
     assert len(SCRIPTS) >= 8
-    (plan,) = (words for words in OURS if words[1] == "plan" and "--micro-batches" in words)
+    (plan,) = (
+        words for words in SYMMOE_COMMANDS if words[1] == "plan" and "--micro-batches" in words
+    )
     for wrong in ([*plan[1:], "--layer", "x"], [*plan[1:-2], "--micro-batch-size", "4"], ["plam"]):
         with pytest.raises(SystemExit) as ended:
             parse(wrong)

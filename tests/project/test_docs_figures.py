@@ -1,5 +1,5 @@
-"""Figures of README.md, docs/reliability.md and docs/measurements.md are those of the records; errors have sections.
-The index of the records names each record, its command, and the files that use it."""
+"""Figures of README.md, docs/reliability.md and docs/measurements.md are those of the records, and every error has a
+section. The index of the records names each record, its command, and the files that use it."""
 
 import inspect
 import json
@@ -29,21 +29,21 @@ def speed_rows(text: str) -> list[list[str]]:
 
 
 def wrong_speeds(text: str) -> list[str]:
-    found = {
-        (one["preset"], str(one["tokens"]), one["variant"]): f"{one['tflops']:.0f}"
+    actual = {
+        (row["preset"], str(row["tokens"]), row["variant"]): f"{row['tflops']:.0f}"
         for name in ("steps-h200-ep2", "deepep-h200-ep2")
-        for one in record(name)
-        if one["suite"] == "steps"
+        for row in record(name)
+        if row["suite"] == "steps"
     }
     return [
         f"{preset}, {tokens} tokens, {variant}: {cell}"
         for preset, tokens, *cells in speed_rows(text)
         for variant, cell in zip(COLUMNS, cells, strict=True)
-        if found.get((preset, tokens, variant), "") != cell
+        if actual.get((preset, tokens, variant), "") != cell
     ]
 
 
-def test_speeds_are_the_records():
+def test_speeds_are_those_of_the_records():
     rows = speed_rows(README)
     assert len({(preset, tokens) for preset, tokens, *_ in rows}) == len(rows) == 9
     assert not wrong_speeds(README)
@@ -51,14 +51,14 @@ def test_speeds_are_the_records():
     assert len(wrong_speeds(changed)) == 1
 
 
-def test_what_is_missed_is_what_the_records_miss():
-    alone = [one for one in record("layer-h200-ep2") if one["variant"] == "gemms alone"]
-    presets = {one["preset"] for one in alone}
+def test_speeds_of_gemms_alone_are_those_of_the_records():
+    alone = [row for row in record("layer-h200-ep2") if row["variant"] == "gemms alone"]
+    presets = {row["preset"] for row in alone}
     both = (  # 6 and 12 T H I K: forward is a third of the FLOPs
         [
-            (1 if one["direction"] == "forward" else 2) / one["tflops"]
-            for one in alone
-            if one["preset"] == preset
+            (1 if row["direction"] == "forward" else 2) / row["tflops"]
+            for row in alone
+            if row["preset"] == preset
         ]
         for preset in presets
     )
@@ -66,13 +66,13 @@ def test_what_is_missed_is_what_the_records_miss():
     assert f"reach {reached[0]:.0f} to {reached[-1]:.0f}" in README
 
 
-def test_held_memory_is_the_records():
-    held = {
-        one["variant"]: one for one in record("memory-h100-ep2") if one["preset"] == "qwen3-30b"
+def test_memory_figures_are_those_of_the_record():
+    by_variant = {
+        row["variant"]: row for row in record("memory-h100-ep2") if row["preset"] == "qwen3-30b"
     }
     mib = {
-        name: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20
-        for name, one in held.items()
+        name: (row["held_ordinary_bytes"] + row["held_heap_bytes"]) / 2**20
+        for name, row in by_variant.items()
     }
     text = (
         f"{mib['layer']:,.0f} MiB a layer until its backward ({mib['layer, packed']:,.0f} with packed rows), "
@@ -81,15 +81,15 @@ def test_held_memory_is_the_records():
     assert text in " ".join(README.split())
 
 
-def test_trainers_are_the_records():
+def test_trainer_figures_are_those_of_the_records():
     for ways in measurements.trainings():
-        _, own_rate, own = ways[-1]
+        _, own_rate, baseline = ways[-1]
         assert f"| {max(rate for _, rate, _ in ways):,.0f} and {own_rate:,.0f} |" in README
-        first = next(iter(own))
+        first = next(iter(baseline))
         for name, _, losses in ways:
-            assert abs(losses["200"] - own["200"]) < 0.05 * own["200"]
+            assert abs(losses["200"] - baseline["200"]) < 0.05 * baseline["200"]
             if name != "torchtitan: step":  # whose experts start from other numbers
-                assert abs(losses[first] - own[first]) < 1e-3
+                assert abs(losses[first] - baseline[first]) < 1e-3
 
 
 def faults(kind: str) -> dict:
@@ -97,13 +97,16 @@ def faults(kind: str) -> dict:
 
 
 def suite(name: str) -> dict:
-    found = record(f"reliability-cpu-{name}")
-    assert (found["cases_failed"], found["cases_run"]) == (0, found["cases_wanted"])
-    return found
+    suite_record = record(f"reliability-cpu-{name}")
+    assert (suite_record["cases_failed"], suite_record["cases_run"]) == (
+        0,
+        suite_record["cases_wanted"],
+    )
+    return suite_record
 
 
 def promises() -> list[str]:
-    """What the table of promises must say, by the records."""
+    """The expected rows of the table of promises, from the records."""
     kills = json.loads(
         (ROOT / "tests" / "reliability" / "results" / "checkpoint_kills.json").read_text("utf-8")
     )
@@ -137,18 +140,18 @@ def test_promises_have_the_figures_of_the_records():
     assert len([text for text in promises() if text not in changed]) == 1
 
 
-def test_what_failed_on_gpus_is_the_records():
+def test_failures_on_gpus_are_those_of_the_records():
     assert f"failed cases: {measurements.failed_on_gpus()} " in " ".join(README.split())
 
 
-def test_measurements_are_made_of_the_records():
+def test_the_page_of_measurements_is_generated_from_the_records():
     assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), (
         "run python benchmarks/measurements.py"
     )
 
 
 def index_rows(index: str) -> list[list[str]]:
-    """Cells of the index of records: a record or a pattern, command, GPU, date, who uses it."""
+    """Cells of the index of records: a record or a pattern, command, GPU, date, users."""
     return [
         row.strip("| ").split(" | ") for row in re.findall(r"^\| .*\.(?:json|txt) .*$", index, re.M)
     ]
@@ -161,7 +164,8 @@ def text_below(path: Path) -> str:
 
 
 def wrong_rows(index: str) -> list[str]:
-    """Patterns of rows without a record, with users that do not name it, or with a command that it does not have."""
+    """Patterns of rows without a record, with users that do not name the record, or with a command that the record does
+    not have."""
     return [
         pattern
         for pattern, command, *_, users in index_rows(index)
@@ -196,27 +200,28 @@ def test_every_error_that_is_raised_has_its_section():
     assert {c.__name__ for c in raised} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
 
 
-def wrong_places(page: str) -> list[str]:
-    """Rows of the table of changes that do not list the files with the word of the row, and tests that exist."""
+def wrong_change_rows(page: str) -> list[str]:
+    """Rows of the table of changes that do not list the files with the word of the row, or that name tests that do not
+    exist."""
     table = page.split("## Where to change what")[1].split("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| a")]
     wrong = []
     for change, word, package, tests in rows:
         listed = set(re.findall(r"`([\w/]+\.py)`", package))
-        found = {
+        actual = {
             path.relative_to(ROOT / "symmoe").as_posix()
             for path in (ROOT / "symmoe").rglob("*.py")
             if word.strip() and word.strip(" `") in path.read_text(encoding="utf-8")
         }
         paths = [ROOT / "tests" / path for path in re.findall(r"`([\w/]+\.py)`", tests)]
-        if found != listed or not paths or not all(path.exists() for path in paths):
+        if actual != listed or not paths or not all(path.exists() for path in paths):
             wrong.append(change.strip())
     return wrong
 
 
-def test_the_table_of_changes_lists_the_files_of_what_exists():
+def test_the_table_of_changes_lists_the_files_with_its_words():
     page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
-    assert wrong_places(page) == []
+    assert wrong_change_rows(page) == []
     changed = page.replace("`kernels/twin/route.py`, ", "").replace("trip_checks.py", "trips.py")
     named = ["a router score", "an order of sums", "a number that a dispatch carries"]
-    assert wrong_places(changed) == named  # negative control
+    assert wrong_change_rows(changed) == named  # negative control

@@ -1,5 +1,5 @@
-"""Links of README.md and docs lead somewhere, in the repository and on the site. The site that mkdocs builds: no
-warning, every public name in the reference, nothing but pages."""
+"""Links of README.md and docs have targets, in the repository and on the site. mkdocs builds the site without warnings,
+with every public name in the reference, and with pages only."""
 
 import ast
 import importlib
@@ -25,20 +25,21 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 
 
 def headings(page: Path) -> list[str]:
-    """The texts of a page's headings; what stands in code blocks is none."""
+    """The texts of a page's headings, without lines in code blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that the repository's pages and mkdocs both have. They differ in spaces around what is left out."""
+    """The anchors of headings that the repository's pages and mkdocs share. They differ in spaces around omitted
+    characters."""
     plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings(page)]
     repository = {re.sub(r"\s", "-", heading) for heading in plain}
     return repository & {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
-def leads(page: Path, link: str) -> bool:
-    """Whether a link of a page is one of the web, or leads to a file and a heading that exist."""
+def has_target(page: Path, link: str) -> bool:
+    """Whether a link of a page is a web address, or has a file and a heading that exist."""
     name, _, anchor = link.partition("#")
     target = (page.parent / name).resolve() if name else page
     return bool(re.match(r"https?://", link)) or (
@@ -47,16 +48,16 @@ def leads(page: Path, link: str) -> bool:
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """Links of this text of a page, pictures too, to files or headings that do not exist."""
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not leads(page, link)]
+    """Links in this text of a page, pictures too, to files or headings that do not exist."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not has_target(page, link)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_to_files_and_headings(page: Path):
+def test_links_have_targets(page: Path):
     assert broken_links(page, page.read_text("utf-8")) == []
 
 
-def test_a_broken_link_is_found():
+def test_a_broken_link_is_reported():
     """Negative control."""
     page = ROOT / "docs" / "index.md"
     wrong = ["start.md#no-such-heading", "no-such-page.md", "images/no-such.png"]
@@ -100,7 +101,7 @@ def missing(reference: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_site_holds_pages_pictures_and_what_they_link_to(site: Path):
+def test_the_site_has_pages_pictures_and_linked_files_only(site: Path):
     assert [path for path in site.rglob("*") if path.suffix in (".pyc", ".md")] == []
     assert (site / "index.html").is_file()
 

@@ -1,4 +1,5 @@
-"""What importing the package does not do, which room may import which, and that no files import each other."""
+"""Side effects that an import of the package must not have, the allowed imports between folders, and no import
+cycles."""
 
 import ast
 import functools
@@ -39,24 +40,24 @@ def room_of(module: str) -> str:
 
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Imports and names of a file: what the tests below look for."""
+    """Imports and names of a file, which the tests below inspect."""
     tree = ast.parse((PACKAGE.parent / path).read_bytes())
     kinds = ast.Import | ast.ImportFrom | ast.Attribute | ast.Name
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def imports_of(path: Path) -> list[str]:
-    """Dotted names of everything a file imports, wherever in the file; `from a import b` counts as a.b as well. But
-    `from package import module` needs the module, not what the package's own file imports."""
-    found = []
+    """Dotted names of all imports in a file, at any depth; `from a import b` counts as a.b as well. But `from package
+    import module` needs the module, not the imports of the package's own file."""
+    names = []
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             members = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
-    return found
+            names += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
+    return names
 
 
 EXTRAS = {  # by module, a package that it imports, and the extra that brings that
@@ -132,7 +133,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """Of one process, whose start takes longer than all that it does."""
+    """The answers of one process to all questions: its start takes longer than the work."""
     packages = [(module, package) for module, (package, _) in EXTRAS.items()]
     return json.loads(printed_by("-c", PROGRAM, json.dumps(packages)))
 
@@ -150,7 +151,7 @@ def test_import_is_cheap_and_has_no_side_effects():
     assert out.strip() == "[] 1 True"
 
 
-def test_everything_public_is_there_without_triton_or_nvshmem(answers: dict[str, Any]):
+def test_all_public_names_exist_without_triton_and_nvshmem(answers: dict[str, Any]):
     import symmoe
 
     assert not answers["triton"]
@@ -159,13 +160,13 @@ def test_everything_public_is_there_without_triton_or_nvshmem(answers: dict[str,
     assert answers["unchanged"]
 
 
-def test_what_only_mxfp8_and_nvfp4_need_is_imported_for_them_alone(answers: dict[str, Any]):
-    """And without Triton."""
+def test_modules_of_mxfp8_and_nvfp4_are_imported_only_for_them(answers: dict[str, Any]):
+    """Without Triton, too."""
     assert answers["block_scaled"] == [0, []]
     assert answers["nvfp4"] > 2
 
 
-def test_packages_come_with_the_first_look_and_dir_shows_public_names_only(
+def test_packages_are_imported_on_first_access_and_dir_has_public_names_only(
     answers: dict[str, Any],
 ):
     assert answers["packages"] == [
@@ -191,7 +192,7 @@ def test_unknown_names_are_refused():
         _ = symmoe.SymetricHeap
 
 
-def test_imports_go_one_way():
+def test_folders_import_only_earlier_ones():
     upward = [
         f"{path} imports {module}"
         for name, path in NAMES.items()
@@ -201,7 +202,7 @@ def test_imports_go_one_way():
     assert upward == []
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_no_import_cycles():
     """Imports inside functions, and of types only, count as well."""
     graph = {name: set(imports_of(path)) & NAMES.keys() - {name} for name, path in NAMES.items()}
     graphlib.TopologicalSorter(graph).prepare()
@@ -232,7 +233,7 @@ def test_only_the_backends_read_the_environment():
 
 
 def test_every_kernel_has_the_signature_of_its_twin():
-    """Names, kinds and defaults of parameters; types stand with the twins. Quantised products may take `tile`."""
+    """Names, kinds and defaults of parameters; only twins have annotations. Quantised products may have `tile`."""
     pytest.importorskip("triton")
     from symmoe.kernels import gpu, twin
 
@@ -240,7 +241,7 @@ def test_every_kernel_has_the_signature_of_its_twin():
     tuning = {"num_sms", "num_ctas"}
     for name in twin.__all__:
         parameters = inspect.signature(getattr(gpu, name)).parameters
-        found = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
-        wanted = inspect.signature(getattr(twin, name)).parameters.values()
-        assert found == [(p.name, p.kind, p.default) for p in wanted], name
+        actual = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
+        expected = inspect.signature(getattr(twin, name)).parameters.values()
+        assert actual == [(p.name, p.kind, p.default) for p in expected], name
         assert all(parameters[p].default is None for p in tuning & set(parameters)), name

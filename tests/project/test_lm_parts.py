@@ -20,7 +20,7 @@ TINY = presets.PRESETS["tiny"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """40 small source files, and some that must not be read."""
+    """40 small source files, and some files that the corpus must omit."""
     for index in range(40):
         path = tmp_path / f"package{index % 3}" / f"module{index}.py"
         path.parent.mkdir(exist_ok=True)
@@ -53,23 +53,28 @@ def test_split_of_a_file_does_not_depend_on_the_others(folder: Path):
 
 def test_batch_is_a_function_of_seed_step_and_index(folder: Path):
     corpus = data.load_corpus(folder)
-    whole = data.train_batch(corpus, seed=3, step=5, sequences=range(8), context=16)
-    assert (whole.shape, whole.dtype) == ((8, 17), torch.int64)
+    global_batch = data.train_batch(corpus, seed=3, step=5, sequences=range(8), context=16)
+    assert (global_batch.shape, global_batch.dtype) == ((8, 17), torch.int64)
     for num_ranks in (2, 4):
-        each = 8 // num_ranks
+        per_rank = 8 // num_ranks
         parts = [
             data.train_batch(
-                corpus, seed=3, step=5, sequences=range(r * each, (r + 1) * each), context=16
+                corpus,
+                seed=3,
+                step=5,
+                sequences=range(r * per_rank, (r + 1) * per_rank),
+                context=16,
             )
             for r in range(num_ranks)
         ]
-        assert torch.equal(torch.cat(parts), whole)
+        assert torch.equal(torch.cat(parts), global_batch)
     for seed, step in ((4, 5), (3, 6)):
         assert not torch.equal(
-            data.train_batch(corpus, seed=seed, step=step, sequences=range(8), context=16), whole
+            data.train_batch(corpus, seed=seed, step=step, sequences=range(8), context=16),
+            global_batch,
         )
     windows = np.lib.stride_tricks.sliding_window_view(corpus.train, 17)
-    for sequence in whole.numpy():
+    for sequence in global_batch.numpy():
         assert (windows == sequence).all(axis=1).any()
 
 
@@ -85,7 +90,7 @@ def language_model():
 
 
 @torch.no_grad()
-def test_a_byte_sees_only_its_past(language_model: model.LanguageModel):
+def test_the_language_model_is_causal(language_model: model.LanguageModel):
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
     logits = language_model(tokens).logits
     changed = tokens.clone()
@@ -97,8 +102,8 @@ def test_a_byte_sees_only_its_past(language_model: model.LanguageModel):
 
 @pytest.mark.parametrize("layout", ["packed", "expert-major"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_heap_is_as_large_as_the_worst_routing_needs(seed: int, layout: str):
-    """On one rank every routing is the worst: it gets all rows. A step fits, without much to spare."""
+def test_heap_bytes_suffice_for_the_worst_routing(seed: int, layout: str):
+    """On one rank every routing is the worst: the rank gets all rows. A step fits, and uses most of the heap."""
     preset = dataclasses.replace(TINY, moe=dataclasses.replace(TINY.moe, layout=layout))
     num_bytes = model.heap_bytes(preset, num_ranks=1)
     with symmoe.SymmetricHeap(None, num_bytes=num_bytes, backend="host") as heap:
@@ -110,7 +115,7 @@ def test_heap_is_as_large_as_the_worst_routing_needs(seed: int, layout: str):
         assert heap.leased_bytes == 0
 
 
-def test_process_group_is_gone_before_the_process_ends():
+def test_the_process_group_is_destroyed_before_exit():
     """Its threads must not outlive the interpreter; see the comment on the import in lm.ranks."""
     script = """
 import os, torch

@@ -1,6 +1,7 @@
-"""Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen. The
-wheel is built from the unpacked sdist, as by `make dist`, so what the sdist lacks the wheel lacks too. It is
-installed without its dependencies: the fresh environment sees torch and the rest where these tests see them."""
+"""Wheel and sdist: built from a copy of the checkout, and installed into an environment without the checkout.
+
+The wheel is built from the unpacked sdist, as by `make dist`, so files that the sdist lacks are missing in the wheel,
+too. It is installed without dependencies: the new environment uses torch and other packages of these tests."""
 
 import json
 import os
@@ -40,7 +41,7 @@ class Release:
     sdist: Path
 
     def metadata(self) -> Metadata:
-        """The wheel's; a field that breaks the specification of core metadata raises."""
+        """The wheel's metadata; raises if a field violates the specification of core metadata."""
         (name,) = (name for name in files_of(self.wheel) if name.endswith(".dist-info/METADATA"))
         with zipfile.ZipFile(self.wheel) as archive:
             return Metadata.from_email(archive.read(name), validate=True)
@@ -52,12 +53,12 @@ class Release:
 
 
 def run(*command: str | Path, cwd: Path, exit_status: Iterable[int] = (0,)) -> str:
-    """What the command printed. Variables that name Python's folders, as `make` sets them, are left out."""
+    """The output of a command, which runs without variables that name Python's folders, as `make` sets them."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }
     environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
+    process = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
         env=environment,
@@ -66,12 +67,12 @@ def run(*command: str | Path, cwd: Path, exit_status: Iterable[int] = (0,)) -> s
         timeout=HANG_S,
         check=False,
     )
-    assert done.returncode in exit_status, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert process.returncode in exit_status, process.stdout[-3000:] + process.stderr[-3000:]
+    return process.stdout
 
 
 def files_of(archive: Path) -> set[str]:
-    """Names of the files in a wheel or sdist; the sdist's without the folder that holds them all."""
+    """Names of the files in a wheel or sdist; for the sdist without its top folder."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return {name for name in wheel.namelist() if not name.endswith("/")}
@@ -81,13 +82,13 @@ def files_of(archive: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
+    """A copy of the checkout: several builds may run at the same time, and setuptools writes beside pyproject.toml."""
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("sources") / "symmoe", ignore=NOT_SOURCES)
 
 
 @pytest.fixture(scope="module")
 def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """By the backend that is installed, in one process."""
+    """Wheel and sdist, built in one process by the installed backend."""
     out = tmp_path_factory.mktemp("dist")
     build = """
 import os, shutil, sys
@@ -105,7 +106,7 @@ build_wheel(out)
 
 @pytest.fixture(scope="module")
 def environment(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of a fresh environment that has the wheel."""
+    """`bin` of a new environment with the wheel."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     python = folder / "bin" / "python"
@@ -124,12 +125,12 @@ def environment(release: Release, tmp_path_factory: pytest.TempPathFactory) -> P
     # Folders named in a .pth file come after the environment's own, and .pth files in them (as those of an editable
     # installation of the checkout) have no effect.
     (site_packages,) = folder.glob("lib/python*/site-packages")
-    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (site_packages / "dependencies.pth").write_text("\n".join(ours) + "\n", encoding="utf-8")
+    paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site_packages / "dependencies.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
     return python.parent
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(release: Release, sources: Path):
+def test_the_wheel_has_the_package_only(release: Release, sources: Path):
     names = {name for name in files_of(release.wheel) if ".dist-info/" not in name}
     assert names == {
         path.relative_to(sources).as_posix()
@@ -139,18 +140,18 @@ def test_the_wheel_holds_the_package_and_nothing_else(release: Release, sources:
     assert "symmoe/py.typed" in names
 
 
-def test_the_sdist_holds_what_is_tracked(release: Release):
-    """All of it but hidden files, so the tests of the sdist have what they read."""
+def test_the_sdist_has_all_tracked_files(release: Release):
+    """Except hidden files, so tests in the sdist have their inputs."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    done = subprocess.run(
+    process = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=False
     )
-    if done.returncode or not done.stdout:
+    if process.returncode or not process.stdout:
         pytest.skip("git does not know this folder, so nobody says what belongs to the sources")
     tracked = {
         name
-        for name in done.stdout.split("\0")
+        for name in process.stdout.split("\0")
         if name and not name.startswith(".") and (ROOT / name).exists()
     }
     names = files_of(release.sdist)
@@ -197,7 +198,7 @@ def versions_tested(label: str) -> list[str]:
     return versions
 
 
-def test_ranges_hold_what_was_tested_and_end(release: Release):
+def test_version_ranges_include_tested_versions_and_end(release: Release):
     for name, label in (
         ("torch", "FSDP2, DDP, DCP, torch.compile"),
         ("transformers", "transformers"),
@@ -208,11 +209,11 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
     for python in PYTHONS:
         where = {"python_version": python, "extra": "megatron"}
         chosen = [
-            each for each in release.requirements("megatron-core") if each.marker.evaluate(where)
+            entry for entry in release.requirements("megatron-core") if entry.marker.evaluate(where)
         ]
         assert len(chosen) == (python != "3.14"), python  # for which there is none
-        for each in chosen:
-            assert [v for v in versions_tested("Megatron-Core") if v in each.specifier], python
+        for entry in chosen:
+            assert [v for v in versions_tested("Megatron-Core") if v in entry.specifier], python
     for requirement in release.metadata().requires_dist:
         assert requirement.name not in BOUNDED or "99" not in requirement.specifier, (
             f"{requirement} has no end"
@@ -221,11 +222,13 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.13.1", "2.15.0", "2.99.0"])
-def test_doctor_knows_the_range_of_torch(release: Release, version: str):
+def test_doctor_has_the_range_of_torch(release: Release, version: str):
     (requirement,) = release.requirements("torch")
-    found = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
+    findings = check_versions(
+        Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False
+    )
     refused = [
-        finding for finding in found if finding.level == "problem" and "torch" in finding.text
+        finding for finding in findings if finding.level == "problem" and "torch" in finding.text
     ]
     assert bool(refused) == (version not in requirement.specifier)
 
@@ -247,10 +250,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_installed_package_is_not_the_checkout_trains_and_has_the_command(
-    environment: Path, tmp_path: Path
-):
-    """That what it computes is right is for the tests of the checkout, whose files the wheel has."""
+def test_the_installed_package_trains_and_has_the_command(environment: Path, tmp_path: Path):
+    """Tests of the checkout, whose files the wheel has, prove correct results."""
     command = (environment / "symmoe", "doctor", "--no-self-test", "--json")
     # 1: there is a problem with this machine, which is its own.
     printed = run(environment / "python", "-c", PROGRAM, *command, cwd=tmp_path, exit_status=(0, 1))

@@ -52,23 +52,23 @@ def launcher() -> Iterator[Launcher]:
 
 
 def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
-    """What is wrong in the cases of a run, which have all been run."""
+    """Problems in the cases of a run; all cases must have run."""
     record = execute(suite, command.suite_of(suite), run, launcher, command="pytest")
     assert record["cases_run"] == len(run.numbers)
     return [text for failure in record["failures"] for text in failure["problems"]]
 
 
 @pytest.mark.parametrize(
-    "suite", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in SLICES]
+    "suite", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SLICES]
 )
-def test_suite(launcher: Launcher, suite: str):
+def test_a_slice_of_the_suite_passes(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
     assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ON_EIGHT)
-def test_suite_on_eight_ranks(launcher: Launcher, suite: str):
+def test_a_slice_on_eight_ranks_passes(launcher: Launcher, suite: str):
     assert failures(suite, Run(tuple(ON_EIGHT[suite]), 8, patience=PATIENCE), launcher) == []
 
 
@@ -80,39 +80,39 @@ def test_suite_on_eight_ranks(launcher: Launcher, suite: str):
         for n, number in enumerate(numbers)
     ],
 )
-def test_fault(launcher: Launcher, number: int, num_ranks: int):
+def test_survivors_of_a_fault_raise_in_time(launcher: Launcher, number: int, num_ranks: int):
     assert failures("faults", Run((number,), num_ranks, patience=PATIENCE), launcher) == []
 
 
-def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
+def test_faults_cover_all_kinds_phases_and_victims():
     all_victims = {2: {(0,), (1,)}, 3: {(0,), (1,), (2,), (0, 2)}, 8: {(0,), (4,), (7,), (0, 7)}}
     for num_ranks, victims in all_victims.items():
-        found = [
+        actual = [
             faults.fault_of(number, Run((), num_ranks)) for number in range(faults.NUM_GPU_CASES)
         ]
         for kind in faults.KINDS:
-            combinations = {(fault.phase, fault.victims) for fault in found if fault.kind == kind}
+            combinations = {(fault.phase, fault.victims) for fault in actual if fault.kind == kind}
             assert combinations == {
                 (phase, chosen) for phase in faults.PHASES for chosen in victims
             }
-            few = [fault for fault in found[:24] if fault.kind == kind]
+            few = [fault for fault in actual[:24] if fault.kind == kind]
             assert {fault.phase for fault in few} == set(faults.PHASES)
             assert {fault.victims for fault in few} == victims
 
 
-def test_wrong_calls_are_of_all_kinds():
+def test_wrong_calls_cover_all_kinds():
     for device in ("cpu", "cuda"):
         assert {call for call, _ in fuzz.mistakes_for(2, device)} == set(MISTAKES)
     assert len(fuzz.mistakes_for(2, "cpu")) > len(fuzz.mistakes_for(2, "cuda")) > 100
 
 
-def test_growth_is_told_from_what_comes_and_goes():
+def test_growth_is_distinguished_from_fluctuation():
     def grown(rate: float, files: int = 13, steps: int = 20_000) -> list[str]:
         samples = [
             (step, int(rate * step) + step % 100 * 2000, 4096, 0, 13, 0)
             for step in range(100, steps + 1, 50)
         ]
-        return soak.what_grew([*samples[:-1], (*samples[-1][:4], files, 0)])
+        return soak.growth_problems([*samples[:-1], (*samples[-1][:4], files, 0)])
 
     assert (grown(900.0), grown(0.0, files=14)) == ([], ["open files went from 13 to [13, 14]"])
     assert grown(1500.0)[0].startswith("host memory grew by 255")
@@ -122,12 +122,14 @@ def test_growth_is_told_from_what_comes_and_goes():
     free = [
         (140 << 30) - (600 << 20) * (number % 3 > 0) for number in range(50)
     ]  # others' jobs come and go
-    kept = [each - lifecycle.ARENA_BYTES["cuda"] * number for number, each in enumerate(free)]
-    assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
+    leaking = [
+        num_bytes - lifecycle.ARENA_BYTES["cuda"] * number for number, num_bytes in enumerate(free)
+    ]
+    assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(leaking)
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------
-def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
+def test_a_suite_that_exceeds_its_time_writes_a_record(launcher: Launcher):
     run = Run(tuple(range(6)), 2)
     record = execute(
         "litmus", command.suite_of("litmus"), run, launcher, command="pytest", limit_s=0.0
@@ -137,7 +139,7 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
+def test_a_hanging_rank_is_a_failure_with_its_stack(launcher: Launcher):
     with launcher.start(2, "cpu") as job:
         assert sorted(job.run(yield_pid, deadline_s=HANG_S)) == sorted(
             job.processes()

@@ -1,6 +1,7 @@
-"""What a new machine meets first: whether pip can install what `make` wants, and folders with any name. pip is asked
-for every Python that README names, in a dry run that reads metadata alone, and without the user's configuration: a
-mirror or a folder of wheels may have another torch than everybody else gets."""
+"""Setup on a new machine: pip can install the packages that `make` requests, and folders may have any name.
+
+A dry run of pip reads only metadata, for every Python that README names, without the user's configuration: a mirror or
+a folder of wheels may have another torch than the registry."""
 
 import json
 import os
@@ -35,27 +36,27 @@ def pythons() -> list[str]:
 
 
 def interpreter(python: str) -> str:
-    """One of this version: that of the tests, one on the path, or pyenv's; "" if there is none."""
+    """An interpreter of this version: that of the tests, one on the path, or pyenv's; "" if there is none."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     places = [
         sys.executable,
         shutil.which(f"python{python}"),
         *sorted(versions.glob(f"{python}.*/bin/python")),
     ]
-    for place in filter(None, places):
-        said = subprocess.run(
-            [place, "--version"], capture_output=True, text=True, timeout=60, check=False
+    for candidate in filter(None, places):
+        process = subprocess.run(
+            [candidate, "--version"], capture_output=True, text=True, timeout=60, check=False
         ).stdout
-        if said.startswith(
+        if process.startswith(
             f"Python {python}."
         ):  # pyenv's shim of a version that is not chosen says nothing
-            return str(place)
+            return str(candidate)
     return ""
 
 
-def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """pip's answer, a report as JSON in stdout, to what this interpreter would install into an empty environment."""
-    how = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", "-"]
+def dry_run(python: str, *requirements: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """pip's report, as JSON in stdout, of an installation by this interpreter into an empty environment."""
+    options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", "-"]
     # Metadata lie beside the wheels; where a mirror does not say so, fast-deps reads them out of the wheels.
     command = [
         sys.executable,
@@ -66,10 +67,10 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
         "--isolated",
         "--disable-pip-version-check",
         "install",
-        *how,
+        *options,
         "--use-feature",
         "fast-deps",
-        *map(str, what),
+        *map(str, requirements),
     ]
     environment = os.environ | {
         "XDG_CONFIG_DIRS": os.devnull
@@ -81,18 +82,18 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="session")
 def registry() -> None:
-    """One that answers."""
+    """Skips the test if the package registry does not answer."""
     pytest.importorskip("pip", minversion="25.3")  # an earlier one downloads all in a dry run
-    done = dry_run(
+    process = dry_run(
         sys.executable, "--no-deps", "--retries", "0", "--timeout", "15", "setuptools", cwd=ROOT
     )
-    if done.returncode:
-        pytest.skip(f"pip reaches no registry: {done.stderr.strip()[-300:]}")
+    if process.returncode:
+        pytest.skip(f"pip reaches no registry: {process.stderr.strip()[-300:]}")
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What pip reads of the checkout; building writes beside it."""
+    """The files of the checkout that pip reads, in a copy: a build writes beside them."""
     for name in SOURCES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -102,20 +103,22 @@ def sources(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("python", pythons())
-def test_what_make_installs_resolves(registry: None, sources: Path, python: str):
-    """Against torch as the registry has it, which on Linux asks for one Triton and for CUDA's libraries."""
-    if not (place := interpreter(python)):
+def test_requirements_of_make_resolve(registry: None, sources: Path, python: str):
+    """Against the registry's torch, which on Linux requires one Triton and CUDA's libraries."""
+    if not (python_path := interpreter(python)):
         pytest.skip(f"there is no Python {python} on the path or in pyenv")
-    done = dry_run(place, "--requirement", "requirements.txt", cwd=sources)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
+    process = dry_run(python_path, "--requirement", "requirements.txt", cwd=sources)
+    assert process.returncode == 0, process.stderr[-3000:]
+    report = json.loads(process.stdout)
     assert report["environment"]["python_version"] == python
-    found = {item["metadata"]["name"].lower(): item for item in report["install"]}
+    packages = {item["metadata"]["name"].lower(): item for item in report["install"]}
     requirements = (ROOT / "requirements-train.txt").read_text(encoding="utf-8")
     (torch,) = re.findall(r"^torch==(\S+)", requirements, re.MULTILINE)
-    assert found["torch"]["metadata"]["version"] == torch  # no "+cpu"
-    assert found["torch"]["download_info"]["url"].startswith("https://")
-    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(found)
+    assert packages["torch"]["metadata"]["version"] == torch  # no "+cpu"
+    assert packages["torch"]["download_info"]["url"].startswith("https://")
+    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(
+        packages
+    )
 
 
 @pytest.mark.slow
@@ -124,16 +127,18 @@ def test_what_make_installs_resolves(registry: None, sources: Path, python: str)
     ("torch", "extra", "bindings"),
     [("2.14.1", "nvshmem", "nvshmem4py-cu13"), ("2.15.0", "nvshmem-cu12", "nvshmem4py-cu12")],
 )
-def test_a_users_torch_stays(registry: None, sources: Path, torch: str, extra: str, bindings: str):
-    """What is installed is wanted as it is: symmoe asks for no older torch, and its extras resolve beside it."""
-    if not (place := interpreter("3.12") or interpreter("3.11")):
+def test_an_installed_torch_is_kept(
+    registry: None, sources: Path, torch: str, extra: str, bindings: str
+):
+    """pip keeps the installed torch: symmoe requires no older one, and its extras resolve with it."""
+    if not (python_path := interpreter("3.12") or interpreter("3.11")):
         pytest.skip("there is no Python 3.11 or 3.12")
-    done = dry_run(place, f"torch=={torch}", f"{sources}[{extra},dev]", cwd=sources)
-    assert done.returncode == 0, done.stderr[-3000:]
-    everything = [item["metadata"] for item in json.loads(done.stdout)["install"]]
-    found = {each["name"].lower(): each["version"] for each in everything}
-    assert found["torch"].partition("+")[0] == torch
-    assert {"symmoe", bindings} <= set(found)
+    process = dry_run(python_path, f"torch=={torch}", f"{sources}[{extra},dev]", cwd=sources)
+    assert process.returncode == 0, process.stderr[-3000:]
+    everything = [item["metadata"] for item in json.loads(process.stdout)["install"]]
+    versions = {package["name"].lower(): package["version"] for package in everything}
+    assert versions["torch"].partition("+")[0] == torch
+    assert {"symmoe", bindings} <= set(versions)
 
 
 # Stands for an interpreter: writes down how it was called, and makes environments that have itself.
@@ -145,7 +150,7 @@ if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; f
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder symmoe below one with a space, with what make reads; `python` beside it stands for an interpreter."""
+    """A folder symmoe with make's inputs, below a folder with a space; `python` beside it replaces an interpreter."""
     folder = tmp_path / "a folder" / "symmoe"
     folder.mkdir(parents=True)
     for name in (
@@ -172,10 +177,10 @@ def make(checkout: Path, *arguments: str) -> list[tuple[str, str, str]]:
     if shutil.which("make") is None:
         pytest.skip("needs make")
     command = ["make", f"PYTHON={checkout.parent / 'python'}", "OTHERS=", *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     calls = Path(os.environ["CALLS"]).read_text(encoding="utf-8").splitlines()
     Path(os.environ["CALLS"]).unlink()
     parts = (call.split("|", 2) for call in calls)
@@ -185,8 +190,8 @@ def make(checkout: Path, *arguments: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("target", ["train", "test", "test-all"])
 def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     calls = make(checkout, target)
-    theirs, ours = str(checkout.parent / "python"), ".venv/bin/python"
-    assert [python for python, _, _ in calls] == [theirs] + [ours] * (len(calls) - 1)
+    given_python, venv_python = str(checkout.parent / "python"), ".venv/bin/python"
+    assert [python for python, _, _ in calls] == [given_python] + [venv_python] * (len(calls) - 1)
     assert {path for _, path, _ in calls} == {str(checkout)}
     arguments = [words for _, _, words in calls]
     set_up = ["-m venv .venv", "-I -m pip install --requirement requirements-train.txt"]
@@ -206,7 +211,7 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [words for _, _, words in again] == [words for words in arguments if words not in set_up]
 
 
-def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
+def test_make_test_all_runs_the_core_tests_on_all_installed_pythons(
     checkout: Path, tmp_path: Path, monkeypatch
 ):
     (tmp_path / "bin").mkdir()
@@ -226,8 +231,8 @@ def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
         assert (ROOT / path).exists()
 
 
-def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
-    """Of an editable install; the folder symmoe beside the program, the checkout, is no package."""
+def test_a_program_beside_the_checkout_imports_the_package(tmp_path: Path):
+    """From an editable install; the folder symmoe beside the program, the checkout, is no package."""
     pytest.importorskip("setuptools", minversion="77")
     checkout = tmp_path / "symmoe"
     shutil.copytree(
@@ -243,13 +248,14 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
         "import symmoe\nprint(symmoe.__version__)\n", encoding="utf-8"
     )
     run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
-    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+    paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     assert printed_by("-c", run, cwd=tmp_path, env=environment) == f"{__version__}\n"
 
 
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A copy of what is tracked or new, below a folder with a space; its exit code is make's, and nothing is left."""
+    """CI runs on a copy of tracked and new files below a folder with a space, returns make's exit code, and removes the
+    copy."""
     if not (ROOT / ".ci" / "run").exists():
         pytest.skip("an sdist has no hidden files")
     checkout = tmp_path / "checkout"
@@ -273,13 +279,13 @@ def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: p
     (tools / "make").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(temporary))
-    done = subprocess.run(
+    process = subprocess.run(
         [checkout / ".ci" / "run"], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 3, done.stderr
-    place, *files, target = done.stdout.splitlines()
-    assert Path(place).name == "symmoe"
-    assert " " in Path(place).parent.name
-    assert Path(place).is_relative_to(temporary.resolve())
+    assert process.returncode == 3, process.stderr
+    folder, *files, target = process.stdout.splitlines()
+    assert Path(folder).name == "symmoe"
+    assert " " in Path(folder).parent.name
+    assert Path(folder).is_relative_to(temporary.resolve())
     assert (files, target) == (["./.ci/run", "./.git/HEAD", "./.gitignore", "./new.py"], "test")
     assert list(temporary.iterdir()) == []

@@ -1,4 +1,5 @@
-"""Private names of torch and of Triton: each stands behind one module, with a way for a version that lacks it."""
+"""Private names of torch and of Triton: one module contains all uses of each, with a fallback for versions without the
+name."""
 
 import ast
 import functools
@@ -64,19 +65,19 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
     }
 
 
-def private_names(nodes: list[ast.AST], own: set[str]) -> list[str]:
-    """What a module reads of torch, or of whom the names do not say; what a class inherits is its own."""
-    found = []
+def private_names(nodes: list[ast.AST], package_names: set[str]) -> list[str]:
+    """Private names that a module reads from torch, or from an unknown object; inherited names belong to the class."""
+    actual = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("symmoe"):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [name for name in names if is_private(name)]
+            actual += [name for name in names if is_private(name)]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             inherited = of_self(node, "cls") or ast.unparse(node.value) == "super()"
-            theirs = any(hasattr(each, node.attr) for each in TORCHS)
-            if not inherited and (theirs or node.attr not in own):
-                found.append(node.attr)
-    return found
+            is_torchs = any(hasattr(torch_object, node.attr) for torch_object in TORCHS)
+            if not inherited and (is_torchs or node.attr not in package_names):
+                actual.append(node.attr)
+    return actual
 
 
 def insides_of_triton(nodes: list[ast.AST]) -> list[str]:
@@ -93,31 +94,35 @@ def insides_of_triton(nodes: list[ast.AST]) -> list[str]:
 
 
 def nodes_of(source: str | bytes) -> list[ast.AST]:
-    """Of the kinds that have names."""
+    """Nodes of kinds that have names."""
     kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Name, ast.Attribute)
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
 
 
-def test_private_names_stand_behind_one_module():
+def test_one_module_has_all_uses_of_private_names():
     nodes = {
         path.relative_to(ROOT).as_posix(): nodes_of(path.read_bytes())
         for path in ROOT.glob("symmoe/**/*.py")
     }
-    own = own_names([node for each in nodes.values() for node in each])
+    package_names = own_names([node for file_nodes in nodes.values() for node in file_nodes])
     used = set()
-    found = []
-    for name, each in nodes.items():
-        private = set(private_names(each, own)) if name not in BEHIND | BEHIND_TRITON else set()
+    problems = []
+    for name, file_nodes in nodes.items():
+        private = (
+            set(private_names(file_nodes, package_names))
+            if name not in BEHIND | BEHIND_TRITON
+            else set()
+        )
         used |= private & set(ALLOWED)
-        found += [f"{name}: {other}" for other in private - set(ALLOWED)]
+        problems += [f"{name}: {private_name}" for private_name in private - set(ALLOWED)]
         if name not in BEHIND_TRITON:
-            found += [f"{name}: {inside}" for inside in insides_of_triton(each)]
-    assert found == []
+            problems += [f"{name}: {inside}" for inside in insides_of_triton(file_nodes)]
+    assert problems == []
     assert set(ALLOWED) - used <= {"_gradients"}, "nobody reads what is allowed"
 
 
 @pytest.mark.parametrize(
-    ("line", "what"),
+    ("line", "expected"),
     [
         ("torch._C._current_graph_task_id()", ["_C", "_current_graph_task_id"]),
         ("from torch.utils import _pytree as tree", ["_pytree"]),
@@ -127,8 +132,8 @@ def test_private_names_stand_behind_one_module():
         ("other._mine", []),
     ],
 )
-def test_what_a_private_name_is(line: str, what: list[str]):
-    assert sorted(private_names(nodes_of(line), {"_mine", "_version"})) == sorted(what)
+def test_private_names_of_a_line(line: str, expected: list[str]):
+    assert sorted(private_names(nodes_of(line), {"_mine", "_version"})) == sorted(expected)
     for insides in (
         "from triton import knobs",
         "import triton.runtime.jit",
@@ -139,7 +144,7 @@ def test_what_a_private_name_is(line: str, what: list[str]):
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch):
-    """without("C", "name"): the module as it is made where torch._C, say, has no such name."""
+    """without("C", "name"): the module, imported while e.g. torch._C lacks the name."""
 
     def make(owner: object, name: str):
         with monkeypatch.context() as patch:
@@ -152,41 +157,41 @@ def without(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPatch):
-    """The stream that work is on, not the default one."""
-    made = without(torch._C, "_cuda_getCurrentRawStream")
+    """The fallback returns the current stream, not the default one."""
+    module = without(torch._C, "_cuda_getCurrentRawStream")
     monkeypatch.setattr(
         torch.cuda,
         "current_stream",
         lambda device: type("Stream", (), {"cuda_stream": 70 + device}),
     )
-    assert made.current_stream(7) == 77
+    assert module.current_stream(7) == 77
 
 
 def test_memory_of_a_tensor_without_the_private_name(without):
     base = torch.arange(24)[4:]
-    for made in (torch_internals, without(torch._C._dynamo.guards, "_reinterpret_tensor")):
-        found = made.over_memory_of(base, (2, 3), (8, 2), 1)
-        assert found.tolist() == [[5, 7, 9], [13, 15, 17]]
-        assert (found.data_ptr(), found._base) == (base[1:].data_ptr(), None)
-        assert found.mul_(1)._version > base._version == 0
+    for module in (torch_internals, without(torch._C._dynamo.guards, "_reinterpret_tensor")):
+        tensor = module.over_memory_of(base, (2, 3), (8, 2), 1)
+        assert tensor.tolist() == [[5, 7, 9], [13, 15, 17]]
+        assert (tensor.data_ptr(), tensor._base) == (base[1:].data_ptr(), None)
+        assert tensor.mul_(1)._version > base._version == 0
 
 
-def test_what_is_gone_has_another_way_or_an_error(without):
+def test_missing_names_have_a_fallback_or_an_error(without):
     assert without(torch._C._autograd, "_get_current_graph_task_keep_graph").keeps_graph() is True
     module = without(torch.nn.modules.module, "_has_any_global_hook")
     assert module.around_call(torch.nn.Module()) == "hooks of all modules"
     assert not isinstance(
         ValueError(), without(torch.utils.checkpoint, "_StopRecomputationError").STOPS_RECOMPUTATION
     )
-    gone = f"torch {torch.__version__} has no _C._current_graph_task_id"
-    with pytest.raises(errors.BackendUnavailable, match=gone.replace("+", r"\+")):
+    text = f"torch {torch.__version__} has no _C._current_graph_task_id"
+    with pytest.raises(errors.BackendUnavailable, match=text.replace("+", r"\+")):
         without(torch._C, "_current_graph_task_id").graph_task_id()
     with pytest.raises(errors.BackendUnavailable, match="_cdata"):
         torch_internals.address_in_python(object())
 
 
 def test_this_torch_has_every_name():
-    """For whoever runs the tests with a new one."""
+    """Fails with a new torch that removes a name."""
     assert [
         name
         for name, value in vars(torch_internals).items()

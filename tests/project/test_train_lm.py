@@ -1,4 +1,4 @@
-"""The main job, on CPUs with the tiny preset. By torchrun itself, test_convergence.py and `make train` run it."""
+"""The main job, on CPUs with the tiny preset. test_convergence.py and `make train` run it by torchrun."""
 
 import json
 import math
@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def train(out: Path, *arguments: str, num_ranks: int) -> list[dict]:
-    """Runs the example with the tiny preset, and returns its metrics; sums in the order of experts."""
+    """Runs the example with the tiny preset, with sums in the order of experts, and returns its metrics."""
     output_of(
         "train_lm.py",
         "--preset=tiny",
@@ -34,7 +34,7 @@ def metrics_of(out: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of an uninterrupted run on two ranks."""
+    """The output folder of an uninterrupted run on two ranks."""
     out = tmp_path_factory.mktemp("finished")
     train(out, num_ranks=2)
     return out
@@ -42,26 +42,26 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it, to go on in."""
+    """A copy of that folder, in which runs resume."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
 @pytest.fixture
 def losses(finished: Path) -> list[float]:
-    """Its losses."""
+    """The losses of the uninterrupted run."""
     return [record["loss"] for record in metrics_of(finished)]
 
 
 @pytest.fixture
 def no_pictures(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without matplotlib; to draw takes longer than the training."""
+    """Hides matplotlib: drawing takes longer than the training."""
     folder = tmp_path_factory.mktemp("hidden")
     (folder / "matplotlib.py").write_text("raise ImportError\n")
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
-def test_leaves_metrics_pictures_sample_and_checkpoint(finished: Path):
+def test_a_run_writes_metrics_pictures_sample_and_checkpoint(finished: Path):
     records = metrics_of(finished)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     last = records[-1]
@@ -92,23 +92,23 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, out: Path):
     names = [path.name for path in (finished / "checkpoints" / "step-00000020").iterdir()]
     assert len([name for name in names if name.endswith(".safetensors")]) == 2
     for name in names:  # parameters and moments of both ranks, and what the manifest says of them
-        ours, theirs = (
+        resumed, uninterrupted = (
             folder / "checkpoints" / "step-00000020" / name for folder in (out, finished)
         )
-        assert ours.read_bytes() == theirs.read_bytes()
+        assert resumed.read_bytes() == uninterrupted.read_bytes()
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
 def test_muon_trains_experts_and_resumes(no_pictures: None, losses: list[float], tmp_path: Path):
-    """From the same numbers as AdamW; on one rank as on two, from a checkpoint of both optimizers' states."""
+    """Starts with AdamW's initial numbers; on one rank as on two, from a checkpoint of both optimizers' states."""
     records = train(tmp_path, "--muon", "--save-every=16", num_ranks=2)
     assert records[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
     assert abs(records[-1]["loss"] - losses[-1]) > 1e-3
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
     again = train(tmp_path, "--muon", "--resume", num_ranks=1)
-    assert [each["loss"] for each in again] == pytest.approx(
-        [each["loss"] for each in records], rel=1e-4
+    assert [entry["loss"] for entry in again] == pytest.approx(
+        [entry["loss"] for entry in records], rel=1e-4
     )
 
 
@@ -123,8 +123,8 @@ def test_losses_do_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
-    """One step of the same run: the same loss, since the head starts at zero; gradients that are nearly the same."""
+def test_float8_experts_and_wire_train(finished: Path, tmp_path: Path):
+    """One step of the same run: the same loss, since the head starts at zero, and nearly the same gradients."""
     (record,) = train(tmp_path, "--precision", "float8-block", "--wire", "--steps=1", num_ranks=2)
     first = metrics_of(finished)[0]
     assert record["loss"] == pytest.approx(first["loss"], rel=1e-4)
@@ -164,7 +164,7 @@ def test_replicas_balance_ranks_and_change_no_loss(losses: list[float], tmp_path
         ("--replicas=1 --precision=float8-block", "--replicas takes no --precision"),
     ],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_are_refused(
     argument: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *argument.split()])
@@ -176,9 +176,9 @@ def test_wrong_arguments(
 @pytest.mark.slow
 def test_resume_refuses_another_run(finished: Path):
     arguments = ["--preset=tiny", "--order=slot", f"--out={finished}", "--resume", "--seed=1"]
-    done = process_of("train_lm.py", *arguments, num_ranks=2)
-    assert done.returncode != 0
-    assert "seed is 1, but the checkpoint was made with 0" in done.stderr
+    process = process_of("train_lm.py", *arguments, num_ranks=2)
+    assert process.returncode != 0
+    assert "seed is 1, but the checkpoint was made with 0" in process.stderr
 
 
 def test_a_finished_run_is_extended_and_sampled(no_pictures: None, finished: Path, out: Path):
@@ -199,7 +199,7 @@ def test_a_finished_run_is_extended_and_sampled(no_pictures: None, finished: Pat
 
 
 @pytest.mark.slow
-def test_says_when_nothing_is_left(out: Path):
+def test_a_finished_run_reports_that_no_step_remains(out: Path):
     options = ("--preset=tiny", "--order=slot", f"--out={out}", "--resume", "--steps=10")
     printed = output_of("train_lm.py", *options, num_ranks=2)
     assert f"the checkpoint has {STEPS} steps, --steps is 10: 0 to train" in printed
@@ -208,8 +208,8 @@ def test_says_when_nothing_is_left(out: Path):
 @pytest.mark.slow
 def test_resumes_on_another_number_of_ranks(losses: list[float], out: Path):
     shutil.rmtree(out / "checkpoints" / "step-00000020")
-    found = [record["loss"] for record in train(out, "--resume", num_ranks=1)]
-    assert found[:10] == losses[:10]
+    resumed_losses = [record["loss"] for record in train(out, "--resume", num_ranks=1)]
+    assert resumed_losses[:10] == losses[:10]
     # The first forward pass is the loaded model's; sums in another order make a difference only later.
-    assert found[10] == pytest.approx(losses[10], rel=1e-6)
-    assert found == pytest.approx(losses, rel=1e-4)
+    assert resumed_losses[10] == pytest.approx(losses[10], rel=1e-6)
+    assert resumed_losses == pytest.approx(losses, rel=1e-4)

@@ -1,5 +1,5 @@
-"""Annotations: what a user's type checker sees of an installed symmoe. That the package itself passes mypy --strict is
-for `make lint` to say."""
+"""Annotations: a user's type checker reads those of an installed symmoe. `make lint` runs mypy --strict on the package
+itself."""
 
 import os
 import re
@@ -31,18 +31,18 @@ symmoe.no_such_name
 
 
 @pytest.mark.slow
-def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> None:
+def test_mypy_reports_wrong_calls_of_a_users_program(tmp_path: Path) -> None:
     python, installed = _environment_with_symmoe(tmp_path)
     program, wrong = shutil.copy(PROGRAM, tmp_path), tmp_path / "wrong.py"
     wrong.write_text(WRONG)
     assert _mypy(tmp_path, python, program) == (0, "Success: no issues found in 1 source file\n")
     status, printed = _mypy(tmp_path, python, wrong)
     assert status == 1
-    found = [
+    errors = [
         (int(line), code)
         for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)
     ]
-    assert found == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
+    assert errors == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
     (installed / "py.typed").unlink()
     status, printed = _mypy(tmp_path, python, program)
     assert status == 1
@@ -57,7 +57,8 @@ def test_the_program_runs() -> None:
 
 
 def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:
-    """Python of an environment that has symmoe installed, and all else from where these tests have it; and symmoe."""
+    """The Python of an environment with symmoe installed and with the other packages of these tests; and the path of
+    symmoe."""
     environment = folder / "environment"
     printed_by("-m", "venv", "--without-pip", environment)
     packages = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)}))
@@ -81,7 +82,7 @@ def _mypy(folder: Path, python: Path, program: Path | str) -> tuple[int, str]:
         "--python-executable",
         python,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--cache-dir", folder / "cache", program],
         cwd=folder,
         env=alone,  # or another symmoe may be found, with its marker
@@ -90,5 +91,5 @@ def _mypy(folder: Path, python: Path, program: Path | str) -> tuple[int, str]:
         timeout=HANG_S,
         check=False,
     )
-    assert not done.stderr
-    return done.returncode, done.stdout
+    assert not process.stderr
+    return process.returncode, process.stdout

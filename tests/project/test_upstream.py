@@ -1,4 +1,4 @@
-"""tests/upstream/run.py on a made-up project, which costs no import of a real one, and on made-up checkouts (slow)."""
+"""tests/upstream/run.py on an invented project, without the import of a real one, and on invented checkouts (slow)."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_skipped():
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A made-up project, known to the command as "made-up"."""
+    """An invented project, registered in the command as "made-up"."""
     for name, text in {"layers": LAYERS, "put_in": PLUGIN, "test_made_up": TESTS}.items():
         (tmp_path / f"{name}.py").write_text(text)
     project = run.Project(
@@ -74,23 +74,23 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_record_says_how_tests_ended_and_why(checkout: Path):
+def test_the_record_has_the_outcome_and_reason_of_each_test(checkout: Path):
     path = checkout / "record.json"
     assert run.main(["made-up", str(checkout), "--record", str(path)]) == 1
     record = json.loads(path.read_text())
     assert (record["version"], record["left_out"]) == ("1.2", {"slept": "it is late"})
     plain = record["forms"]["plain"]
-    ours = record["forms"]["ours"]
+    swapped = record["forms"]["ours"]
     assert (plain["passed"], plain["skipped"], plain["failed"], plain["calls_of_symmoe"]) == (
         6,
         1,
         2,
         0,
     )
-    assert (ours["passed"], ours["skipped"], ours["failed"]) == (3, 1, 5)
-    assert ours["passed_in_which_symmoe_ran"] == 2  # test_sum and a case of test_negative
-    assert ours["calls_of_symmoe"] == 2 * (2 + 1 + 1 + 3)  # on two ranks
-    kinds = ours["not_passed"]
+    assert (swapped["passed"], swapped["skipped"], swapped["failed"]) == (3, 1, 5)
+    assert swapped["passed_in_which_symmoe_ran"] == 2  # test_sum and a case of test_negative
+    assert swapped["calls_of_symmoe"] == 2 * (2 + 1 + 1 + 3)  # on two ranks
+    kinds = swapped["not_passed"]
     assert kinds.keys() == {
         "failed with symmoe only",
         "refused by symmoe",
@@ -107,11 +107,11 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
     assert kinds["skipped"] == {"Skipped: needs what is not here": 1}
 
 
-def test_green_without_symmoe_is_an_error():
+def test_passing_tests_without_a_call_of_symmoe_are_an_error():
     passed = {"outcome": "passed", "reason": ""}
     assert run.problems({"sum": passed | {"num_calls": 1}}, {"sum": passed}) == []
-    found = run.problems({"untouched": passed | {"num_calls": 0}}, {"untouched": passed})
-    assert found == ["symmoe has run in no test that passed"]
+    messages = run.problems({"untouched": passed | {"num_calls": 0}}, {"untouched": passed})
+    assert messages == ["symmoe has run in no test that passed"]
 
 
 MEGATRON = """

@@ -44,7 +44,7 @@ State = tuple[str, dict[str, bytes]]  # its label, and all bits of model and opt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """Who dies when, and what is being saved."""
+    """The ranks that a case kills, the moment, and the saved state."""
 
     victims: tuple[int, ...] = ()  # ranks; none: nobody dies
     # int: the line, counted from 0, that the first victim is about to run; float: seconds into the save
@@ -59,7 +59,7 @@ class Kill:
 
 
 class Model(nn.Module):
-    """Experts and something else."""
+    """Experts and a dense parameter."""
 
     def __init__(self, num_local: int) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ def build(label: str, rank: int = 0, num_ranks: int = 1) -> tuple[Model, torch.o
 
 
 def expected(label: str) -> State:
-    """What loading a state gives."""
+    """The values that a load of the state gives."""
     return label, bits(*build(label))
 
 
 def loaded(directory: Path, step: int | None = None) -> tuple[int, State]:
-    """The checkpoint's step and state, read by this process alone into a model of other values."""
+    """The checkpoint's step and state, loaded by this process into a model with other values."""
     model, optimizer = build("poison")
     result = load_checkpoint(directory, model=model, optimizer=optimizer, step=step)
     return result.step, (result.extra, bits(model, optimizer))
@@ -93,7 +93,7 @@ def loaded(directory: Path, step: int | None = None) -> tuple[int, State]:
 def save_until_killed(
     rank: int, num_ranks: int, directory: Path, label: str, kill: Kill, pids: list[int]
 ) -> Iterator[tuple[str, int, float]]:
-    """Yields before the save, and after it how it ended, the lines that it ran, and seconds."""
+    """Yields once before the save; after it the outcome, the number of lines, and seconds."""
     model, optimizer = build(label, rank, num_ranks)
     dist.barrier()
     yield "begun", 0, 0.0
@@ -112,9 +112,14 @@ def save_until_killed(
         return trace
 
     begun = time.perf_counter()
-    given = {"model": model, "optimizer": optimizer, "extra": label, "keep_last": kill.keep_last}
+    arguments = {
+        "model": model,
+        "optimizer": optimizer,
+        "extra": label,
+        "keep_last": kill.keep_last,
+    }
     sys.settrace(trace if kill.by_line else None)
-    end = outcome_of(save_checkpoint, directory, kill.step, **given)
+    end = outcome_of(save_checkpoint, directory, kill.step, **arguments)
     sys.settrace(None)
     yield end, lines, time.perf_counter() - begun
 
@@ -128,7 +133,7 @@ class Scratch:
     folder: Path
 
     def run(self, directory: Path, label: str, kill: Kill) -> list[tuple[str, int, float] | None]:
-        """How the save ended on each rank; None: it was killed."""
+        """The outcome of the save on each rank; None: the rank was killed."""
         with self.launcher.start(NUM_RANKS, "cpu") as job:
             job.send(save_until_killed, directory, label, kill, job.pids)
             deadline = time.monotonic() + DEADLINE_S
@@ -149,13 +154,13 @@ class Scratch:
         return ends
 
     def fresh(self) -> Path:
-        """A directory with the old checkpoint, copied from the one that was saved first."""
+        """A directory with the old checkpoint, copied from the first save."""
         directory = self.folder / "case"
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(self.folder / "old", directory)
         return directory
 
-    def untouched(self, kill: Kill) -> tuple[list[int], float]:
+    def undisturbed(self, kill: Kill) -> tuple[list[int], float]:
         """Lines of each rank, and seconds, of a save without a kill: the control, which must end in the new state."""
         directory = self.fresh()
         ends = self.run(directory, "control", kill)
@@ -164,7 +169,7 @@ class Scratch:
         return [lines for _, lines, _ in ends], max(seconds for _, _, seconds in ends)
 
     def check(self, number: int, kill: Kill) -> Outcome:
-        """Kills one save, and looks at what is left."""
+        """Kills one save, and checks the remaining files."""
         start = time.perf_counter()
         directory = self.fresh()
         label = f"{number}/{kill.step}"
@@ -175,33 +180,33 @@ class Scratch:
         problems += [
             text for text in texts if text != "saved" and not text.startswith("CheckpointError")
         ]
-        old = expected("old")
-        new = expected(label)
+        old_state = expected("old")
+        new_state = expected(label)
         try:
             step, state = loaded(directory)
             facts["state"] = {"old": "old", label: "new"}.get(state[0], state[0])
-            if (step, state) not in ((OLD, old), (kill.step, new)):
+            if (step, state) not in ((OLD, old_state), (kill.step, new_state)):
                 problems.append(f"step {step} is neither the old nor the new state")
-            if "saved" in texts and state != new:
+            if "saved" in texts and state != new_state:
                 problems.append("the new state was saved, but the old one is loaded")
             after = f"{number} after"
             model, optimizer = build(after)
-            its = {"model": model, "optimizer": optimizer, "extra": after, "keep_last": 3}
-            save_checkpoint(directory, NEW + 10, **its)
+            arguments = {"model": model, "optimizer": optimizer, "extra": after, "keep_last": 3}
+            save_checkpoint(directory, NEW + 10, **arguments)
             if loaded(directory) != (NEW + 10, expected(after)):
                 problems.append("the next save is not what is loaded")
             if loaded(directory, step) != (step, state):
                 problems.append(f"step {step} has changed with the next save")
-            left = names(directory)
-            if not all(name == "latest" or len(name) == len("step-00000000") for name in left):
-                problems.append(f"the next save has left {left}")
+            remaining = names(directory)
+            if not all(name == "latest" or len(name) == len("step-00000000") for name in remaining):
+                problems.append(f"the next save has left {remaining}")
         except symmoe.errors.CheckpointError as error:
             problems.append(f"CheckpointError: {error}")
         return Outcome(number, 1e3 * (time.perf_counter() - start), problems, facts)
 
 
 def choose(number: int, seed: int, lengths: list[tuple[Kill, list[int], float]]) -> Kill:
-    """Case `number` of a seed: half of the kills by time, a quarter by lines, a quarter by those that change files."""
+    """Case `number` of a seed: half of the kills by time, a quarter by lines, a quarter by lines that change files."""
     draw = random.Random(f"kill {seed} {number}")
     victims = draw.choice([(0,), (1,), (0, 1), (1, 0)])
     by_line, module = draw.choice([(False, ""), (False, ""), (True, ""), (True, "folder.py")])
@@ -221,7 +226,7 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         for step, keep_last in itertools.product((OLD, NEW), (None, 1)):
             for moment, module in ((0.0, ""), (0, ""), (0, "folder.py")):
                 kill = Kill(moment=moment, step=step, keep_last=keep_last, module=module)
-                lengths.append((kill, *scratch.untouched(kill)))
+                lengths.append((kill, *scratch.undisturbed(kill)))
         for number in run.numbers:
             yield scratch.check(number, choose(number, run.seed, lengths))
 

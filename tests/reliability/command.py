@@ -43,12 +43,12 @@ SUITES = {
 
 
 def suite_of(name: str) -> Suite:
-    """The suite of that name."""
+    """The suite with that name."""
     return import_module(f"reliability.{SUITES[name][0]}").SUITE
 
 
 def case_numbers(text: str) -> tuple[int, ...]:
-    """Those of "17", or of "17-20", both ends included."""
+    """The case numbers of "17", or of "17-20", both ends included."""
     first_text, _, last_text = text.partition("-")
     first = int(first_text)
     last = int(last_text or first_text)
@@ -62,7 +62,7 @@ def case_numbers(text: str) -> tuple[int, ...]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs one suite; the exit code is 0 if every case has passed."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    shown = "\n".join(f"  {name:16} {what}" for name, (_, what) in SUITES.items())
+    shown = "\n".join(f"  {name:16} {purpose}" for name, (_, purpose) in SUITES.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.reliability",
         description=f"suites:\n{shown}",

@@ -1,4 +1,4 @@
-"""Delays between the steps of the protocol, so that ranks meet in orders that are rare by themselves."""
+"""Delays between the steps of the protocol, so that ranks synchronise in orders that are rare otherwise."""
 
 import random
 import time
@@ -31,7 +31,7 @@ def before_steps(device: torch.device, act: Callable[[str], None], names=None) -
 def dawdling(
     device: torch.device, seed: int, *, longest_s: float, share: float = 0.5
 ) -> Iterator[None]:
-    """This rank sleeps up to `longest_s` before a random `share` of its steps."""
+    """A context in which this rank sleeps up to `longest_s` before a random `share` of its steps."""
     generator = random.Random(seed)
 
     def act(name: str) -> None:

@@ -20,7 +20,7 @@ _SKEW_S = 0.1
 
 
 def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
-    """Of step number `step`: sizes, order, layout, schedule and capacity all follow from it."""
+    """The hash of step number `step`, which determines sizes, order, layout, schedule and capacity."""
     number = seed * SEED_STRIDE + step
     options: dict = {
         "order": ("rank", "slot")[step % 2],
@@ -40,7 +40,7 @@ def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per repeat."""
+    """Yields an outcome for each repeat."""
     first: dict[int, str] = {}
     with open_heap(device) as heap:
         for number in numbers:
@@ -52,17 +52,17 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             if skewed and turn % num_ranks == rank:
                 time.sleep(_SKEW_S)
             with heap.lease((1 + 512 * (number % 7),), torch.uint8, name="shift"):
-                found = hash_of(heap, step, seed)
+                digest = hash_of(heap, step, seed)
             problems = (
                 []
-                if found == first[step]
-                else [f"step {step} hashes to {found}, the first time {first[step]}"]
+                if digest == first[step]
+                else [f"step {step} hashes to {digest}, the first time {first[step]}"]
             )
             yield 1e3 * (time.perf_counter() - start), problems, {}
 
 
 def hashes(rank: int, num_ranks: int, seed: int, device: str) -> Iterator[list[str]]:
-    """Of every step, once."""
+    """The hashes of all steps, each run once."""
     with open_heap(device) as heap:
         yield [hash_of(heap, step, seed) for step in range(NUM_STEPS)]
 
@@ -74,28 +74,28 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
             Run(repeats, run.num_ranks, run.device, run.seed), launcher, check, deadline_s=60.0
         )
     restarts = [number for number in run.numbers if number >= _FIRST_RESTART]
-    wanted = None
+    expected = None
     for number in [None, *restarts] if restarts else []:
         start = time.perf_counter()
         try:
             with launcher.start(run.num_ranks, run.device) as job:
-                found = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
+                actual = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
         except JobFailure as failure:
             yield Outcome(
                 _FIRST_RESTART if number is None else number, float("nan"), [str(failure)]
             )
             continue
-        if wanted is None:
-            wanted = found
+        if expected is None:
+            expected = actual
             continue
         ms = 1e3 * (time.perf_counter() - start)
         yield merged(
-            number, [(ms, differences(a, b), {}) for a, b in zip(found, wanted, strict=True)]
+            number, [(ms, differences(a, b), {}) for a, b in zip(actual, expected, strict=True)]
         )
 
 
-def differences(found: list[str], wanted: list[str]) -> list[str]:
-    pairs = enumerate(zip(found, wanted, strict=True))
+def differences(actual: list[str], expected: list[str]) -> list[str]:
+    pairs = enumerate(zip(actual, expected, strict=True))
     return [
         f"step {step} hashes to {a}, in another process to {b}" for step, (a, b) in pairs if a != b
     ]

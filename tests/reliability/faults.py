@@ -1,13 +1,16 @@
-"""One or two ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
-A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL, stop
-by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a victim
-within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a code
-other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
-/dev/shm and the memory of the GPUs have to be as before, and a new job has to work at once.
+"""One or two ranks that are killed, stopped, or raise, in every phase of a step: the survivors' errors, and leaked
+resources.
 
-Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
-job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
-ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take."""
+A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL, stop
+by SIGSTOP, or raise an exception that no code catches. Every survivor must raise a typed error that names a victim
+within `timeout_s` + 2 s of that moment (1 s if the victim has signalled its peers), and must end by itself with a code
+other than 0. A victim that another victim stops before its phase is a survivor. Afterwards no process may remain,
+/dev/shm and the memory of the GPUs must be as before, and a new job must work at once.
+
+The start of a job takes seconds on GPUs, so several cases may run in parallel; then leaked resources are measured, and
+the new job is started, after all of them. No other program may allocate memory of the same GPUs in the meantime.
+Victims that raise take turns: a rank that ends may block a GPU for a second, the whole limit of the survivors'
+errors."""
 
 import fcntl
 import os
@@ -30,7 +33,7 @@ from shared_memory import left_in_shared_memory, shared_memory
 from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, side_by_side
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, in_parallel, percentiles
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
 from symmoe.kernels import control
 
@@ -49,7 +52,7 @@ NUM_CASES, NUM_GPU_CASES = 192, 96  # the latter: every kind in every phase with
 
 
 class UsersError(Exception):
-    """What a victim raises: no error of the package."""
+    """The exception that a victim raises; it is no error of the package."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Fault:
 
 
 def fault_of(number: int, run: Run) -> Fault:
-    """Case `number`: kinds in turn, and so are phases and victims of a kind; the rest is random."""
+    """Case `number`: kinds in turn, and so are phases and victims of a kind; the other fields are random."""
     index, kind = divmod(number, len(KINDS))
     last = run.num_ranks - 1
     named = {
@@ -102,7 +105,8 @@ def fault_of(number: int, run: Run) -> Fault:
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 class Step:
-    """A step that says where it is: calls `at(phase)` before, between and in close, and kernels do so for the rest."""
+    """A step that reports its phases: it calls `at(phase)` before, between and in close, and kernels report the
+    others."""
 
     def __init__(self, heap: SymmetricHeap, fault: Fault, at: Callable[[str], None]) -> None:
         self._heap, self._fault, self._at = heap, fault, at
@@ -130,7 +134,7 @@ class Step:
         return combine_tokens(rows * 2, handle)
 
     def before_kernel(self, name: str) -> None:
-        """Hook: the phase that a kernel belongs to."""
+        """Hook: reports the phase of a kernel."""
         if name == "push_replicas":
             self._at("while weights travel")
         elif name == "add_from_replicas":
@@ -149,8 +153,8 @@ class Step:
 def take_part(
     rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None
 ) -> Iterator[dict]:
-    """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
-    turns: a file that the first victim locks before the steps that matter, until its process ends."""
+    """Yields the pipe, in which a victim announces its fault; then the raised error and its time. turns: a file that
+    the first victim locks before the last steps, until its process ends."""
     is_victim, turn, struck = rank in fault.victims, 0, False
 
     def strike(phase: str) -> None:
@@ -219,11 +223,11 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         used_before = gpu_mib(run)
         with tempfile.NamedTemporaryFile() as turns:
             outcomes = list(
-                side_by_side(
+                in_parallel(
                     [partial(run_case, number, run, launcher, turns.name) for number in numbers]
                 )
             )
-        problems = what_is_left(run, shm_before, used_before) + new_job_problems(launcher, run)
+        problems = leaked_resources(run, shm_before, used_before) + new_job_problems(launcher, run)
         problems = [f"after cases {list(numbers)}: {text}" for text in problems]
         yield from outcomes[:-1]
         yield replace(outcomes[-1], problems=outcomes[-1].problems + problems)
@@ -245,7 +249,7 @@ def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[
 
 
 def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str], dict]:
-    """What is wrong with what the survivors do, and how long it took them. turns: as for take_part."""
+    """Problems of the survivors' behaviour, and their times. turns: as for take_part."""
     problems, facts = (
         [],
         {"kind": fault.kind, "phase": fault.phase, "detect_ms": [], "exit_ms": [], "errors": []},
@@ -264,7 +268,9 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
     try:
         deadline = time.monotonic() + run.seconds(30.0)
         streams = {rank: job.received(rank, deadline=deadline) for rank in range(run.num_ranks)}
-        found = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
+        announced = {
+            rank: next(streams[rank], None) for rank in streams if rank not in fault.victims
+        }
         struck = {
             victim: at for victim, report in reports.items() if (at := _time_in(report)) is not None
         }
@@ -275,10 +281,10 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
         job.dump_stacks()
         logs = [job.log(victim) for victim in fault.victims]
         return [
-            f"the fault never happened; survivors have {found}; logs of the victims: {logs}"
+            f"the fault never happened; survivors have {announced}; logs of the victims: {logs}"
         ], facts
     for rank in (rank for rank in streams if rank not in struck):
-        facts_of = found[rank] if rank in found else next(streams[rank], None)
+        facts_of = announced[rank] if rank in announced else next(streams[rank], None)
         if facts_of is None:
             job.dump_stacks()
             problems.append(f"survivor {rank} raised nothing: {job.log(rank)}")
@@ -313,37 +319,37 @@ def watch(job: Job, fault: Fault, run: Run, turns: str | None) -> tuple[list[str
 
 
 def _time_in(report: int) -> float | None:
-    """When a victim has struck, as its pipe says; None if it has not."""
+    """The time of a victim's fault, from its pipe; None before the fault."""
     try:
         return float(os.read(report, 64))
     except (BlockingIOError, ValueError):  # the latter: it has ended without
         return None
 
 
-def wrong_error(rank: int, found: dict, kind: str, victims: Iterable[int]) -> list[str]:
-    """Nothing if a survivor's error is of the right class and names a victim."""
-    shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
+def wrong_error(rank: int, actual: dict, kind: str, victims: Iterable[int]) -> list[str]:
+    """The problem of a survivor's error; none if its class is right and it names a victim."""
+    shown = f"survivor {rank} raised {actual['raised']}: {actual['text']}"
     # In the middle of a call the peers are told of an exception, elsewhere of a heap that is left.
-    told = found["raised"] == "SymmoeError" and UsersError.__name__ in found["text"]
+    is_reported = actual["raised"] == "SymmoeError" and UsersError.__name__ in actual["text"]
     expected = (
-        found["raised"] == "PeerAborted" or told
+        actual["raised"] == "PeerAborted" or is_reported
         if kind == "raise"
-        else found["raised"] == "PeerTimeout"
+        else actual["raised"] == "PeerTimeout"
     )
     if not expected:
         return [shown]
     named = any(
-        found["rank"] == victim or re.search(rf"rank {victim}\b", found["text"])
+        actual["rank"] == victim or re.search(rf"rank {victim}\b", actual["text"])
         for victim in victims
     )
     return [] if named else [f"no victim is named: {shown}"]
 
 
-def what_is_left(run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
-    """Of jobs that have ended: names in /dev/shm, memory of the GPUs."""
+def leaked_resources(run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
+    """Resources of ended jobs: names in /dev/shm, memory of the GPUs."""
     problems = []
-    if left := left_in_shared_memory(shm_before):
-        problems.append(f"{sorted(left)} are left in /dev/shm")
+    if remaining := left_in_shared_memory(shm_before):
+        problems.append(f"{sorted(remaining)} are left in /dev/shm")
     deadline = time.monotonic() + FREE_AGAIN_S
     while True:
         used = gpu_mib(run)
@@ -355,7 +361,7 @@ def what_is_left(run: Run, shm_before: frozenset[str], used_before: list[int]) -
 
 
 def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
-    """A new job on the same devices works at once."""
+    """Problems of a new job on the same devices, which must work at once."""
     try:
         with launcher.start(run.num_ranks, run.device) as job:
             exact = job.run(work, run.device, deadline_s=run.seconds(30.0))

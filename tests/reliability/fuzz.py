@@ -17,17 +17,17 @@ ONLY_ON_CPUS = ("nested", "quint8", "(Wrapper)", "sparse_csr")
 
 
 def mistakes_for(num_ranks: int, device: str) -> list[tuple[str, Bad]]:
-    """(call, mistake), all that there are."""
-    found = [(call, bad) for call, mistakes in MISTAKES.items() for bad in mistakes(num_ranks)]
+    """All pairs (call, mistake)."""
+    pairs = [(call, bad) for call, mistakes in MISTAKES.items() for bad in mistakes(num_ranks)]
     return [
         (call, bad)
-        for call, bad in found
+        for call, bad in pairs
         if device == "cpu" or not any(w in bad.parts[0] for w in ONLY_ON_CPUS)
     ]
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per case."""
+    """Yields an outcome for each case."""
     mistakes = mistakes_for(num_ranks, device)
     with open_heap(device, num_bytes=1 << 20) as heap:
         for number in numbers:

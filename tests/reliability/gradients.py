@@ -29,14 +29,14 @@ _DTYPES = (
 
 
 def case_number(number: int, seed: int) -> int:
-    """Case `number` among those of finite numbers."""
+    """Case `number` among those with finite numbers."""
     turn, index = divmod(number, len(_FINITE))
     first = -(-seed * SEED_STRIDE // len(routings.STRATA)) * len(routings.STRATA)
     return first + turn * len(routings.STRATA) + _FINITE[index]
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per case; the ranks share one heap for all of them."""
+    """Yields an outcome for each case; the ranks share one heap for all cases."""
     with open_heap(device) as heap:
         for number in numbers:
             start = time.perf_counter()

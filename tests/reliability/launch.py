@@ -1,6 +1,7 @@
-"""Ranks for suites that stop, kill and restart them. torchrun cannot be used: it kills the survivors. The process that
-uses this module never touches a GPU. Every rank leads a session of its own, everything has a deadline, a rank that
-misses it says in its log where it is, and what is killed are these ranks and nothing else."""
+"""Ranks for suites that stop, kill and restart them. torchrun is unsuitable: it kills the survivors.
+
+The process that uses this module never touches a GPU. Every rank leads its own session, and every wait has a deadline.
+A rank that exceeds a deadline writes its stacks to its log. Only these ranks are killed."""
 
 from __future__ import annotations
 
@@ -27,25 +28,25 @@ _LOG_TAIL = 4000  # characters of a rank's log that a failure shows
 
 
 class JobFailure(AssertionError):
-    """A rank died, raised or gave no answer in time; the text holds the end of every rank's log."""
+    """A rank died, raised or did not answer in time; the text has the end of every rank's log."""
 
 
 class Launcher:
-    """Starts jobs. A context: what it started is gone when it ends."""
+    """Starts jobs. A context: its end ends all started processes."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symmoe-reliability-")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests = ours
+        parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests = parent_socket
         paths = [_TESTS, _TESTS / "support", _TESTS.parent, os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(map(str, paths))
         self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "reliability.nursery", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "reliability.nursery", str(child_socket.fileno())],
+            pass_fds=[child_socket.fileno()],
             env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT},
             start_new_session=True,
         )
-        theirs.close()
+        child_socket.close()
         self._lock = threading.Lock()  # jobs may be started and watched in several threads
         self._num_jobs = 0
 
@@ -58,7 +59,7 @@ class Launcher:
         return Job(self, num_ranks, device, folder)
 
     def start_rank(self, request: dict, file: int) -> int:
-        """The pid of a new rank, which talks to the launcher through `file`."""
+        """Starts a rank, which communicates with the launcher through `file`, and returns its pid."""
         with self._lock:
             socket.send_fds(
                 self._requests, [json.dumps({"do": "start", **request}).encode()], [file]
@@ -98,7 +99,7 @@ class Job:
         self._connections = []
         self._exit_codes: dict[int, int] = {}
         for rank in range(num_ranks):
-            ours, theirs = Pipe()
+            parent_pipe, child_pipe = Pipe()
             request = {
                 "rank": rank,
                 "num_ranks": num_ranks,
@@ -106,9 +107,9 @@ class Job:
                 "store": str(folder / "store"),
                 "log": str(self._log(rank)),
             }
-            self._connections.append(ours)
-            self.pids.append(launcher.start_rank(request, theirs.fileno()))
-            theirs.close()
+            self._connections.append(parent_pipe)
+            self.pids.append(launcher.start_rank(request, child_pipe.fileno()))
+            child_pipe.close()
         deadline = time.monotonic() + _START_S[device]
         for rank in range(num_ranks):
             self._receive(rank, deadline)
@@ -137,17 +138,18 @@ class Job:
             yield [item for _, item in messages]
 
     def run(self, function: Callable[..., Iterator], *arguments, deadline_s: float) -> list:
-        """The only yield of `function`, in rank order."""
+        """The single yield of `function` on each rank, in rank order."""
         (items,) = self.stream(function, *arguments, deadline_s=deadline_s)
         return items
 
     def send(self, function: Callable[..., Iterator], *arguments) -> None:
-        """Starts `function` on every rank; what it yields is for :meth:`received`."""
+        """Starts `function` on every rank; :meth:`received` returns its yields."""
         for connection in self._connections:
             connection.send((function, arguments))
 
     def received(self, rank: int, *, deadline: float) -> Iterator:
-        """What one rank yields, until it is done, has ended, or `deadline` (time.monotonic()) has passed."""
+        """The yields of one rank, until the function returns, the rank has ended, or `deadline` (time.monotonic()) has
+        passed."""
         connection = self._connections[rank]
         while connection.poll(max(0.0, deadline - time.monotonic())):
             try:
@@ -159,7 +161,7 @@ class Job:
             yield item
 
     def exit_code(self, rank: int, *, deadline: float) -> int | None:
-        """Of a rank that ends by itself; None if it still runs at `deadline` (time.monotonic())."""
+        """The exit code of a rank that ends by itself; None if the rank still runs at `deadline` (time.monotonic())."""
         while rank not in self._exit_codes:
             code = self._launcher.exit_code(self.pids[rank])
             if code is not None:
@@ -171,14 +173,14 @@ class Job:
         return self._exit_codes[rank]
 
     def log(self, rank: int) -> str:
-        """The end of what a rank has written, stack dumps included."""
+        """The end of a rank's output, stack dumps included."""
         try:
             return self._log(rank).read_text(errors="replace")[-_LOG_TAIL:]
         except OSError:
             return ""
 
     def dump_stacks(self) -> None:
-        """Makes every rank that runs write the stacks of its threads into its log."""
+        """Makes every running rank write the stacks of its threads to its log."""
         for rank, pid in enumerate(self.pids):
             if self.exit_code(rank, deadline=0.0) is None:
                 os.kill(pid, signal.SIGCONT)
@@ -187,17 +189,17 @@ class Job:
 
     def processes(self) -> list[int]:
         """Processes in the sessions of this job's ranks."""
-        sessions, found = set(self.pids), []
+        sessions, pids = set(self.pids), []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[3]) in sessions and fields[0] != "Z":  # state, parent, group, session
-                    found.append(int(stat.parent.name))
-        return found
+                    pids.append(int(stat.parent.name))
+        return pids
 
     def close(self, *, grace_s: float | None = None) -> None:
-        """Ends the ranks: those that wait for a function by themselves, those that still run after a grace by SIGKILL.
-        grace_s: None: short, as some ranks may be stopped, or wait for ever."""
+        """Ends the ranks: idle ranks exit by themselves, and ranks that still run after the grace get SIGKILL.
+        grace_s: None: short, as some ranks may be stopped, or wait forever."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + (_END_S[self.device] if grace_s is None else grace_s)
@@ -234,8 +236,8 @@ class Job:
             problem = "does not end" if code is None else f"ended with exit code {code}"
         self.dump_stacks()
         logs = "\n".join(f"-- log of rank {r}:\n{self.log(r)}" for r in range(self.num_ranks))
-        for other in range(self.num_ranks):
-            self.kill(other)
+        for peer in range(self.num_ranks):
+            self.kill(peer)
         raise JobFailure(f"rank {rank} {problem}\n{logs}")
 
     def _log(self, rank: int) -> Path:

@@ -16,7 +16,7 @@ from shared_memory import left_in_shared_memory, shared_memory
 
 from reliability.launch import JobFailure, Launcher
 from reliability.step import num_arenas_mapped, num_open_files
-from reliability.suite import Numbers, Outcome, Results, Run, Suite, merged, on_ranks, side_by_side
+from reliability.suite import Numbers, Outcome, Results, Run, Suite, in_parallel, merged, on_ranks
 from symmoe import SymmetricHeap
 
 CYCLES, JOBS = 50, 20
@@ -25,7 +25,8 @@ LOST_BYTES = 50 << 20  # allowed from the earlier half of the cycles to the late
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per cycle. What the first two leave (libraries that are loaded) may stay; later ones add nothing."""
+    """Yields an outcome for each cycle. Resources of the first two cycles (loaded libraries) may stay; later cycles
+    must add none."""
     before, free_bytes = None, []
     for turn, number in enumerate(numbers):
         start, problems = time.perf_counter(), []
@@ -35,11 +36,11 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 problems.append("the round trip is not exact")
         del heap
         gc.collect()
-        left = num_open_files(), num_arenas_mapped()
-        before = left if turn < 2 else before
-        if left != before or left[1]:
+        remaining = num_open_files(), num_arenas_mapped()
+        before = remaining if turn < 2 else before
+        if remaining != before or remaining[1]:
             problems.append(
-                f"(open files, arenas mapped) are {left}, after the second cycle {before}"
+                f"(open files, arenas mapped) are {remaining}, after the second cycle {before}"
             )
         if device == "cuda":
             free_bytes.append(torch.cuda.mem_get_info()[0])
@@ -51,7 +52,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
 
 
 def lost_bytes(free_bytes: list[int]) -> int:
-    """How much less is free at best after the later half of the cycles; the first may load libraries."""
+    """The decrease of the largest free memory in the later half of the cycles; the first cycle may load libraries."""
     cycles = free_bytes[1:]
     half = len(cycles) // 2
     return max(cycles[:half]) - max(cycles[half:]) if half else 0
@@ -68,7 +69,7 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     ]
     works = [work for work, part in zip(works, (cycles, jobs), strict=True) if part.numbers]
     if run.num_jobs > 1:
-        yield from side_by_side(works)
+        yield from in_parallel(works)
     else:
         for work in works:
             yield from work()
@@ -95,8 +96,8 @@ def run_jobs(run: Run, launcher: Launcher) -> Iterator[Outcome]:
             problems.append(f"the ranks ended with {codes}")
         if job.processes():
             problems.append(f"processes {job.processes()} are left")
-        if left := left_in_shared_memory(shm_before):
-            problems.append(f"{sorted(left)} are left in /dev/shm")
+        if remaining := left_in_shared_memory(shm_before):
+            problems.append(f"{sorted(remaining)} are left in /dev/shm")
         yield merged(number, [(1e3 * (time.perf_counter() - start), problems, {})])
 
 

@@ -46,7 +46,7 @@ class Rounds:
         self.draw = random.Random()
 
     def run(self, kind: str, seed: int) -> None:
-        """One round."""
+        """Runs one round."""
         self.value += 1
         self.draw.seed(f"{seed}, {self.heap.rank}")
         if self.draw.random() < 0.2:
@@ -92,7 +92,7 @@ class Rounds:
         self.num_stale += (words != self.value).sum()
 
     def dawdle(self) -> None:
-        """Sometimes the device waits, as the host does for CPUs."""
+        """Delays the device at random, as the host's delays do for CPUs."""
         if self.draw.random() > 0.1:
             return
         if self.is_on_gpu:
@@ -102,12 +102,12 @@ class Rounds:
 
 
 def kind_of(number: int) -> str:
-    """What case `number` does."""
+    """The kind of case `number`."""
     return KINDS[number % len(KINDS)] if number < NUM_CASES else CONTROL
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per case."""
+    """Yields an outcome for each case."""
     backend = "nvshmem" if device == "cuda" else "host"
     with SymmetricHeap(num_bytes=32 << 20, backend=backend) as heap:
         rounds = Rounds(heap)
@@ -125,8 +125,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 stale += int(rounds.num_stale)
                 rounds.num_stale.zero_()
                 # A rank may be late each time that a flag comes first. All ranks go on, or none.
-                found = heap.bootstrap.gather_bytes(bytes([stale > 0]))
-                if kind != CONTROL or all(map(any, found)):
+                is_stale_by_rank = heap.bootstrap.gather_bytes(bytes([stale > 0]))
+                if kind != CONTROL or all(map(any, is_stale_by_rank)):
                     break
             if kind in KINDS and stale:
                 problems.append(f"{stale} of {read} words were stale ({kind})")

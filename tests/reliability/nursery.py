@@ -28,7 +28,7 @@ _FOR_RANKS_ON_GPUS = ("symmoe.kernels.gpu",)  # with Triton; importing it starts
 
 
 def main() -> int:
-    """Serves the launcher's requests until it goes away. In a forked child: the rank's exit code."""
+    """Serves the launcher's requests until it closes the socket. Returns the rank's exit code in a forked child."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _FOR_RANKS:
         import_module(name)
@@ -55,9 +55,9 @@ def main() -> int:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Of a child that has ended, which is reaped; minus the signal if one killed it. None: it still runs."""
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if done else None
+    """The exit code of an ended child, which is reaped; minus the signal if one killed it. None: the child runs."""
+    ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
 def _be_a_rank(connection: Connection, job: dict) -> int:

@@ -16,7 +16,7 @@ from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per case; the ranks share one heap for all of them."""
+    """Yields an outcome for each case; the ranks share one heap for all cases."""
     with open_heap(device) as heap:
         for number in numbers:
             case = routings.case_on(seed * SEED_STRIDE + number, device)

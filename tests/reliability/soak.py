@@ -37,27 +37,27 @@ _WEIGHTS_SEED = 5
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per step; what has grown is a problem of the last one, and of some on the way."""
+    """Yields an outcome for each step; growth is a problem of the last step, and of some steps in between."""
     with SymmetricHeap(
         num_bytes=8 << 20, backend="nvshmem" if device == "cuda" else "host"
     ) as heap:
-        most = num_ranks * MAX_TOKENS * step.TOP_K
+        max_rows = num_ranks * MAX_TOKENS * step.TOP_K
         layers = (
-            step.make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),
+            step.make_layer(heap, _WEIGHTS_SEED, capacity=max_rows, max_tokens=MAX_TOKENS),
             step.make_layer(heap, _WEIGHTS_SEED, order="slot", schedule="overlapped"),
         )
         weights = [
-            each.double()
-            for each in global_weights(
+            weight.double()
+            for weight in global_weights(
                 layers[0].config.num_experts, step.HIDDEN, step.FFN, torch.float32, _WEIGHTS_SEED
             )
         ]
         fixed = step.tokens_of(heap, 99, MAX_TOKENS)
         give_budget(
-            heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, most
+            heap, (layers[1].config.num_experts, step.TOP_K), MAX_TOKENS, max_rows
         )  # no later call needs more
         step.forward_backward(layers[1], fixed)
-        wanted = [step.hash_of_step(layer, fixed) for layer in layers]
+        expected = [step.hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []
         for turn, number in enumerate(numbers):
             start, problems, facts = time.perf_counter(), [], {}
@@ -72,14 +72,14 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 number % CHECK_EVERY == 0 or number == numbers[-1]
             ):  # so that gradients are of one size in every sample
                 problems += wrong_values(layer, x, y, weights)
-                found = [step.hash_of_step(layer, fixed) for layer in layers]
-                if found != wanted:
-                    problems.append(f"the fixed step hashes to {found}, at first to {wanted}")
+                actual = [step.hash_of_step(layer, fixed) for layer in layers]
+                if actual != expected:
+                    problems.append(f"the fixed step hashes to {actual}, at first to {expected}")
             del x, y
             if turn >= WARM_UP and (turn % CHECK_EVERY == 0 or number == numbers[-1]):
                 samples.append((turn, step.resident_bytes(), *footprint(heap)))
             if samples and (number == numbers[-1] or turn % JUDGE_EVERY == 0):
-                problems += what_grew(samples)
+                problems += growth_problems(samples)
                 python_blocks.append(sys.getallocatedblocks())
                 late = settled(samples)
                 facts = {
@@ -114,18 +114,19 @@ def wrong_values(
 
 
 def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
-    """What must not change at all: see NAMES."""
+    """Figures that must stay exactly equal: see NAMES."""
     on_device = torch.cuda.memory_allocated() if heap.device.type == "cuda" else 0
     return heap.high_water_bytes, heap.leased_bytes, step.num_open_files(), on_device
 
 
 def num_tensor_maps() -> int:
-    """Of all launches (symmoe/kernels/launch/player.py, which bounds them). By name: the module needs Triton."""
-    return sum(len(found) for found in gc.get_objects() if type(found).__name__ == "_TensorMaps")
+    """The number of tensor maps of all launches (symmoe/kernels/launch/player.py, which bounds it). The import is by
+    name: the module needs Triton."""
+    return sum(len(cache) for cache in gc.get_objects() if type(cache).__name__ == "_TensorMaps")
 
 
 def settled(samples: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those after the last programs that are new; all, if there are not two."""
+    """The measurements after the last new programs; all of them, if fewer than two follow."""
     late = [sample for sample in samples if sample[0] >= PROGRAMS_WARM_UP]
     return late if len(late) > 1 else samples
 
@@ -133,7 +134,7 @@ def settled(samples: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 NAMES = ("heap high water", "leased bytes", "open files", "device bytes")
 
 
-def what_grew(samples: list[tuple[int, ...]]) -> list[str]:
+def growth_problems(samples: list[tuple[int, ...]]) -> list[str]:
     first = samples[0]
     problems = [
         f"{name} went from {first[2 + i]} to {sorted({s[2 + i] for s in samples})}"
@@ -152,7 +153,8 @@ def what_grew(samples: list[tuple[int, ...]]) -> list[str]:
 
 
 def slope(x: list[float], y: list[float]) -> float:
-    """Of the line of least squares. Not by LAPACK, whose first call keeps megabytes: more than what is looked for."""
+    """The slope of the least-squares line. Not by LAPACK, whose first call keeps megabytes: more than the searched
+    growth."""
     return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0
 
 

@@ -18,7 +18,7 @@ NUM_CALLS = 3  # of a round
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
-    """Yields per call. A timeout ends the rank, and is the case's failure."""
+    """Yields an outcome for each call. A timeout ends the rank, and is the case's failure."""
     backend = "nvshmem" if device == "cuda" else "host"
     with SymmetricHeap(num_bytes=1 << 20, backend=backend) as heap:
         round_trip(heap)  # compiles kernels on GPUs
@@ -36,7 +36,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 current_number = round_number
                 seed_of_round = 100 * (seed * SEED_STRIDE + round_number)
                 calls = enumerate(calls_of_a_round_trip(heap, seed_of_round))
-            is_exact = next(exact for place, exact in calls if place == call)
+            is_exact = next(exact for call_number, exact in calls if call_number == call)
             heap.synchronize()
             yield (
                 1e3 * (time.perf_counter() - start),

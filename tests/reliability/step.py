@@ -13,7 +13,7 @@ HIDDEN, FFN, TOP_K, EXPERTS_PER_RANK = 64, 96, 2, 2
 
 
 def make_layer(heap: SymmetricHeap, seed: int, **options) -> MoELayer:
-    """A layer whose weights depend on the seed alone."""
+    """A layer whose weights depend only on the seed."""
     num_experts = EXPERTS_PER_RANK * heap.num_ranks
     config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=num_experts, top_k=TOP_K, **options)
     layer, _ = layers.make_layer(heap, config, seed)
@@ -21,13 +21,13 @@ def make_layer(heap: SymmetricHeap, seed: int, **options) -> MoELayer:
 
 
 def tokens_of(heap: SymmetricHeap, seed: int, num_tokens: int) -> torch.Tensor:
-    """fp32 [T, H], other ones on every rank."""
+    """fp32 [T, H], different on every rank."""
     x = layers.tokens_of(heap.rank, num_tokens, HIDDEN, salt=seed)
     return x.to(heap.device).requires_grad_()
 
 
 def forward_backward(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-    """y; the gradients are in x.grad and in the parameters, and are only those of this step."""
+    """y; x.grad and the parameters' gradients are only those of this step."""
     layer.zero_grad(set_to_none=True)
     x.grad = None
     y, _ = layer(x)

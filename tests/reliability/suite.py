@@ -1,4 +1,4 @@
-"""What suites have in common: numbered cases, their outcomes, and the record of a run."""
+"""Common parts of the suites: numbered cases, their outcomes, and the record of a run."""
 
 import math
 import queue
@@ -23,8 +23,8 @@ MAX_FAILURES = (
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a suite does. More than a few jobs per GPU cost more than they bring: the GPU gives each a slice
-    of its time, and ranks that meet wait for slices."""
+    """The settings of a run of a suite. More than a few jobs per GPU are slower: GPUs share their time among jobs, and
+    ranks that synchronise wait for time slices."""
 
     numbers: tuple[int, ...]  # of the cases, each from 0
     num_ranks: int = 2
@@ -34,13 +34,13 @@ class Run:
     patience: float = 1.0  # times as long as on a machine that has nothing else to do
 
     def seconds(self, on_cpu: float) -> float:
-        """A deadline: GPUs get more, because first calls compile kernels."""
+        """A deadline; GPUs have more time, because first calls compile kernels."""
         return self.patience * on_cpu + (0.0 if self.device == "cpu" else 240.0)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case."""
+    """The outcome of one case."""
 
     case: int
     ms: float
@@ -60,7 +60,7 @@ CheckCases = Callable[[int, int, Numbers, int, str], Results]
 
 @dataclass(frozen=True)
 class Suite:
-    """One command."""
+    """A suite as a command."""
 
     run: RunCases
     num_cases: int  # of a run in full
@@ -72,32 +72,37 @@ class Suite:
 def on_ranks(
     run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: float
 ) -> Iterator[Outcome]:
-    """Runs cases on ranks that stay up from case to case, and are started again after a case that ended them."""
+    """Runs cases on ranks that stay from case to case, and are restarted after a case that ended them."""
     bounds = [len(run.numbers) * job // run.num_jobs for job in range(run.num_jobs + 1)]
     parts = [replace(run, numbers=run.numbers[a:b]) for a, b in pairwise(bounds) if a < b]
-    return side_by_side([partial(_in_one_job, part, launcher, check, deadline_s) for part in parts])
+    return in_parallel([partial(_in_one_job, part, launcher, check, deadline_s) for part in parts])
 
 
 def _in_one_job(
     run: Run, launcher: Launcher, check: CheckCases, deadline_s: float
 ) -> Iterator[Outcome]:
-    left = list(run.numbers)
-    while left:
+    remaining = list(run.numbers)
+    while remaining:
         try:
             with launcher.start(run.num_ranks, run.device) as job:
                 stream = job.stream(
-                    check, tuple(left), run.seed, run.device, deadline_s=run.seconds(deadline_s)
+                    check,
+                    tuple(remaining),
+                    run.seed,
+                    run.device,
+                    deadline_s=run.seconds(deadline_s),
                 )
                 for results in stream:
-                    yield merged(left.pop(0), results)
+                    yield merged(remaining.pop(0), results)
         except JobFailure as failure:
-            if not left:
+            if not remaining:
                 raise  # the ranks could not end
-            yield Outcome(left.pop(0), float("nan"), [str(failure)])
+            yield Outcome(remaining.pop(0), float("nan"), [str(failure)])
 
 
-def side_by_side(works: Sequence[Callable[[], Iterator[Outcome]]]) -> Iterator[Outcome]:
-    """What all of them yield, as it comes, each in a thread of its own; the first exception ends it."""
+def in_parallel(works: Sequence[Callable[[], Iterator[Outcome]]]) -> Iterator[Outcome]:
+    """Yields the outcomes of all iterators as they arrive, each iterator in its own thread; the first exception ends
+    all."""
     if len(works) == 1:
         yield from works[0]()
         return
@@ -136,7 +141,7 @@ def side_by_side(works: Sequence[Callable[[], Iterator[Outcome]]]) -> Iterator[O
 
 
 def merged(case: int, results: Iterable[tuple[float, list[str], dict]]) -> Outcome:
-    """One outcome from what the ranks found: the slowest rank's time, all problems, facts as lists over ranks."""
+    """One outcome from the ranks' outcomes: the slowest rank's time, all problems, facts as lists over ranks."""
     results = list(results)
     names = list(dict.fromkeys(name for _, _, facts in results for name in facts))
     return Outcome(
@@ -160,8 +165,8 @@ def execute(
     command: str,
     limit_s: float = math.inf,
 ) -> dict:
-    """Runs the cases and makes the record: counts, times, the failures in full, and where it ran. After `limit_s` or a
-    KeyboardInterrupt it takes no more outcomes: the record says how many cases there were."""
+    """Runs the cases and builds the record: counts, times, the failures in full, and the machine. After `limit_s` or a
+    KeyboardInterrupt it accepts no more outcomes: the record has the number of cases so far."""
     start, outcomes, failed = time.monotonic(), [], []
     running = suite.run(run, launcher)
     try:
@@ -205,13 +210,13 @@ def execute(
 
 def percentiles(values: Iterable[float]) -> dict[str, float | None]:
     """p50, p99 and the largest of the values that are numbers."""
-    known = np.array([value for value in values if not np.isnan(value)])
-    if not known.size:
+    finite = np.array([value for value in values if not np.isnan(value)])
+    if not finite.size:
         return {"p50": None, "p99": None, "max": None}
-    marks = {"p50": np.quantile(known, 0.5), "p99": np.quantile(known, 0.99), "max": known.max()}
+    marks = {"p50": np.quantile(finite, 0.5), "p99": np.quantile(finite, 0.99), "max": finite.max()}
     return {name: round(float(value), 3) for name, value in marks.items()}
 
 
 def describe(rank: int, num_ranks: int, device: str) -> Iterator[dict]:
-    """Where and with what a run is made; on a rank, because it may touch the GPU."""
+    """The machine and versions of a run; collected on a rank, because it may touch the GPU."""
     yield machine(torch.device(device))

@@ -1,4 +1,4 @@
-"""Captured steps: exact whatever the routing does. On CPUs a function that runs again takes the place of a graph."""
+"""Captured steps are exact for any routing. On CPUs a function that runs again replaces the graph."""
 
 import contextlib
 import dataclasses
@@ -45,9 +45,9 @@ from symmoe.training.step_kind import Tree
     ],
 )
 def test_every_step_is_exact(cluster, num_ranks, ranks_per_node, device, balance):
-    found = cluster(num_ranks, device).run(cases.check_exact, device, ranks_per_node, balance)
-    cases.check_counts(found)
-    assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
+    results = cluster(num_ranks, device).run(cases.check_exact, device, ranks_per_node, balance)
+    cases.check_counts(results)
+    assert len({tuple(counts) for *counts, _ in results}) == 1  # all ranks repeat the same steps
 
 
 # What is around a model, and how many steps are eager before one is captured: DDP has 11 passes of its own.
@@ -76,11 +76,11 @@ WRAPS = {
 def test_steps_that_reduce_are_exact(
     cluster, num_ranks: int, ep: int, device: str, ranks_per_node, wrap: str, tmp_path
 ):
-    """Ranks of all EP groups repeat the same steps, and fail together: gradients or loads are reduced in the graph."""
+    """Ranks of all EP groups repeat the same steps, and fail together: the graph reduces gradients or loads."""
     with (
         Cluster(num_ranks, device) if device == "cuda" else nullcontext(cluster(num_ranks)) as ranks
     ):
-        found = ranks.run(
+        results = ranks.run(
             cases.check_wrapped,
             device,
             ep,
@@ -88,16 +88,18 @@ def test_steps_that_reduce_are_exact(
             f"file://{tmp_path}/store",
             ranks_per_node,
         )
-    assert [text for _, texts in found for text in texts] == []
+    assert [text for _, texts in results for text in texts] == []
     num_repeated = int(ep > 1)  # one rank always needs the same budget
-    assert {counts for counts, _ in found} == {
+    assert {counts for counts, _ in results} == {
         (cases.NUM_REPLAYS + 1 - num_repeated, num_repeated, 1 + num_repeated)
     }
 
 
 @run_on(2)
-def test_ddp_that_cannot_be_captured(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
-    """Also one that adds gradients up on the default stream: here every stream is."""
+def test_unsupported_ddps_are_refused(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
+    """Also a DDP that accumulates gradients on the default stream: the test makes every stream the default."""
     model = cases.Model(heap)
     symmoe.training.prepare_for_ddp(model)
     ddp = DistributedDataParallel(model)
@@ -140,7 +142,7 @@ def test_on_cpus_every_call_is_eager(model):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_step_that_is_watched_is_captured_apart(model):
+def test_a_step_with_listeners_is_captured_separately(model):
     captured = cases.capture(model, num_eager=1)
     batch = [torch.ones(5, cases.H)]
     num_captures = []
@@ -164,7 +166,7 @@ def test_a_layer_that_was_not_called_before(model):
     assert model.layers[0].heap.captured_reports is None
 
 
-def test_a_layer_with_less_room_than_it_needs(model):
+def test_more_rows_than_max_row_budget_raise(model):
     tight = cases.Model(model.layers[0].heap, max_row_budget=4)
     captured = cases.capture(tight, num_eager=1)
     captured([torch.ones(3, cases.H)], scale=1.0)
@@ -174,7 +176,7 @@ def test_a_layer_with_less_room_than_it_needs(model):
         captured([torch.ones(3, cases.H)], scale=1.0)
 
 
-def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
+def test_a_suspended_heap_replays_nothing(model):
     captured = cases.capture(model, num_eager=1)
     for _ in range(2):
         captured([torch.ones(3, cases.H)], scale=1.0)
@@ -187,15 +189,15 @@ def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
     assert not replay.called
 
 
-def test_what_could_not_be_taken_back_is_refused(model):
+def test_steps_that_cannot_be_undone_are_refused(model):
     for option in ("accumulate_into_main_grad", "delay_wgrad"):
         fc2 = model.layers[1].experts.fc2
         setattr(fc2, option, True)
         with pytest.raises(symmoe.errors.ArgumentError, match=rf"{option} \(True\) must be False"):
             symmoe.capture_step(cases.make_step(model), model)
         setattr(fc2, option, False)
-    with symmoe.SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
-        both = nn.ModuleList([model, cases.Model(other)])
+    with symmoe.SymmetricHeap(num_bytes=16 << 20, backend="host") as second_heap:
+        both = nn.ModuleList([model, cases.Model(second_heap)])
         with pytest.raises(symmoe.errors.ArgumentError, match="layers on several heaps"):
             symmoe.capture_step(cases.make_step(model), both)
 
@@ -204,7 +206,7 @@ def test_what_could_not_be_taken_back_is_refused(model):
 
 
 @on_ranks(cpu=(1,), cuda=(1, 2))
-def test_what_decides_a_step_is_captured_apart(cluster, num_ranks, device):
+def test_changed_settings_are_captured_separately(cluster, num_ranks, device):
     assert cluster(num_ranks, device).findings(cases.check_changes, device) == []
 
 
@@ -219,7 +221,7 @@ class Slots:
 
 
 class Attributes(dict):
-    """A dict whose values are attributes, as ModelOutput of transformers is."""
+    """A dict whose values are attributes, like ModelOutput of transformers."""
 
     def __init__(self, **values: object) -> None:
         super().__init__(**values)
@@ -272,7 +274,7 @@ def captured_linear(step: Callable, **options) -> tuple[CapturedStep, nn.Linear]
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_arguments_and_results_of_all_kinds(kind: str):
-    """A replay reads the tensors that it is given, and what it returns stays."""
+    """A replay reads its argument tensors, and later replays do not change its result."""
     make, tensors_of = BATCHES[kind]
 
     def step(linear: nn.Linear, batch):
@@ -280,14 +282,14 @@ def test_arguments_and_results_of_all_kinds(kind: str):
         return make(linear(x).sum(0), (x * y).sum(0))
 
     captured, linear = captured_linear(step)
-    found, wanted = [], []
+    actual, expected = [], []
     for number in range(1, 5):
         x = torch.full((3, 2), float(number))
         y = torch.full((3, 2), number / 2)
-        found.append(tensors_of(captured(make(x, y))))
+        actual.append(tensors_of(captured(make(x, y))))
         x, y = tensors_of(make(x, y))
-        wanted.append((linear(x).sum(0).detach(), (x * y).sum(0)))
-    assert all(map(torch.equal, sum(map(tuple, found), ()), sum(wanted, ())))
+        expected.append((linear(x).sum(0).detach(), (x * y).sum(0)))
+    assert all(map(torch.equal, sum(map(tuple, actual), ()), sum(expected, ())))
     assert (captured.num_captures, captured.num_replays) == (1, 3)
 
 
@@ -311,7 +313,7 @@ def test_arguments_and_results_of_all_kinds(kind: str):
     ],
     ids=["set", "array", "object", "function", "module", "key", "gradient", "sparse"],
 )
-def test_what_is_not_understood_is_refused_by_name(argument: object, text: str):
+def test_arguments_of_unknown_types_are_refused_by_name(argument: object, text: str):
     captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
     for _ in range(3):
         with pytest.raises(symmoe.errors.ArgumentError, match=text):
@@ -319,7 +321,7 @@ def test_what_is_not_understood_is_refused_by_name(argument: object, text: str):
     assert captured(cases.Batch(torch.ones(3, 2), torch.ones(2))).dim() == 0
 
 
-def test_a_result_that_is_not_understood_is_refused_by_name():
+def test_a_result_of_unknown_type_is_refused_by_name():
     captured, _ = captured_linear(lambda linear, batch: {"loss": linear(batch).sum(), "x": {1}})
     with pytest.raises(
         symmoe.errors.ArgumentError, match=r"result\['x'\] \(set\) cannot be captured"
@@ -327,10 +329,10 @@ def test_a_result_that_is_not_understood_is_refused_by_name():
         captured(torch.ones(3, 2))
 
 
-def test_shapes_constants_and_tensors_given_twice_decide_a_step():
+def test_shapes_constants_and_repeated_tensors_identify_a_step():
     captured, _ = captured_linear(lambda linear, batch: batch[0] * batch[1])
     x = torch.ones(2)
-    for batch, wanted in (
+    for batch, expected in (
         ((x, 0.0), 0.0),
         ((x, -0.0), -0.0),
         ((x, float("nan")), None),
@@ -341,21 +343,22 @@ def test_shapes_constants_and_tensors_given_twice_decide_a_step():
     ):
         before = captured.num_captures
         for _ in range(3):
-            found = captured(batch)
-            assert wanted is None or (
-                found.tolist() == [wanted] * len(batch[0]) and str(found[0].item()) == str(wanted)
+            actual = captured(batch)
+            assert expected is None or (
+                actual.tolist() == [expected] * len(batch[0])
+                and str(actual[0].item()) == str(expected)
             )
         assert captured.num_captures == before + 1
 
 
-def test_numbers_on_the_cpu_and_tensors_elsewhere():
-    """Of arguments for a model on a GPU: a graph would have numbers on the CPU as they were, and read nothing else."""
+def test_cpu_scalars_are_constants_and_tensors_elsewhere_are_refused():
+    """Arguments of a model on a GPU: a graph has CPU scalars as constants, and cannot read other CPU memory."""
     gpu = torch.device("cuda", 0)
-    one, other = (Tree({"scale": torch.tensor(number)}, gpu) for number in (1.0, 2.0))
-    assert one.kind != other.kind
-    assert one.kind == Tree({"scale": torch.tensor(1.0)}, gpu).kind
-    assert one.tensors == []
-    assert float(one.with_tensors([])["scale"]) == 1.0
+    first, second = (Tree({"scale": torch.tensor(number)}, gpu) for number in (1.0, 2.0))
+    assert first.kind != second.kind
+    assert first.kind == Tree({"scale": torch.tensor(1.0)}, gpu).kind
+    assert first.tensors == []
+    assert float(first.with_tensors([])["scale"]) == 1.0
     with pytest.raises(
         symmoe.errors.ArgumentError,
         match=r"lengths\[1\] \[3\] is on cpu, the model on cuda:0: .* move it there",
@@ -363,16 +366,16 @@ def test_numbers_on_the_cpu_and_tensors_elsewhere():
         Tree({"lengths": (1, torch.ones(3))}, gpu)
 
 
-def test_arguments_do_not_stay_alive():
+def test_arguments_are_freed_after_the_call():
     captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
-    found = []
+    actual = []
     for _ in range(4):
         batch = cases.Batch(torch.ones(3, 2), torch.ones(2))
-        found += [weakref.ref(batch), weakref.ref(batch.x), weakref.ref(batch.y)]
+        actual += [weakref.ref(batch), weakref.ref(batch.x), weakref.ref(batch.y)]
         captured(batch)
     del batch
     gc.collect()
-    assert [reference() for reference in found] == [None] * len(found)
+    assert [reference() for reference in actual] == [None] * len(actual)
     assert captured.num_replays == 3
 
 
@@ -399,7 +402,7 @@ def write_parameter(linear: nn.Linear, x: torch.Tensor) -> None:
     ],
     ids=["argument", "parameter", "buffer"],
 )
-def test_what_a_replay_would_not_do_is_refused(change: Callable[..., None], text: str):
+def test_side_effects_that_a_replay_lacks_are_refused(change: Callable[..., None], text: str):
     captured, _ = captured_linear(
         lambda linear, batch: (change(linear, batch), linear(batch).sum())[1]
     )
@@ -419,11 +422,11 @@ def test_attributes_that_the_step_itself_sets_are_warned_of():
         UserWarning, match=r"the step sets \['last', 'num_calls'\] of modules"
     ) as warned:
         call_often(captured)
-    assert [each.filename for each in warned] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
     assert (captured.num_captures, captured.num_replays) == (1, 3)
 
 
-def test_modes_that_take_turns_are_captured_once():
+def test_alternating_modes_are_captured_once():
     captured, linear = captured_linear(lambda linear, batch: linear(batch).sum())
     for turn in range(6):
         linear.train(turn % 2 == 0)
@@ -431,8 +434,8 @@ def test_modes_that_take_turns_are_captured_once():
     assert (captured.num_captures, captured.num_replays) == (2, 4)
 
 
-def test_memory_that_moves_after_an_error(model):
-    """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
+def test_moved_memory_after_an_error_runs_eagerly_first(model):
+    """No heap knows the row counts of calls then: eager calls must measure them before a capture."""
     captured = cases.capture(model, num_eager=1)
     for batch in (
         [torch.ones(3, cases.H)],
@@ -451,7 +454,7 @@ def test_memory_that_moves_after_an_error(model):
     assert (captured.num_captures, captured.num_replays) == (2, 2)
 
 
-def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
+def test_options_set_later_that_cannot_be_undone_are_refused(model):
     captured = cases.capture(model, num_eager=1)
     for _ in range(2):
         captured([torch.ones(3, cases.H)], scale=1.0)
@@ -463,9 +466,11 @@ def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
 
 @pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)])
 @run_on(2)
-def test_what_one_rank_refuses_all_do(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> None:
-    """The errors of calls of which the second and the fifth have an argument that some ranks refuse."""
-    found = []
+def test_an_argument_refused_on_one_rank_raises_on_all(
+    rank: int, num_ranks: int, culprits: tuple[int, ...]
+) -> None:
+    """The errors of calls, the second and the fifth of which have an argument that some ranks refuse."""
+    errors = []
     with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
         model = cases.Model(heap)
         captured = cases.capture(model, num_eager=2)
@@ -474,7 +479,7 @@ def test_what_one_rank_refuses_all_do(rank: int, num_ranks: int, culprits: tuple
             if number in (1, 4) and rank in culprits:
                 batch = [torch.ones(5, cases.H), {1}]
             error, text = outcome(captured, batch, scale=1.0)
-            found.append((error, *text.split(": ")[-2:-1]))
+            errors.append((error, *text.split(": ")[-2:-1]))
         captured.close()
     refused = "ArgumentError", "batch[1] (set) cannot be captured"
-    assert found == [("",), refused, ("",), ("",), refused, ("",)]
+    assert errors == [("",), refused, ("",), ("",), refused, ("",)]

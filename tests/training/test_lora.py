@@ -33,7 +33,7 @@ def make_mlp(
 
 
 def fill_b(module: nn.Module, seed: int = 1) -> None:
-    """As after some training."""
+    """Gives B values other than zero, as after training."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         if name.endswith("lora_b"):
@@ -53,9 +53,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, ScaledClampedSwiGLU()])
-def test_at_first_it_is_the_layer_without_adapters(
-    dtype: torch.dtype, activation: nn.Module | None
-):
+def test_new_adapters_do_not_change_the_layer(dtype: torch.dtype, activation: nn.Module | None):
     mlp = make_mlp(train_b=False, dtype=torch.float32, activation=activation)
     assert all(is_expert for _, _, is_expert in named_parameters(mlp))
     plain = GroupedMLP(GROUPS, H, I, activation=activation)
@@ -75,7 +73,7 @@ def test_at_first_it_is_the_layer_without_adapters(
     assert not mlp.fc1.lora_a.grad.any()  # B is zero
 
 
-def test_merged_and_unmerged():
+def test_merge_and_unmerge_keep_the_results():
     mlp = make_mlp()
     rows, probs, _ = inputs()
     before = mlp(rows, SPLITS, probs)
@@ -93,18 +91,18 @@ def test_merged_and_unmerged():
     assert not torch.equal(plain.fc1.weight, mlp.fc1.weight)
     torch.testing.assert_close(mlp(rows, SPLITS, probs), before, rtol=1e-5, atol=1e-6)
     for is_merged in (False, True):
-        other = make_mlp(train_b=False)
-        fill_b(other, seed=5)
+        target = make_mlp(train_b=False)
+        fill_b(target, seed=5)
         if is_merged:
-            merge_lora(other)
-        other.load_state_dict(mlp.state_dict())
-        assert not other.fc1.is_merged
-        assert torch.equal(other(rows, SPLITS, probs), mlp(rows, SPLITS, probs))
-    merge_lora(other)
-    other.load_state_dict(
-        other.state_dict()
+            merge_lora(target)
+        target.load_state_dict(mlp.state_dict())
+        assert not target.fc1.is_merged
+        assert torch.equal(target(rows, SPLITS, probs), mlp(rows, SPLITS, probs))
+    merge_lora(target)
+    target.load_state_dict(
+        target.state_dict()
     )  # strict: what has no adapters goes into what has merged them
-    assert other.fc1.is_merged
+    assert target.fc1.is_merged
 
 
 def test_a_step_of_the_optimizer_does_not_change_merged_adapters():
@@ -121,7 +119,7 @@ def test_a_step_of_the_optimizer_does_not_change_merged_adapters():
     assert mlp.fc1.lora_a.grad.any()
 
 
-def test_rank_dropout():
+def test_rank_dropout_drops_ranks_in_training_only():
     mlp = make_mlp(rank_dropout=0.5)
     rows, probs, _ = inputs()
     without = make_mlp()(rows, SPLITS, probs)
@@ -137,7 +135,7 @@ def test_rank_dropout():
     assert len(ranks) > 2
 
 
-def test_what_add_lora_refuses():
+def test_add_lora_refuses_wrong_arguments():
     for arguments, text in (
         ({"rank": 0}, r"rank \(0\)"),
         ({"rank_dropout": 1.0}, r"rank_dropout \(1.0\) must be in"),
@@ -164,7 +162,7 @@ EXPERTS, TOP_K = 4, 2
 
 
 class Counted(nn.Module):
-    """A parametrization that counts how often it is evaluated."""
+    """A parametrization that counts its evaluations."""
 
     num_calls = 0
 
@@ -176,7 +174,7 @@ class Counted(nn.Module):
 def dense(
     experts: GroupedMLP, x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor
 ) -> torch.Tensor:
-    """By the definition, in float64, with adapters that are drawn once."""
+    """The definition in float64, with adapters that are drawn once."""
     both = (experts.fc1, *experts.fc1.adapters()), (experts.fc2, *experts.fc2.adapters())
     w1, w2 = (fc.weight.double() + torch.bmm(b.double(), a.double()) for fc, a, b in both)
     biases = experts.fc1.bias.double(), experts.fc2.bias.double()
@@ -184,8 +182,8 @@ def dense(
 
 
 @pytest.mark.parametrize("around", ["nothing", "reentrant checkpoint", "checkpoint"])
-def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
-    """Whether calls measure, have a row budget, or have to be repeated."""
+def test_a_call_draws_adapters_once(heap: SymmetricHeap, around: str):
+    """Whether calls measure rows, have a row budget, or are repeated."""
     generator = torch.Generator().manual_seed(3)
     config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=None)
     layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
@@ -196,10 +194,10 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
         for name in ("weight", "bias"):
             counts.append(Counted())
             parametrize.register_parametrization(fc, name, counts[-1])
-    asked = [count.num_calls for count in counts]
+    num_calls = [count.num_calls for count in counts]
     layer.set_experts(layer.experts)
     assert "bias=True" in str(layer)
-    assert [count.num_calls for count in counts] == asked
+    assert [count.num_calls for count in counts] == num_calls
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     budgets = {
         "measured": None,
@@ -214,7 +212,7 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
         leaf = x.clone().requires_grad_()
         want = dense(layer.experts, leaf, ids, probs)
         state = torch.get_rng_state()
-        wanted = torch.autograd.grad((want * dy).sum(), [leaf, *trained])
+        expected = torch.autograd.grad((want * dy).sum(), [leaf, *trained])
 
         def forward(x: torch.Tensor, ids=ids, probs=probs) -> torch.Tensor:
             return layer(x, topk_idx=ids, probs=probs)[0]
@@ -235,14 +233,14 @@ def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
             n + 1 + (around != "nothing") for n in before
         ], name
         torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6)
-        for parameter, gradient in zip([leaf, *trained], wanted, strict=True):
+        for parameter, gradient in zip([leaf, *trained], expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 class Backward(Watching):
-    """Notes the shapes of what the step's backward operator returns."""
+    """Records the shapes of the results of the step's backward operator."""
 
-    def look(self, func, given, result) -> None:
+    def look(self, func, arguments, result) -> None:
         if func is torch.ops.symmoe.moe_backward.default:
             self.seen += [tuple(gradient.shape) for gradient in result]
 
@@ -260,15 +258,15 @@ def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap
         assert (frozen & set(mode.seen) != set()) == thaws
 
 
-def test_inside_torch_compile(heap: SymmetricHeap):
+def test_adapters_in_torch_compile(heap: SymmetricHeap):
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
     add_lora(layer, rank=RANK, alpha=ALPHA)
     fill_b(layer)
-    x, found = torch.randn(7, H), []
+    x, results = torch.randn(7, H), []
     for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         y, _ = module(x)
         y.sum().backward()
-        found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
+        results.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
         layer.zero_grad(set_to_none=True)
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""plan_memory and `symmoe plan` against what layers really use; the schedules' test has the heap's exact size."""
+"""plan_memory and `symmoe plan` against the measured memory of layers; test_schedules.py has the heap's exact size."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ H, I, E, K, T = 16, 24, 8, 3, 37
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
 @pytest.mark.parametrize("capacity", [None, 150])
 @pytest.mark.parametrize("layout", ["packed", "expert-major"])
-def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
+def test_planned_bytes_of_a_call_are_exact(stash: str, capacity: int | None, layout: str):
     config = MoEConfig(
         hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout
     )
@@ -31,7 +31,7 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
 
 
 @pytest.mark.parametrize("stash", ["all", "none"])
-def test_steps_on_a_heap_of_the_planned_size_are_played(monkeypatch, stash: str):
+def test_programs_run_on_a_heap_of_the_planned_size(monkeypatch, stash: str):
     monkeypatch.setenv("SYMMOE_PROGRAMS", "on")
     monkeypatch.setenv("SYMMOE_FILL_MEMORY", "0")  # or leases that are parts of one do not overlap
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=150)
@@ -52,7 +52,7 @@ def test_steps_on_a_heap_of_the_planned_size_are_played(monkeypatch, stash: str)
 
 
 @run_on(1, 2)
-def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_the_planned_peak_is_that_of_a_step(rank: int, num_ranks: int, findings: Findings) -> None:
     sizes = {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
     x, dy = torch.randn(2, 256, 256).bfloat16()
     replicas = {"balance": "replicas", "replicas_per_rank": 3}
@@ -66,26 +66,26 @@ def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> No
     ):
         config = MoEConfig(**sizes, **options)
         with open_heap("cpu", num_bytes=16 << 20, programs="off") as heap:
-            found = bytes_at_peak(
+            actual = bytes_at_peak(
                 MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy
             )
         planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
         findings.check(
-            abs(planned / found - 1) < 0.05, f"{options}: planned {planned}, found {found}"
+            abs(planned / actual - 1) < 0.05, f"{options}: planned {planned}, found {actual}"
         )
 
 
 def test_rows_and_totals():
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K)
-    one = plan_memory(config, num_ranks=4, num_tokens=100)
-    assert one.num_rows == 300
+    base = plan_memory(config, num_ranks=4, num_tokens=100)
+    assert base.num_rows == 300
     # A token misses the two experts of a rank with probability (6/8)(5/7)(4/6).
-    assert one.num_packed_rows == -(-400 * (1 - 6 / 8 * 5 / 7 * 4 / 6) // 1)
+    assert base.num_packed_rows == -(-400 * (1 - 6 / 8 * 5 / 7 * 4 / 6) // 1)
     worst = plan_memory(config, num_ranks=4, num_tokens=100, routing="worst")
     assert (worst.num_rows, worst.num_packed_rows) == (800, 400)
     many = plan_memory(config, num_ranks=4, num_tokens=100, num_layers=3, num_in_flight=2)
-    assert many.activation_bytes == 6 * one.activation_bytes_per_call
-    assert many.heap_bytes > one.heap_bytes + 4 * one.lease_bytes_per_call
+    assert many.activation_bytes == 6 * base.activation_bytes_per_call
+    assert many.heap_bytes > base.heap_bytes + 4 * base.lease_bytes_per_call
     static = plan_memory(
         MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, capacity=350),
         num_ranks=4,
@@ -95,11 +95,11 @@ def test_rows_and_totals():
     plain = dataclasses.replace(config, activation=Activation(function="relu2", is_gated=False))
     narrow = plan_memory(plain, num_ranks=4, num_tokens=100)
     assert (
-        one.activation_bytes_per_call - narrow.activation_bytes_per_call == 384 * I * 2
+        base.activation_bytes_per_call - narrow.activation_bytes_per_call == 384 * I * 2
     )  # room for 300 rows
 
 
-def test_whatever_the_caller_has_switched_off():
+def test_plans_do_not_depend_on_the_callers_modes():
     config = MoEConfig(
         hidden=7168, ffn=2048, num_experts=256, top_k=8, precision=PRECISIONS["float8-block"]
     )
@@ -123,7 +123,7 @@ def test_whatever_the_caller_has_switched_off():
         ({"routing": "best"}, "routing ('best') must be one of ('uniform', 'worst')"),
     ],
 )
-def test_wrong_arguments(change: dict, text: str):
+def test_wrong_arguments_are_refused(change: dict, text: str):
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K)
     with pytest.raises(ArgumentError) as caught:
         plan_memory(config, **{"num_ranks": 2, "num_tokens": 8, **change})
@@ -133,7 +133,7 @@ def test_wrong_arguments(change: dict, text: str):
 ARGUMENTS = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 2 --tokens 8192".split()
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]):
     assert (
         cli.main([*ARGUMENTS, "--layers", "4", "--micro-batches", "2", "--capacity-factor", "1.5"])
         == 0
@@ -150,7 +150,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("wire", ["none", "forward", "both"])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureFixture[str]):
+def test_the_command_plans_for_recipes(name: str, wire: str, capsys: pytest.CaptureFixture[str]):
     if wire != "none" and name == "nvfp4":
         pytest.skip("does not travel quantised")
     shown = []
@@ -159,9 +159,11 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
         shown.append(capsys.readouterr().out)
     full = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, capacity=65536)
     config = replace(full, precision=PRECISIONS[name], quantized_wire=wire)
-    plans = [plan_memory(each, num_ranks=2, num_tokens=8192) for each in (full, config)]
-    for out, other, plan in ((*shown, plans[0]), (*shown[::-1], plans[1])):
+    plans = [
+        plan_memory(plan_config, num_ranks=2, num_tokens=8192) for plan_config in (full, config)
+    ]
+    for out, other_output, plan in ((*shown, plans[0]), (*shown[::-1], plans[1])):
         shown = set(re.findall("[0-9.]+ MiB", out))
         assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= shown
-        assert cli._size(plan.activation_bytes) not in other
+        assert cli._size(plan.activation_bytes) not in other_output
     assert (plans[0].lease_bytes_per_call != plans[1].lease_bytes_per_call) or wire == "none"

@@ -1,4 +1,4 @@
-"""Metrics of a model's layers against counts by hand and against what the plan says."""
+"""Metrics of a model's layers against counts in plain Python and against the plan."""
 
 import numpy as np
 import pytest
@@ -43,17 +43,17 @@ GROUPS += [
 
 @pytest.mark.parametrize(("num_ranks", "order", "ranks_per_node"), GROUPS)
 @run_on()
-def test_records_are_what_happened(
+def test_records_equal_counts_by_hand(
     rank, num_ranks, findings: Findings, order: str, ranks_per_node: int | None
 ) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     with SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node) as heap:
         model = make_model(heap, order=order, capacity_factor=1.1)
-        seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        recorded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, layer in model.named_modules():
             if isinstance(layer, MoELayer):
                 layer.register_forward_hook(
-                    lambda m, a, out, n=name: seen.append(
+                    lambda m, a, out, n=name: recorded.append(
                         (n, out[1].topk_idx, out[1].aux_loss.detach())
                     )
                 )
@@ -68,7 +68,7 @@ def test_records_are_what_happened(
         findings.equal("layers", sorted(records), ["layers.0", "layers.1"])
         for name, record in records.items():
             findings.where = f"rank {rank} of {num_ranks}, {order}, {name}"
-            calls = [(ids, loss) for n, ids, loss in seen if n == name][:3]
+            calls = [(ids, loss) for n, ids, loss in recorded if n == name][:3]
             load = np.zeros(EXPERTS, dtype=np.int64)
             sent = read = over = 0
             for ids, _ in calls:
@@ -85,7 +85,7 @@ def test_records_are_what_happened(
                 over += int((ids < 0).sum())
             findings.check(over > 0, "nothing was over the capacity")
             findings.check((sent > 0) == (num_ranks > 1), "no bytes to count")
-            wanted = {
+            expected = {
                 "num_calls": 3,
                 "tokens_per_expert": tuple(load.tolist()),
                 "tokens_per_rank": tuple(load.reshape(num_ranks, -1).sum(1).tolist()),
@@ -99,7 +99,7 @@ def test_records_are_what_happened(
                 "combine_bytes": read * H * 4,
                 "heap_high_water_bytes": heap.high_water_bytes,
             }
-            for field, want in wanted.items():
+            for field, want in expected.items():
                 findings.equal(field, getattr(record, field), want)
             near = {
                 "coefficient_of_variation": load.std() / load.mean(),
@@ -109,8 +109,8 @@ def test_records_are_what_happened(
                 "aux_loss": float(sum(loss for _, loss in calls)) / 3,
             }
             for field, want in near.items():
-                found = getattr(record, field)
-                findings.check(abs(found - want) < 1e-6, f"{field} is {found}, want {want}")
+                actual = getattr(record, field)
+                findings.check(abs(actual - want) < 1e-6, f"{field} is {actual}, want {want}")
             findings.check(0 < record.forward_s < 60, f"forward took {record.forward_s} s")
             trips = (record.dispatch_s, record.combine_s)
             findings.check(
@@ -131,7 +131,9 @@ def test_records_are_what_happened(
             model.train()(batch(rank, 0)[..., 1:])
         with torch.no_grad():
             model.eval()(batch(rank, 0))
-        next_step = [(its.num_calls, its.forward_s, its.dispatch_s) for its in logger.step(18)]
+        next_step = [
+            (entry.num_calls, entry.forward_s, entry.dispatch_s) for entry in logger.step(18)
+        ]
         findings.equal("the next step", next_step, [(0, 0.0, 0.0)] * 2)
         with pytest.raises(ArgumentError):
             model.train()(batch(rank, 0)[..., 1:])
@@ -176,7 +178,7 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
 
 
 def test_gate_mass_is_the_sum_of_probs(heap: SymmetricHeap):
-    """Over two calls; slots over the capacity factor have none."""
+    """Over two calls; slots beyond the capacity factor do not count."""
     model = make_model(heap, capacity_factor=1.1)
     logger = MetricsLogger(model)
     want = np.zeros(EXPERTS)
@@ -189,8 +191,8 @@ def test_gate_mass_is_the_sum_of_probs(heap: SymmetricHeap):
     assert (want > 0).sum() > 2
 
 
-def test_gate_mass_ignores_ids_that_no_expert_has(heap: SymmetricHeap):
-    """On a GPU a call with static capacity tells its listeners before the host knows of the error."""
+def test_gate_mass_ignores_ids_out_of_range(heap: SymmetricHeap):
+    """On a GPU, listeners of a call with static capacity run before the host knows of the error."""
     model = make_model(heap)
     logger = MetricsLogger(model)
     load = torch.zeros(EXPERTS, dtype=torch.int32)
@@ -214,7 +216,7 @@ def test_a_collapsed_router_is_warned_of(heap: SymmetricHeap):
         logger.step(1)
 
 
-def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
+def test_metrics_count_in_a_model_that_was_compiled_before(heap: SymmetricHeap):
     model = make_model(heap)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     compiled(batch(0, 0))
@@ -234,6 +236,6 @@ def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     assert [record.num_calls for record in logger.step(3)] == [0, 0]
 
 
-def test_a_model_without_layers():
+def test_a_model_without_layers_is_refused():
     with pytest.raises(ArgumentError, match="has no MoELayer"):
         MetricsLogger(nn.Linear(2, 2))

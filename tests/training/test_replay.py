@@ -1,4 +1,4 @@
-"""Routing that is given: recorded and replayed, and balanced by force."""
+"""Routing from outside the router: recorded and replayed, and balanced by force."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -43,8 +43,9 @@ def tokens(requires_grad: bool = False) -> torch.Tensor:
 
 @pytest.mark.parametrize("score", get_args(Score))
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_probs_of_a_given_choice(score: str, renormalize: bool):
-    """Values and gradients in float64, of a choice that the router would not make, with a repeated expert and none."""
+def test_probs_of_a_replayed_choice_equal_the_reference(score: str, renormalize: bool):
+    """Values and gradients in float64, for a choice that the router would not make, with a repeated expert and an empty
+    slot."""
     fields = {"score": score, "renormalize": renormalize, "route_scale": 1.5, "expert_bias": True}
     router = Router(layer_config(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields))
     x = tokens()
@@ -99,7 +100,7 @@ def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: di
     with record_routing(model) as routing:
         want = model(tokens())
     want.sum().backward()
-    wanted = model.gradients()
+    expected = model.gradients()
     assert set(routing) == {"layers.0", "layers.1"}
     assert all(
         ids.dtype == torch.int32 and ids.shape == (TOKENS, TOP_K) for ids in routing.values()
@@ -108,7 +109,7 @@ def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: di
         got = model(tokens())
     got.sum().backward()
     assert torch.equal(got, want)
-    torch.testing.assert_close(model.gradients(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.gradients(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(model(tokens()), want)  # the hooks are gone
     ids = routing["layers.0"].clone()
     with record_routing(model.layers[0]) as again:
@@ -119,32 +120,38 @@ def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: di
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_takes_the_routing_of_its_micro_batch(
+def test_recomputation_uses_the_routing_of_its_micro_batch(
     heap: SymmetricHeap, use_reentrant: bool, order: tuple[int, ...] | None
 ):
-    """Of a rollout, by another policy. Two micro-batches in flight, whose backward comes in this order, or is one."""
+    """The routing is of a rollout by another policy. Two micro-batches are in flight, with backwards in this order, or
+    with one backward."""
     rollout = make_model(heap)
     policy = make_model(heap)
     batches = (tokens(True), tokens(True).flip(1))
     for parameter in policy.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    routings, seen, wanted, again = [], [], [], partial(checkpoint, use_reentrant=use_reentrant)
+    routings, replayed, expected, again = (
+        [],
+        [],
+        [],
+        partial(checkpoint, use_reentrant=use_reentrant),
+    )
     for x in batches:
         with torch.no_grad(), record_routing(rollout) as routing:
             rollout(x)
         routings.append(routing)
-    policy.layers[1].router.register_forward_hook(lambda *a: seen.append(a[2].topk_idx))
+    policy.layers[1].router.register_forward_hook(lambda *a: replayed.append(a[2].topk_idx))
     for call in (policy, partial(again, policy)):
         for x, routing in zip(batches, routings, strict=True):
             with replay_routing(policy, routing):
                 call(x).square().sum().backward()
-            assert torch.equal(seen[-1], routing["layers.1"])
-        wanted.append(policy.gradients())
+            assert torch.equal(replayed[-1], routing["layers.1"])
+        expected.append(policy.gradients())
     with replay_routing(policy, routings):
         losses = [policy(x, lambda layer, x: again(layer, x)[0]).square().sum() for x in batches]
         for loss in (sum(losses),) if order is None else map(losses.__getitem__, order):
             loss.backward()
-    for want in wanted:
+    for want in expected:
         torch.testing.assert_close(want, [parameter.grad for parameter in policy.parameters()])
     with (
         nullcontext()
@@ -165,24 +172,25 @@ AGAIN = {
 
 @pytest.mark.parametrize("again", list(AGAIN)[1:])
 def test_backward_may_begin_at_a_middle_layer(heap: SymmetricHeap, again: str):
-    """After the other micro-batch's, through a graph that is kept, after a pass that failed, and in one with it."""
+    """After the backward of the other micro-batch, through a retained graph, after a failed pass, and together with
+    it."""
     model = make_model(heap)
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(4 * TOKENS)]).int()
     routings = [
         dict(zip(("layers.0", "layers.1"), two, strict=True)) for two in ids.view(2, 2, TOKENS, -1)
     ]
-    found = []
+    gradients = []
     for through in (AGAIN["kept"], AGAIN[again]):
         middles, batches = [], [tokens(True), tokens(True).flip(1).detach().requires_grad_()]
 
-        def kept(
+        def record_middle(
             layer: nn.Module, x: torch.Tensor, through=through, middles=middles
         ) -> torch.Tensor:
             middles.append(through(layer, x)[0])
             return middles[-1]
 
         with replay_routing(model, routings):
-            ends = [model(x, kept).square().sum() for x in batches]
+            ends = [model(x, record_middle).square().sum() for x in batches]
             first, _, second, _ = (middle.square().sum() for middle in middles)
             failing = batches[1].register_hook(lambda gradient: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -193,13 +201,13 @@ def test_backward_may_begin_at_a_middle_layer(heap: SymmetricHeap, again: str):
             ends[1].backward(retain_graph=True)
             first.backward(retain_graph=True)
             (ends[0] + second).backward()
-        found.append([*[x.grad for x in batches], *model.gradients()])
-    torch.testing.assert_close(found[1], found[0])
+        gradients.append([*[x.grad for x in batches], *model.gradients()])
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint16", "uint32", "uint64"])
-def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
-    """With dense layers, packed sequences, padding, in an order of this rank's own; and back."""
+def test_arrays_of_an_engine_convert_to_routing_and_back(heap: SymmetricHeap, dtype: str):
+    """With dense layers, packed sequences and padding, in this rank's order of rows."""
     model = make_model(heap)
     x = tokens()
     with torch.no_grad(), record_routing(model) as routing:
@@ -211,42 +219,42 @@ def test_arrays_of_an_engine_are_routing(heap: SymmetricHeap, dtype: str):
     assert list(in_turn) == list(routing)
     assert array.dtype == torch.int16
     assert all(
-        torch.equal(array[:, place], ids.short()) for place, ids in enumerate(routing.values())
+        torch.equal(array[:, index], ids.short()) for index, ids in enumerate(routing.values())
     )
     engines = np.zeros((TOKENS, 5, TOP_K), dtype)  # layers 0, 2 and 3 are dense
     engines[:, [1, 4]] = array.numpy()
     padded = torch.zeros(3, 5, H)
     is_token = torch.arange(15).view(3, 5) % 4 > 0
     padded[is_token] = x
-    mine = torch.tensor([7, -1, 0, 10])
-    for rows, its_tokens, is_real, wanted in (
+    rank_rows = torch.tensor([7, -1, 0, 10])
+    for rows, its_tokens, is_real, expected in (
         (None, x, torch.ones(TOKENS, dtype=torch.bool), y),
         (is_token, padded, is_token, y),
-        (mine.numpy(), x[mine], mine >= 0, y[mine[mine >= 0]]),
+        (rank_rows.numpy(), x[rank_rows], rank_rows >= 0, y[rank_rows[rank_rows >= 0]]),
     ):
-        given = routing_from_array(model, engines, layers=(1, 4), rows=rows)
+        result = routing_from_array(model, engines, layers=(1, 4), rows=rows)
         if rows is None:  # in the engine's own dtype, too
-            given = {name: engines[:, place] for name, place in zip(routing, (1, 4), strict=True)}
-        with replay_routing(model, given), torch.no_grad():
+            result = {name: engines[:, index] for name, index in zip(routing, (1, 4), strict=True)}
+        with replay_routing(model, result), torch.no_grad():
             got = model(its_tokens)
-        assert torch.equal(got[is_real], wanted)
+        assert torch.equal(got[is_real], expected)
         assert torch.equal(got[~is_real], its_tokens[~is_real])  # no experts
 
 
 def test_arrays_of_packed_sequences_with_a_common_prefix(heap: SymmetricHeap):
-    """As vLLM and SGLang return `routed_experts`: [sequence - 1, layers, K] of each sequence, nothing for the last
-    token, and nothing for a prefix that the cache had from an earlier sequence."""
+    """As vLLM and SGLang return `routed_experts`: [sequence - 1, layers, K] of each sequence, without the last token,
+    and without a prefix that the cache had from an earlier sequence."""
     model = make_model(heap)
     first = tokens()[:6]
     second = torch.cat([first[:2], tokens()[6:9]])
     packed = torch.cat([first, second])
     with torch.no_grad(), record_routing(model) as routing:
         y = model(packed)
-    whole = routing_to_array(routing).numpy()
-    of_first, of_second = whole[:5], whole[6:10][2:]
+    full = routing_to_array(routing).numpy()
+    of_first, of_second = full[:5], full[6:10][2:]
     rows = np.array([0, 1, 2, 3, 4, -1, 0, 1, 5, 6, -1])
-    given = routing_from_array(model, np.concatenate([of_first, of_second]), rows=rows)
-    with replay_routing(model, given), torch.no_grad():
+    result = routing_from_array(model, np.concatenate([of_first, of_second]), rows=rows)
+    with replay_routing(model, result), torch.no_grad():
         got = model(packed)
     assert torch.equal(got[rows >= 0], y[rows >= 0])
     assert torch.equal(got[rows < 0], packed[rows < 0])  # no experts: nobody reads the last token
@@ -279,13 +287,13 @@ def test_arrays_that_do_not_fit_raise_on_every_rank(
     }
     for culprit in range(num_ranks):
         for text, arguments in wrong.items():
-            given = {"array": array, **(arguments if rank == culprit else {})}
+            passed = {"array": array, **(arguments if rank == culprit else {})}
             with pytest.raises(ArgumentError, match=text), torch.no_grad():
-                with replay_routing(model, routing_from_array(model, **given)):
+                with replay_routing(model, routing_from_array(model, **passed)):
                     model(tokens())
 
 
-def test_recording_and_replaying_refuse(heap: SymmetricHeap):
+def test_recording_and_replaying_refuse_wrong_calls(heap: SymmetricHeap):
     model = make_model(heap)
     with record_routing(model) as routing:
         model(tokens())
@@ -323,7 +331,7 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts"), [(64, 8, 128), (37, 2, 6), (5, 4, 4), (100, 3, 7)]
 )
-def test_balanced_choice(num_tokens: int, top_k: int, num_experts: int):
+def test_balanced_choice_has_equal_loads(num_tokens: int, top_k: int, num_experts: int):
     ids = balanced_choice(num_tokens, top_k, num_experts)
     load = torch.bincount(ids.flatten(), minlength=num_experts)
     assert ids.dtype == torch.int32
@@ -333,7 +341,7 @@ def test_balanced_choice(num_tokens: int, top_k: int, num_experts: int):
 
 
 def test_balanced_choice_is_spread_over_ranks():
-    """As far as random choices are: 8 of 128 experts on 8 ranks lie on 5.3 ranks on average."""
+    """As far as random choices are: 8 of 128 experts on 8 ranks are on 5.3 ranks on average."""
     ranks = balanced_choice(4096, 8, 128) // 16
     mean = sum(len(set(token)) for token in ranks.tolist()) / 4096
     assert 4.5 < mean <= 8

@@ -35,18 +35,18 @@ class Model(nn.Module):
         experts = GroupedMLP(EXPERTS // heap.num_ranks, H, I, weights=weights)
         self.moe = MoELayer(config, heap, experts=experts, shared_expert=shared)
         generator = torch.Generator().manual_seed(1)
-        mine = slice(
+        local = slice(
             heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks
         )
         with torch.no_grad():
             self.moe.router.weight.copy_(torch.randn(EXPERTS, H, generator=generator))
             for matrices in self.matrices():
-                whole = torch.randn(EXPERTS, *matrices[0].shape, generator=generator) / 4
-                for matrix, value in zip(matrices, whole[mine], strict=True):
+                full = torch.randn(EXPERTS, *matrices[0].shape, generator=generator) / 4
+                for matrix, value in zip(matrices, full[local], strict=True):
                     matrix.copy_(value)
 
     def matrices(self) -> list[list[torch.Tensor]]:
-        """The weights of both linear layers, an expert each."""
+        """The weights of both linear layers, as one matrix for each expert."""
         experts = self.moe.experts
         return [
             [getattr(fc, f"weight{number}") for number in range(experts.num_groups)]
@@ -78,23 +78,23 @@ def check_steps(
     wrong: str = "",
     kind: str = "AdamW",
 ) -> None:
-    """Trains both ways; `wrong` leaves out the heap's replicas, and must be found. Of Muon every expert has its own
-    matrices."""
+    """Compares training on these processes with one process; `wrong` omits the heap's replicas, and the comparison must
+    fail. With Muon every expert has its own matrices."""
     weights = "discrete" if kind == "Muon" else "packed"
     for_experts = getattr(torch.optim, kind)
     alone = dist.new_group([rank], use_local_synchronization=True)
     layout = num_ranks // ep_size, ep_size
     with small.on_layout(*layout) as (_, heap), small.open_heap(None) as single:
         replicas = heap.expert_group
-        whole = Model(single, weights)
+        full_model = Model(single, weights)
         model = Model(heap, weights)
-        optimizers = optimizers_of(whole, for_experts) + optimizers_of(model, for_experts)
+        optimizers = optimizers_of(full_model, for_experts) + optimizers_of(model, for_experts)
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):
                 everybody = torch.cat([batch(r, step, number) for r in range(num_ranks)])
-                (whole.loss(everybody) / MICRO_BATCHES).backward()
+                (full_model.loss(everybody) / MICRO_BATCHES).backward()
                 (model.loss(batch(rank, step, number)) / MICRO_BATCHES).backward()
-            want_norm = clip_grad_norm(whole, MAX_NORM, group=alone)
+            want_norm = clip_grad_norm(full_model, MAX_NORM, group=alone)
             with patch.object(heap, "expert_group", None if wrong == "reduce" else replicas):
                 reduce_gradients(model)
             norm = clip_grad_norm(model, MAX_NORM)
@@ -103,34 +103,36 @@ def check_steps(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            balance_step(whole)
+            balance_step(full_model)
             with patch.object(heap, "expert_group", None if wrong == "balance" else replicas):
                 balance_step(model)
-        mine = slice(heap.rank * EXPERTS // ep_size, (heap.rank + 1) * EXPERTS // ep_size)
-        found, wanted = (
+        local = slice(heap.rank * EXPERTS // ep_size, (heap.rank + 1) * EXPERTS // ep_size)
+        actual, expected = (
             {k: v for k, v in m.state_dict().items() if ".experts." not in k}
-            for m in (model, whole)
+            for m in (model, full_model)
         )
-        for number, (got, want) in enumerate(zip(model.matrices(), whole.matrices(), strict=True)):
-            found[f"fc{number + 1}"], wanted[f"fc{number + 1}"] = (
+        for number, (got, want) in enumerate(
+            zip(model.matrices(), full_model.matrices(), strict=True)
+        ):
+            actual[f"fc{number + 1}"], expected[f"fc{number + 1}"] = (
                 torch.stack(got),
-                torch.stack(want[mine]),
+                torch.stack(want[local]),
             )
-        for name, want in wanted.items():
-            findings.close(name, found[name], want, rtol=1e-4, atol=2e-5)
-        findings.check(bool(whole.moe.router.expert_bias.any()), "the bias has not moved")
+        for name, want in expected.items():
+            findings.close(name, actual[name], want, rtol=1e-4, atol=2e-5)
+        findings.check(bool(full_model.moe.router.expert_bias.any()), "the bias has not moved")
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
 @pytest.mark.parametrize(("num_ranks", "ep_size"), [(2, 2), (4, 2), (2, 1)])
 def test_steps_are_those_of_one_process(cluster, num_ranks: int, ep_size: int, kind: str):
-    found = cluster(num_ranks).run(check_steps, ep_size, kind=kind)
-    assert [text for texts in found for text in texts] == []
+    texts_by_rank = cluster(num_ranks).run(check_steps, ep_size, kind=kind)
+    assert [text for texts in texts_by_rank for text in texts] == []
 
 
 @pytest.mark.parametrize(
     ("wrong", "text"), [("reduce", "norm of step 0"), ("balance", "expert_bias")]
 )
-def test_a_forgotten_group_is_found(cluster, wrong: str, text: str):
-    found = [t for texts in cluster(4).run(check_steps, 2, wrong) for t in texts]
-    assert any(text in t for t in found), found
+def test_a_forgotten_group_changes_the_training(cluster, wrong: str, text: str):
+    actual = [t for texts in cluster(4).run(check_steps, 2, wrong) for t in texts]
+    assert any(text in t for t in actual), actual

@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=60)  # of what waits for a rank whose test has faile
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
-    """Before conftest.py and the tests are imported, and before symmoe is put in."""
+    """Runs before the import of conftest.py and of the tests, and before symmoe replaces layers."""
     # conftest.py would download test data, which no MoE test reads.
     downloads = ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     downloads.download_and_extract_asset = _download_nothing
@@ -47,7 +47,8 @@ def pytest_configure() -> None:
 
 
 def _end_groups_of(parallel_state: Any) -> None:
-    """Megatron forgets its groups, and each of gloo would keep threads, which at the hundredth test are thousands."""
+    """Destroys Megatron's groups, which Megatron only forgets: each gloo group keeps threads, thousands at the
+    hundredth test."""
     destroy = parallel_state.destroy_model_parallel
 
     def destroy_groups() -> None:
@@ -62,7 +63,7 @@ def _end_groups_of(parallel_state: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Tests that look for a GPU when they are imported find one."""
+    """Lets tests that query for a GPU at import find one."""
     is_available = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     try:
@@ -73,7 +74,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
-    """What a test makes on "cuda" is made on the CPU."""
+    """Creates on the CPU the tensors that a test creates on "cuda"."""
     with megatron_shim.CudaIsCpu():
         return (yield)
 

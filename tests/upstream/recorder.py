@@ -1,5 +1,6 @@
-"""A pytest plugin that writes down how every test ended, why, and how often symmoe ran in it. The plugins of the
-projects (swap_megatron.py, swap_transformers.py) count the calls: without that a green result could be empty."""
+"""A pytest plugin that records the outcome of every test, the reason, and the number of symmoe's calls in it. The
+plugins of the projects (swap_megatron.py, swap_transformers.py) count the calls: without them a passed test could be
+empty."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 @dataclass(slots=True)
 class Ending:
-    """How one test ended on one rank."""
+    """The outcome of one test on one rank."""
 
     # "passed", "skipped" or "failed"; a test that is expected to fail, and does, counts as skipped
     outcome: str = "passed"
@@ -20,7 +21,7 @@ class Ending:
 
 
 class Recorder:
-    """Collects endings by the test's id; `num_calls` is what the project's plugin counts up."""
+    """Collects outcomes by the test's id; the project's plugin increments `num_calls`."""
 
     def __init__(self, path: Path) -> None:
         self.num_calls = 0
@@ -81,8 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def recorder_of(config: pytest.Config) -> Recorder:
     """The recorder of this run."""
-    found: Recorder = config.pluginmanager.get_plugin("symmoe-recorder")
-    return found
+    recorder: Recorder = config.pluginmanager.get_plugin("symmoe-recorder")
+    return recorder
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     num_ranks = options.ranks or project.num_ranks
     names = " and ".join(f"not {part}" for part in (*project.left_out, *options.leave_out))
     selection = [*tests, *(("-k", names) if names else ())]
-    found = {
+    endings_by_form = {
         form: merged(
             run_form(project, options.checkout, form, selection, num_ranks, options.timeout_s)
         )
@@ -140,13 +140,18 @@ def main(arguments: list[str] | None = None) -> int:
         "command": f"python tests/upstream/run.py {options.project} CHECKOUT --ranks {num_ranks}",
         "tests": tests,
         "left_out": {**project.left_out, **dict.fromkeys(options.leave_out, "by --leave-out")},
-        "forms": {form: summary(endings, found["plain"]) for form, endings in found.items()},
+        "forms": {
+            form: summary(endings, endings_by_form["plain"])
+            for form, endings in endings_by_form.items()
+        },
     }
     text = json.dumps(report, indent=1)
     print(text)
     if options.record is not None:
         options.record.write_text(text + "\n")
-    return int(any(problems(found[form], found["plain"]) for form in project.forms))
+    return int(
+        any(problems(endings_by_form[form], endings_by_form["plain"]) for form in project.forms)
+    )
 
 
 def run_form(
@@ -186,7 +191,7 @@ def run_form(
                 )
             )
             log.close()
-        found = []
+        endings = []
         for rank, process in enumerate(ranks):
             try:
                 process.wait(timeout_s)
@@ -194,11 +199,11 @@ def run_form(
                 process.kill()
             written = Path(folder, f"{rank}.json")
             if written.exists():
-                found.append(json.loads(written.read_text()))
+                endings.append(json.loads(written.read_text()))
             else:
                 last = Path(folder, f"{rank}.log").read_text().splitlines()[-30:]
                 print(f"{form}, rank {rank}:", *last, sep="\n", file=sys.stderr)
-                found.append(
+                endings.append(
                     {
                         "(run)": {
                             "outcome": "failed",
@@ -207,13 +212,13 @@ def run_form(
                         }
                     }
                 )
-        return found
+        return endings
 
 
 def merged(ranks: list[Endings]) -> Endings:
     """One ending per test: the worst of all ranks, with the first reason, and the calls of all of them. Reasons of
     ranks that only waited for one that failed come last."""
-    found: Endings = {}
+    actual: Endings = {}
     for name in dict.fromkeys(name for endings in ranks for name in endings):
         of_test = [endings[name] for endings in ranks if name in endings]
         worst = min(
@@ -221,8 +226,8 @@ def merged(ranks: list[Endings]) -> Endings:
         )
         same = [ending for ending in of_test if ending["outcome"] == worst["outcome"]]
         first = min(same, key=lambda ending: any(word in ending["reason"] for word in ONLY_WAITED))
-        found[name] = {**first, "num_calls": sum(ending["num_calls"] for ending in of_test)}
-    return found
+        actual[name] = {**first, "num_calls": sum(ending["num_calls"] for ending in of_test)}
+    return actual
 
 
 def summary(endings: Endings, plain: Endings) -> dict[str, Any]:
@@ -247,15 +252,15 @@ def summary(endings: Endings, plain: Endings) -> dict[str, Any]:
 
 def problems(endings: Endings, plain: Endings) -> list[str]:
     """What is wrong with symmoe: tests that fail only with it, or that it has not run at all."""
-    found = [
+    messages = [
         name
         for name, ending in endings.items()
         if _kind(ending, plain.get(name, {})) == ONLY_WITH_SYMMOE
     ]
     return (
-        found
+        messages
         if any(map(_has_run, endings.values()))
-        else [*found, "symmoe has run in no test that passed"]
+        else [*messages, "symmoe has run in no test that passed"]
     )
 
 

@@ -65,17 +65,17 @@ def _swapped_init(
         submodules: Any = None,
         layer_number: Any = None,
         pg_collection: Any = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         if isinstance(self, SymmMoELayer):  # whose own __init__ has come here
-            init(self, config, submodules, layer_number, pg_collection, **others)
+            init(self, config, submodules, layer_number, pg_collection, **kwargs)
             return
         if form == "experts":
             submodules = dataclasses.replace(submodules, experts=SymmExperts)
         groups = process_groups(pg_collection)
-        how = {"heap": heaps.of(groups), "options": DispatchOptions(order="slot")}
+        options = {"heap": heaps.of(groups), "options": DispatchOptions(order="slot")}
         self.__class__ = SymmMoELayer
-        self.__init__(config, submodules, layer_number, groups, **how, **others)
+        self.__init__(config, submodules, layer_number, groups, **options, **kwargs)
         _count(
             self.token_dispatcher, "compute" if form == "experts" else "token_dispatch", recorder
         )

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     heap = SymmetricHeap(num_bytes=HEAP_BYTES)
     recorder = recorder_of(config)
-    theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    grouped_mm = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
     def experts_forward(
         experts: Any, hidden: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         try:
             form = ExpertsForm.of(experts)
         except ArgumentError:  # a test of a model that symmoe refuses
-            return theirs(experts, hidden, idx, weights)
+            return grouped_mm(experts, hidden, idx, weights)
         step = empty_experts(form, experts, len(experts.down_proj), heap, step=StepConfig())
         parameters = {
             f"mlp.{name}": weight.contiguous()

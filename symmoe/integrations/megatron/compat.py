@@ -151,5 +151,5 @@ def _rules(config: TransformerConfig, limits: tuple[_Limit, ...]) -> Iterator[tu
     """The limits as rules of first_problem."""
     for field, supported, reason in limits:
         value = getattr(config, field, supported[0])
-        wanted = " or ".join(map(repr, supported))
-        yield value not in supported, f"{field} ({value!r}) must be {wanted}: {reason}"
+        alternatives = " or ".join(map(repr, supported))
+        yield value not in supported, f"{field} ({value!r}) must be {alternatives}: {reason}"

@@ -273,7 +273,7 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
     )
 
 
-def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
+def routed_config(config: TransformerConfig, **overrides: Any) -> MoEConfig:
     """symmoe's configuration for tokens routed by Megatron; `how`: further fields."""
     return MoEConfig(
         hidden=expert_hidden(config),
@@ -283,5 +283,5 @@ def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
         activation=activation_of(config).activation,
         precision=precision_of(config),
         router=None,
-        **how,
+        **overrides,
     )

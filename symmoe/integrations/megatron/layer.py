@@ -44,13 +44,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchOptions:
-    """How rows travel, as in make_plan; the same on all ranks.
+    """Options of a dispatch, as in make_plan; the same on all ranks.
 
     Attributes:
         order: order of the sums in combine. "rank": least traffic. "slot": a token's experts in ascending order, like
             Megatron's alltoall, the same bits for any number of ranks.
         capacity: rows that fit on a rank, without a host synchronisation per layer; None: exact, one small read.
-        overflow: with a capacity, "raise" or "drop".
+        overflow: with a capacity, "raise" or "drop_tokens".
     """
 
     order: Order = "rank"
@@ -109,7 +109,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             hidden=hidden_states.shape[1],
             dtype=hidden_states.dtype,
         )
-        plan = plan_call(begun(self.topk_idx), self._heap, options)
+        plan = plan_call(require_started(self.topk_idx), self._heap, options)
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
         lease = self._heap.lease(
             (plan.row_capacity, hidden_states.shape[1]),
@@ -128,7 +128,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """(rows, int64 [E / EP] rows of each local expert on the device, probs). Local."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        return hidden_states, begun(self.handle).plan.splits.long(), probs
+        return hidden_states, require_started(self.handle).plan.splits.long(), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns its argument. Local."""
@@ -137,11 +137,13 @@ class SymmTokenDispatcher(MoETokenDispatcher):
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
-        return combine_tokens(hidden_states, begun(self.handle), order=self._options.order)
+        return combine_tokens(
+            hidden_states, require_started(self.handle), order=self._options.order
+        )
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[S / TP, B, H], with the overlapped shared experts' output. Local."""
-        output = hidden_states.view(begun(self.hidden_shape))
+        output = hidden_states.view(require_started(self.hidden_shape))
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
@@ -172,14 +174,18 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         )
         with FailPeersOnError(routed.heap, *CALL_PHASES):
             return routed.run(
-                hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips
+                hidden_states,
+                probs,
+                require_started(self.topk_idx),
+                experts,
+                before_trips=before_trips,
             )[:2]
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns its arguments. Local."""
-        begun(self.topk_idx)
+        require_started(self.topk_idx)
         return hidden_states, probs
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -205,11 +211,11 @@ class SymmMoELayer(MoELayer):
         *,
         heap: SymmetricHeap,
         options: DispatchOptions,
-        **others: object,
+        **kwargs: object,
     ) -> None:
         pg_collection = process_groups(pg_collection)
         raise_for(layer_problem(config) or groups_problem(pg_collection, heap))
-        super().__init__(config, submodules, layer_number, pg_collection, **others)
+        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
         self._routed: RoutedExperts | None = None
         if isinstance(self.experts, SymmExperts):
             self._routed = RoutedExperts.of(
@@ -223,7 +229,10 @@ class SymmMoELayer(MoELayer):
         dispatcher = SymmTokenDispatcher if self._routed is None else FusedTokenDispatcher
         self.token_dispatcher = dispatcher(config, pg_collection, heap=heap, options=options)
         self.listeners = Listeners(
-            heap, num_experts=config.num_moe_experts, order=options.order, give=give_routing
+            heap,
+            num_experts=config.num_moe_experts,
+            order=options.order,
+            override_router=override_routing,
         )
         self._recorder = recorder_of(self.router)
         if self.shared_expert_overlap:
@@ -236,14 +245,14 @@ class SymmMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         if self._routed is not None:
             y, load = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
-            self._tell(hidden_states, load)
+            self._notify(hidden_states, load)
             return y, None
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output, bias = self.experts(rows, tokens_per_expert, row_probs)
-        self._tell(rows, begun(dispatcher.handle).plan.load)
+        self._notify(rows, require_started(dispatcher.handle).plan.load)
         return dispatcher.combine_preprocess(output), bias
 
-    def _tell(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
+    def _notify(self, rows: torch.Tensor, load: Sequence[torch.Tensor]) -> None:
         # The choice before a capacity factor's drops; another action's record may be of an earlier forward.
         recorder = self._recorder
         recorded = (
@@ -251,11 +260,11 @@ class SymmMoELayer(MoELayer):
             if recorder and recorder.router_replay_action == RouterReplayAction.RECORD
             else None
         )
-        ids = begun(self.token_dispatcher.topk_idx)
-        self.listeners.tell_call(ids, load, rows, is_training=self.training, chosen_idx=recorded)
+        ids = require_started(self.token_dispatcher.topk_idx)
+        self.listeners.notify(ids, load, rows, is_training=self.training, chosen_idx=recorded)
 
 
-def begun(value: _Value | None) -> _Value:
+def require_started(value: _Value | None) -> _Value:
     """The value from an earlier one of the six calls. StalePlan: it is None."""
     if value is None:
         raise StalePlan(
@@ -303,9 +312,9 @@ def recorder_of(router: nn.Module) -> RouterReplay | None:
     return router.router_replay
 
 
-def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
-    """See Give, for SymmMoELayers. The router's statistics spread tokens without an expert over all experts; its map
-    omits these tokens. ArgumentError: the router has no choice by scores to replace."""
+def override_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], None]:
+    """An OverrideRouter for SymmMoELayers. The router's statistics spread tokens without an expert over all experts;
+    the router's map omits these tokens. ArgumentError: the router has no choice by scores to replace."""
     router: Any = model.get_submodule(f"{name}.router" if name else "router")
     if (replay := recorder_of(router)) is None:
         raise ArgumentError(
@@ -315,13 +324,13 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
         )
     before = replay.router_replay_action
 
-    def give(_router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def set_choice(_router: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         ids = choose(args[0].shape[:-1].numel(), router.topk).long()
         spread = torch.arange(ids.numel(), device=ids.device).view_as(ids) % router.num_experts
         replay.recorded_topk_idx, replay.target_topk_idx = ids, torch.where(ids < 0, spread, ids)
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    def drop(
+    def drop_tokens(
         _router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         replay.set_router_replay_action(
@@ -330,7 +339,7 @@ def give_routing(model: nn.Module, name: str, choose: Choose) -> Callable[[], No
         is_none = replay.recorded_topk_idx[:, :1] < 0
         return output[0].masked_fill(is_none, 0.0), output[1] & ~is_none
 
-    hooks = router.register_forward_pre_hook(give), router.register_forward_hook(drop)
+    hooks = router.register_forward_pre_hook(set_choice), router.register_forward_hook(drop_tokens)
 
     def end() -> None:
         for hook in hooks:

@@ -96,12 +96,12 @@ def use_symmoe(
     return _replaced(spec, None if keeps_experts else SymmExperts, SymmMoELayer, params)
 
 
-def use_symmoe_dispatcher(spec: Spec, heap: SymmetricHeap, **how: Any) -> Spec:
+def use_symmoe_dispatcher(spec: Spec, heap: SymmetricHeap, **kwargs: Any) -> Spec:
     """:func:`use_symmoe`, but keeps the experts of the spec: TEGroupedMLP, SequentialMLP or custom experts.
 
     Copies their results and gradients to the heap; these experts read their row counts on the host.
     """
-    return use_symmoe(spec, heap, keeps_experts=True, **how)
+    return use_symmoe(spec, heap, keeps_experts=True, **kwargs)
 
 
 def use_symmoe_experts(spec: Spec) -> Spec:
@@ -129,12 +129,12 @@ def _replaced(
         keywords = layer.keywords | params | {"submodules": submodules}
         return functools.partial(module or layer.func, *layer.args, **keywords)
 
-    new: Spec = _with_layers(spec, replace)
-    if new is spec:
+    result: Spec = _with_layers(spec, replace)
+    if result is spec:
         raise ArgumentError(
             f"spec ({type(spec).__name__}) has no MoE layer; make it with num_experts"
         )
-    return new
+    return result
 
 
 def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
@@ -151,7 +151,7 @@ def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     else:
         return spec
-    new = {
+    replacements = {
         name: replaced
         for name, part in parts.items()
         if (replaced := _with_layers(part, replace)) is not part
@@ -159,4 +159,4 @@ def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
     copy_with: Any = (
         functools.partial if isinstance(spec, functools.partial) else dataclasses.replace
     )
-    return copy_with(spec, **new) if new else spec
+    return copy_with(spec, **replacements) if replacements else spec

@@ -109,15 +109,17 @@ def save_checkpoint(
         compare(
             peers,
             {
-                each.key: each.tensor
-                for each in pieces
-                if not each.is_expert and each.tensor is not None
+                piece.key: piece.tensor
+                for piece in pieces
+                if not piece.is_expert and piece.tensor is not None
             },
         )
         try:
-            peers.run(lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like))
-            own = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
-            peers.run(lambda: _write(partial, layout, own))
+            peers.run(
+                lambda: None if heap.rank else _create_files(partial, layout, pieces, model, like)
+            )
+            local_pieces = [piece for piece in pieces if piece.is_expert or heap.rank == 0]
+            peers.run(lambda: _write(partial, layout, local_pieces))
         except SymmoeError:
             if heap.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -134,9 +136,9 @@ def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
-    for name, here in _by_file(layout, pieces).items():
+    for name, local_pieces in _by_file(layout, pieces).items():
         with safe_open(folder / name, framework="pt") as file:
-            for piece, tensor in here:
+            for piece, tensor in local_pieces:
                 if piece.index is None:
                     value = file.get_tensor(piece.key)
                 else:
@@ -155,19 +157,19 @@ def _by_file(
     )
 
 
-def _lay_out(
+def _create_files(
     partial: Path,
     layout: Layout,
     pieces: Iterable[Piece],
     model: PreTrainedModel,
     like: Path | None,
 ) -> None:
-    """Creates the files: with a header and no values, or copies of files with tensors that the model does not use; and
-    the other files: config and tokenizer."""
+    """Creates the weight files, with a header and no values, or as copies if they have tensors that the model does not
+    use; and the other files: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
-    own = {piece.key for piece in pieces}
-    with_others = {stored.file for key, stored in layout.tensors.items() if key not in own}
+    keys = {piece.key for piece in pieces}
+    with_others = {stored.file for key, stored in layout.tensors.items() if key not in keys}
     for name, (header, size) in layout.files.items():
         if like is not None and name in with_others:
             shutil.copyfile(like / name, partial / name)
@@ -191,9 +193,9 @@ def _lay_out(
 
 
 def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
-    for name, here in _by_file(layout, pieces).items():
+    for name, local_pieces in _by_file(layout, pieces).items():
         with (partial / name).open("r+b") as file:
-            for piece, tensor in here:
+            for piece, tensor in local_pieces:
                 stored = layout.tensors[piece.key]
                 value = tensor.to(stored.dtype).contiguous().reshape(-1).cpu().view(torch.uint8)
                 file.seek(stored.start + (piece.index or 0) * value.numel())
@@ -208,19 +210,19 @@ def _publish(partial: Path, folder: Path) -> None:
         partial.rename(folder)
         sync(folder.parent)
         return
-    old = {
+    old_names = {
         path.name
         for path in folder.iterdir()
         if path.name == INDEX or _WEIGHTS.fullmatch(path.name)
     }
-    new = {path.name for path in partial.iterdir()}
-    last = INDEX if INDEX in new else WEIGHTS  # what transformers looks for
-    if old & new - {last}:  # shards of equal names are replaced one by one
+    new_names = {path.name for path in partial.iterdir()}
+    last = INDEX if INDEX in new_names else WEIGHTS  # what transformers looks for
+    if old_names & new_names - {last}:  # shards of equal names are replaced one by one
         (folder / INDEX).unlink(missing_ok=True)
         sync(folder)
-    for name in sorted(new, key=lambda name: name == last):
+    for name in sorted(new_names, key=lambda name: name == last):
         (partial / name).replace(folder / name)
     sync(folder)
-    for name in old - new:
+    for name in old_names - new_names:
         (folder / name).unlink()
     partial.rmdir()

@@ -22,7 +22,7 @@ from symmoe.checks.arguments import (
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.integrations.given_topk import give_topk
+from symmoe.integrations.topk_override import override_topk
 from symmoe.integrations.transformers.forms import ExpertsForm, PeftNames, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -85,7 +85,9 @@ class ExpertParallelExperts(ExpertParallelModule):
             heap,
             num_experts=self.num_experts,
             order=step.order,
-            give=partial(give_topk, router="", position=1),  # the caller of the experts chooses
+            override_router=partial(
+                override_topk, router="", position=1
+            ),  # the caller of the experts chooses
         )
         self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
@@ -138,7 +140,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, load = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
-        self.listeners.tell_call(top_k_index, load, tokens, is_training=self.training)
+        self.listeners.notify(top_k_index, load, tokens, is_training=self.training)
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
@@ -164,7 +166,7 @@ def _warn_of_state_dict(
     module: ExpertParallelExperts, state: Mapping[str, torch.Tensor], prefix: str, _: object
 ) -> None:
     """Warns of a state dict that may go to transformers. symmoe itself reads with keep_vars, without a warning."""
-    if not any(isinstance(each, nn.Parameter) for each in state.values()):
+    if not any(isinstance(value, nn.Parameter) for value in state.values()):
         warnings.warn(
             "the state dict of a swapped model has this rank's experts, by names of symmoe: from_pretrained of "
             "transformers would leave experts as they were initialised. Save the model by "
@@ -182,7 +184,7 @@ def empty_experts(
     step: StepConfig,
 ) -> ExpertParallelExperts:
     """A module for `num_local` experts shaped like those of transformers' module; parameters are on the meta device."""
-    down = form.turned(experts.down_proj)
+    down = form.convert_layout(experts.down_proj)
     mlp = GroupedMLP(
         num_local,
         *down.shape[1:],

@@ -54,10 +54,10 @@ class ExpertsForm:
     def of(cls, experts: StockExperts) -> ExpertsForm:
         """ArgumentError: the module computes a function that GroupedMLP lacks."""
         form = cls(experts.has_bias, experts.is_transposed, _activation_of(experts))
-        found = {name for name, _ in experts.named_parameters()}
-        if found != form.parameters.keys() or getattr(experts, "has_post_expert_norm", False):
+        names = {name for name, _ in experts.named_parameters()}
+        if names != form.parameters.keys() or getattr(experts, "has_post_expert_norm", False):
             raise ArgumentError(
-                f"{type(experts).__name__} has parameters {', '.join(sorted(found))}; experts on several ranks can "
+                f"{type(experts).__name__} has parameters {', '.join(sorted(names))}; experts on several ranks can "
                 f"have {', '.join(form.parameters)}, and no norm behind them"
             )
         return form
@@ -76,13 +76,16 @@ class ExpertsForm:
             for end, kind in kinds.items()
         }
 
-    def turned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of weights or biases [E, ..], from our layout to that of transformers, or the reverse."""
+    def convert_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of weights or biases [E, ..] in transformers' layout, from GroupedMLP's, or the reverse."""
         return tensor.transpose(1, 2) if self.is_transposed and tensor.dim() == 3 else tensor
 
     def local_weights(self, experts: StockExperts) -> dict[str, torch.Tensor]:
         """All weights of a module, by the names and in the layout of GroupedMLP."""
-        return {own: self.turned(getattr(experts, name)) for name, own in self.parameters.items()}
+        return {
+            grouped_name: self.convert_layout(getattr(experts, name))
+            for name, grouped_name in self.parameters.items()
+        }
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
@@ -105,14 +108,18 @@ def _activation_of(experts: StockExperts) -> Activation:
     """The activation with the same outputs as the module's own, by measurement."""
     act, is_gated = (experts._apply_gate, True) if experts.has_gate else (experts.act_fn, False)
 
-    def at(gate: float, up: float) -> float:
+    def output(gate: float, up: float) -> float:
         # With two columns, halves and single columns coincide.
         row = torch.tensor([[gate, up][: 1 + is_gated]], dtype=torch.float64, device="cpu")
         return float(act(row))
 
     try:
         # f(_SMALL)
-        value = (at(_SMALL, _SMALL) - at(_SMALL, 0.0)) / _SMALL if is_gated else at(_SMALL, 0.0)
+        value = (
+            (output(_SMALL, _SMALL) - output(_SMALL, 0.0)) / _SMALL
+            if is_gated
+            else output(_SMALL, 0.0)
+        )
         silu = (
             {"alpha": _rounded(math.log(value / (_SMALL - value)) / _SMALL)}
             if 0 < value < _SMALL
@@ -120,10 +127,10 @@ def _activation_of(experts: StockExperts) -> Activation:
         )
         gate: dict[str, Any] = {}
         if is_gated:
-            gate["offset"] = _rounded(at(_SMALL, 0.0) / value)
-            most = at(_SMALL, _HUGE) / value - gate["offset"]
-            gate["limit"] = _rounded(most) if 0 < most < _HUGE / 2 else math.inf
-        found = [
+            gate["offset"] = _rounded(output(_SMALL, 0.0) / value)
+            limit = output(_SMALL, _HUGE) / value - gate["offset"]
+            gate["limit"] = _rounded(limit) if 0 < limit < _HUGE / 2 else math.inf
+        candidates = [
             Activation(
                 function=function,
                 is_gated=is_gated,
@@ -134,7 +141,7 @@ def _activation_of(experts: StockExperts) -> Activation:
             for function in FUNCTIONS
             for interleave in ((None, 1) if is_gated else (None,))
         ]
-        return next(each for each in found if _is_same(each, act))
+        return next(candidate for candidate in candidates if _is_same(candidate, act))
     except (StopIteration, ArithmeticError, ArgumentError, RuntimeError, TypeError, ValueError):
         inner = type(getattr(experts, "act_fn", None)).__name__
         raise ArgumentError(
@@ -144,11 +151,13 @@ def _activation_of(experts: StockExperts) -> Activation:
 
 
 def _is_same(activation: Activation, act: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    own, generator = ScaledActivation(activation), torch.Generator("cpu").manual_seed(0)
+    scaled, generator = ScaledActivation(activation), torch.Generator("cpu").manual_seed(0)
     h = torch.randn(64, 32, generator=generator, **_PLAIN)
-    ones = torch.ones(64, **_PLAIN)
+    probs = torch.ones(64, **_PLAIN)
     return all(
-        torch.allclose(own(size * h, ones), act(size * h).float(), rtol=1e-4, atol=1e-6 * size**2)
+        torch.allclose(
+            scaled(size * h, probs), act(size * h).float(), rtol=1e-4, atol=1e-6 * size**2
+        )
         for size in (1.0, 8.0, 64.0, 2 * min(activation.limit, 64.0))
     )
 
@@ -180,11 +189,11 @@ class PeftNames:
         """Copies this rank's part of a file's A [E r, C] and B [O, r E] to its layer."""
         first = a.reshape(heap.num_ranks * layer.num_groups, -1, a.shape[1])
         second = b.reshape(b.shape[0], -1, len(first)).permute(2, 0, 1)
-        whole = (
+        matrices = (
             (second.transpose(1, 2), first.transpose(1, 2)) if self.exchanged else (first, second)
         )
-        for own, values in zip((layer.lora_a, layer.lora_b), whole, strict=True):
-            own.copy_(values.chunk(heap.num_ranks)[heap.rank])
+        for matrix, values in zip((layer.lora_a, layer.lora_b), matrices, strict=True):
+            matrix.copy_(values.chunk(heap.num_ranks)[heap.rank])
 
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:

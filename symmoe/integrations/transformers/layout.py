@@ -104,9 +104,9 @@ def new_layout(
     files, stored, index = {}, dict[str, StoredTensor](), None
     for name, keys in split.filename_to_tensors.items():
         header = _new_header({key: tensors[key] for key in keys})
-        there, end = _tensors_of(Path(name), header)
+        positions, end = _tensors_of(Path(name), header)
         files[name] = header, end
-        stored.update(there)
+        stored.update(positions)
     if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
         content = {

@@ -1,8 +1,8 @@
 """Maps the tensors of a transformers checkpoint to parts of a swapped model.
 
 transformers renames and converts tensors that it saves and loads (transformers.conversion_mapping). This module keeps
-no copy of those rules. It lets transformers convert small parameters of as many experts, whose values are their own
-places: the result shows which part of the experts each key has.
+no copy of those rules. transformers converts small stand-ins of the experts' parameters, whose values
+are their positions: the result shows which part of the experts each key has.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Source:
     """A parameter of experts, and its small stand-in."""
 
     module: ExpertParallelExperts
-    own: torch.Tensor  # of this rank, [e, ..] in the layout of GroupedMLP
-    places: torch.Tensor  # int64 [E, ..] in that layout; values are positions
+    weight: torch.Tensor  # of this rank, [e, ..] in the layout of GroupedMLP
+    positions: torch.Tensor  # int64 [E, ..] in that layout: the position of every element
 
 
 def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
@@ -59,23 +59,23 @@ def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     read_layout and pieces_of, or keys, shapes or dtypes do not match the model."""
     layout = read_layout(folder)
     pieces = pieces_of(model, layout.tensors)
-    wanted = {piece.key: piece for piece in pieces}  # the pieces of a key share one problem
+    pieces_by_key = {piece.key: piece for piece in pieces}  # the pieces of a key share one problem
     # Patterns of allowed additional keys, as in transformers.
     ignored = {
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.inv_freq",
     }
-    misfits = (_misfit(piece, layout.tensors.get(key)) for key, piece in wanted.items())
+    misfits = (_misfit(piece, layout.tensors.get(key)) for key, piece in pieces_by_key.items())
     problems = [text for text in misfits if text]
     problems += [
         f"{key} of shape {list(tensor.shape)} is not in the model"
         for key, tensor in layout.tensors.items()
-        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored)
+        if key not in pieces_by_key and not any(re.search(pattern, key) for pattern in ignored)
     ]
     if problems:
-        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        suffix = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         raise CheckpointError(
-            f"the checkpoint does not fit the model: {'; '.join(problems[:_MAX_NAMED])}{more}"
+            f"the checkpoint does not fit the model: {'; '.join(problems[:_MAX_NAMED])}{suffix}"
         )
     return layout, pieces
 
@@ -103,26 +103,28 @@ def pieces_of(model: nn.Module, stored: Mapping[str, StoredTensor] | None) -> li
             a tensor in a way that symmoe does not support.
     """
     plain, sources = _unswapped(model)
-    known, pieces = {id(tensor) for tensor in plain.values()}, list[Piece]()
+    plain_ids, pieces = {id(tensor) for tensor in plain.values()}, list[Piece]()
     for key, tensor, conversion in _saved(model, plain, stored):
         if tensor.is_complex():
-            found = list(_expert_pieces(key, tensor, sources[int(tensor.flatten()[0].imag)]))
+            key_pieces = list(_expert_pieces(key, tensor, sources[int(tensor.flatten()[0].imag)]))
         else:
-            value, is_converted = tensor.detach(), id(tensor) not in known
+            value, is_converted = tensor.detach(), id(tensor) not in plain_ids
             if stored is not None and is_converted and conversion is None:
                 raise CheckpointError(
                     f"{key}: how transformers loads what it saves there is not understood"
                 )
             shape, loads = tuple(value.shape), conversion if is_converted else None
-            found = [Piece(key, shape, value.dtype, None, value, is_expert=False, conversion=loads)]
+            key_pieces = [
+                Piece(key, shape, value.dtype, None, value, is_expert=False, conversion=loads)
+            ]
         operations = () if conversion is None else conversion[2].operations
         if (
             stored
             and key in stored
-            and any(getattr(each, "check_dims", False) for each in operations)
+            and any(getattr(operation, "check_dims", False) for operation in operations)
         ):
-            found = [_as_in_file(piece, stored[key]) for piece in found]
-        pieces += found
+            key_pieces = [_as_in_file(piece, stored[key]) for piece in key_pieces]
+        pieces += key_pieces
     return pieces
 
 
@@ -135,18 +137,20 @@ def _saved(
 
     transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # new ones: they remember keys
     converters = {
-        key: each
-        for each in transforms
-        if hasattr(each, "operations")
-        for key in each.source_patterns
+        key: transform
+        for transform in transforms
+        if hasattr(transform, "operations")
+        for key in transform.source_patterns
     }
-    there = _addresses(model, transforms, plain, stored or ())
+    addresses = _addresses(model, transforms, plain, stored or ())
     stand_in: Any = copy.copy(model)
     vars(stand_in)["get_parameter"] = plain.__getitem__
     if stored is not None:  # transformers saves a model with the conversions that loaded it
-        vars(stand_in)["_weight_conversions"] = [each for each in transforms if each.was_used()]
-    names = lists_by_key((id(each), name) for name, each in plain.items())  # several if tied
-    in_file = {name for name, *_ in there.values()}
+        vars(stand_in)["_weight_conversions"] = [
+            transform for transform in transforms if transform.was_used()
+        ]
+    names = lists_by_key((id(tensor), name) for name, tensor in plain.items())  # several if tied
+    in_file = {name for name, *_ in addresses.values()}
     chosen = [[name for name in tied if name in in_file] or tied[:1] for tied in names.values()]
     saved: dict[str, torch.Tensor] = revert_weight_conversion(
         stand_in, {n: plain[n] for tied in chosen for n in tied}
@@ -154,7 +158,7 @@ def _saved(
     if stored is None:
         yield from ((key, tensor, None) for key, tensor in saved.items())
         return
-    key_of = {address: key for key, address in there.items()}
+    key_of = {address: key for key, address in addresses.items()}
     for key, address in _addresses(model, transforms, plain, saved).items():
         name, pattern, _ = address
         conversion = None if pattern is None else (name, pattern, converters[pattern])
@@ -163,10 +167,12 @@ def _saved(
 
 def _as_in_file(piece: Piece, stored: StoredTensor) -> Piece:
     """The piece, with its last two dimensions exchanged if they are so in the file."""
-    turned = (*piece.shape[:-2], *piece.shape[:-3:-1])
-    if stored.shape == piece.shape or stored.shape != turned:
+    transposed = (*piece.shape[:-2], *piece.shape[:-3:-1])
+    if stored.shape == piece.shape or stored.shape != transposed:
         return piece
-    return replace(piece, shape=turned, tensor=None if piece.tensor is None else piece.tensor.mT)
+    return replace(
+        piece, shape=transposed, tensor=None if piece.tensor is None else piece.tensor.mT
+    )
 
 
 @torch.no_grad()
@@ -189,7 +195,7 @@ def restore(model: nn.Module, pieces: Iterable[Piece]) -> None:
 
 def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]]:
     """The unmodified model's state dict, with small stand-ins for the experts' parameters; and their sources. Stand-ins
-    are complex, unlike any model's: the real part is the place, the imaginary part the source's number."""
+    are complex, unlike any model's: the real part is the position, the imaginary part the source's number."""
     plain, sources = dict[str, torch.Tensor](), list[_Source]()
     blocks = {
         f"{path}.".replace(COMPILED, "")[:-1]: module
@@ -197,9 +203,9 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
         if isinstance(module, ExpertParallelExperts)
     }
     stock_names = {
-        f"{path}.mlp.{own}": (path, f"{path}.{stock}")
+        f"{path}.mlp.{grouped_name}": (path, f"{path}.{stock}")
         for path, module in blocks.items()
-        for stock, own in module.form.parameters.items()
+        for stock, grouped_name in module.form.parameters.items()
     }
     for name, tensor in _plain_state(model).items():
         if name in stock_names:
@@ -211,9 +217,9 @@ def _unswapped(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[_Source]
                 else (_HIDDEN, _FFN)
             )
             shape = (blocks[path].num_experts, *sizes)[: tensor.dim()]
-            places = torch.arange(math.prod(shape), device="cpu").view(shape)
-            plain[stock] = form.turned(places.to(torch.complex128) + len(sources) * 1j)
-            sources.append(_Source(blocks[path], tensor.detach(), places))
+            positions = torch.arange(math.prod(shape), device="cpu").view(shape)
+            plain[stock] = form.convert_layout(positions.to(torch.complex128) + len(sources) * 1j)
+            sources.append(_Source(blocks[path], tensor.detach(), positions))
         elif any(name.startswith(f"{path}.") for path in blocks):
             raise CheckpointError(
                 f"{name} has no place in a checkpoint of transformers; merge or remove it"
@@ -240,7 +246,8 @@ def _addresses(
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     renamings, converters = (
-        [e for e in transforms if hasattr(e, "operations") == has] for has in (False, True)
+        [e for e in transforms if hasattr(e, "operations") == has_operations]
+        for has_operations in (False, True)
     )
     addresses, prefix = {}, str(model.base_model_prefix)
     for key in sorted(keys, key=dot_natural_key):
@@ -257,14 +264,14 @@ def _addresses(
 
 def _expert_pieces(key: str, values: torch.Tensor, source: _Source) -> Iterator[Piece]:
     """Pieces of a key with parts of experts, for all ranks: every rank checks all keys."""
-    mlp, places, rank = source.module.mlp, source.places, source.module.heap.rank
+    mlp, positions, rank = source.module.mlp, source.positions, source.module.heap.rank
     sizes = {_HIDDEN: mlp.hidden, _FFN: mlp.ffn, 2 * _FFN: 2 * mlp.ffn}
-    is_stacked = values.dim() == places.dim()
+    is_stacked = values.dim() == positions.dim()
     for index, row in enumerate(
         values.real.long().view(-1 if is_stacked else 1, *values.shape[is_stacked:])
     ):
-        expert = int(row.flatten()[0]) // places[0].numel()
-        parts = (part.reshape(-1) for part in _parts(places[expert]))
+        expert = int(row.flatten()[0]) // positions[0].numel()
+        parts = (part.reshape(-1) for part in _parts(positions[expert]))
         number = next(
             (i for i, part in enumerate(parts) if torch.equal(part, row.reshape(-1))), None
         )
@@ -273,10 +280,10 @@ def _expert_pieces(key: str, values: torch.Tensor, source: _Source) -> Iterator[
                 f"{key}: which part of experts transformers puts there is not understood"
             )
         shape = (*values.shape[:is_stacked], *(sizes[dim] for dim in row.shape))
-        i = expert - rank * len(source.own)
-        part = _parts(source.own[i])[number] if 0 <= i < len(source.own) else None
+        i = expert - rank * len(source.weight)
+        part = _parts(source.weight[i])[number] if 0 <= i < len(source.weight) else None
         yield Piece(
-            key, shape, source.own.dtype, index if is_stacked else None, part, is_expert=True
+            key, shape, source.weight.dtype, index if is_stacked else None, part, is_expert=True
         )
 
 
@@ -289,4 +296,4 @@ def _parts(rows: torch.Tensor) -> list[torch.Tensor]:
             *rows.chunk(2),
             *(rows.unflatten(0, blocks).transpose(0, 1) for blocks in ((2, -1), (-1, 2))),
         ]
-    return [turned for part in parts for turned in (part, part.movedim(-1, 0))]
+    return [view for part in parts for view in (part, part.movedim(-1, 0))]

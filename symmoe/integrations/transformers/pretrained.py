@@ -75,7 +75,7 @@ def from_pretrained(
     ]
     for name, tensor in model.state_dict(keep_vars=True).items():
         vars(tensor)["_is_hf_initialized"] = True
-        if tensor.is_floating_point() and any(each.search(name) for each in in_fp32):
+        if tensor.is_floating_point() and any(regex.search(name) for regex in in_fp32):
             tensor.data = tensor.data.float()
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = not non_persistent_buffers(module)

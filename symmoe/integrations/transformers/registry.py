@@ -31,8 +31,8 @@ def register(heap: SymmetricHeap, *, step: StepConfig | None = None) -> None:
         heap: over the ranks of the mesh's "ep" dimension, in their order.
         step: options of every call; None: exact capacity, and MoEConfig's defaults.
     """
-    own = {"heap": heap, "step": step or StepConfig()}
-    EPImplementationInterface.register(NAME, type("SymmoeEPOverHeap", (SymmoeEP,), own))
+    attributes = {"heap": heap, "step": step or StepConfig()}
+    EPImplementationInterface.register(NAME, type("SymmoeEPOverHeap", (SymmoeEP,), attributes))
 
 
 class SymmoeEP(EPImplementation):

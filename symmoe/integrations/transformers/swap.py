@@ -61,12 +61,12 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     """
     check_model(model)
     check_kind("heap", heap, SymmetricHeap)
-    found = dict(experts_modules(model))
+    experts_by_path = dict(experts_modules(model))
     is_wrapped = hasattr(model, "peft_type")
     raise_for(
         first_problem(
             (
-                not found,
+                not experts_by_path,
                 f"{type(model).__name__} has no experts to replace: none that transformers dispatches through its "
                 "experts interface; is it swapped already?",
             ),
@@ -77,7 +77,8 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         )
     )
     swapped = {
-        path: _share_of(experts, heap, step or StepConfig()) for path, experts in found.items()
+        path: _share_of(experts, heap, step or StepConfig())
+        for path, experts in experts_by_path.items()
     }
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
@@ -102,13 +103,13 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
 
 def refuse_methods_of_peft(model: Any) -> None:
     """Makes methods of a PeftModel raise if they would change its adapters but miss those of experts."""
-    why = (
+    reason = (
         "of peft knows nothing of adapters of experts that are on several ranks; save them with "
         "symmoe.integrations.peft.save_adapters, and do this with the plain model"
     )
     for owner in (model, model.base_model):
-        own = [name for name in _REFUSED_OF_PEFT if hasattr(owner, name)]
-        vars(owner).update((name, partial(_refuse, f"{name} {why}")) for name in own)
+        names = [name for name in _REFUSED_OF_PEFT if hasattr(owner, name)]
+        vars(owner).update((name, partial(_refuse, f"{name} {reason}")) for name in names)
     if (hook := vars(model.get_base_model()).pop(_UNSEEN_BY_PEFT, None)) is not None:
         hook.remove()
 
@@ -165,13 +166,13 @@ def _share_of(
     num_local = num_experts // heap.num_ranks
     share = empty_experts(form, experts, num_local, heap, step=step)
     start = heap.rank * num_local
-    for name, whole in form.local_weights(experts).items():
+    for name, all_weights in form.local_weights(experts).items():
         linear, _, kind = name.partition(".")
-        weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
+        weight = all_weights[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(
             getattr(share.mlp, linear),
             kind,
-            nn.Parameter(weight, requires_grad=whole.requires_grad),
+            nn.Parameter(weight, requires_grad=all_weights.requires_grad),
         )
     return share.train(experts.training)
 
@@ -188,5 +189,5 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
     experts.heap._fail_for(problem, control.PHASE_PLAN)
 
 
-def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
-    raise ArgumentError(why)
+def _refuse(reason: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ArgumentError(reason)

@@ -109,12 +109,15 @@ class Trainer(transformers.Trainer):
             if 0 in heap_of(self.model).bootstrap.global_ranks:  # one of several EP groups
                 _save_or_load_by(self.model)[0](self.model, folder)
         if self.args.should_save:  # other files: the tokenizer, the arguments
-            own = vars(self.model)
-            refused, own["save_pretrained"] = own["save_pretrained"], lambda *args, **kwargs: None
+            attributes = vars(self.model)
+            refused, attributes["save_pretrained"] = (
+                attributes["save_pretrained"],
+                lambda *args, **kwargs: None,
+            )
             try:
                 super()._save(folder)
             finally:
-                own["save_pretrained"] = refused
+                attributes["save_pretrained"] = refused
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -159,17 +162,17 @@ class Trainer(transformers.Trainer):
 
 def _balance_coefficient(model: Any) -> float:
     """The factor of a model's balance loss."""
-    found = [
+    coefficients = [
         getattr(owner, name)
         for owner in (model, model.config.get_text_config())
         for name in ("router_aux_loss_coef", "aux_loss_coef")
         if hasattr(owner, name)
     ]
-    if not found:
+    if not coefficients:
         raise ArgumentError(
             f"model ({type(model).__name__}) has a balance loss, and no router_aux_loss_coef that says what it counts"
         )
-    return float(found[0])
+    return float(coefficients[0])
 
 
 def _save_or_load_by(

@@ -14,10 +14,10 @@ from symmoe.errors import ArgumentError
 from symmoe.moe.listeners import Choose
 
 
-def give_topk(
+def override_topk(
     model: nn.Module, name: str, choose: Choose, *, router: str, position: int
 ) -> Callable[[], None]:
-    """See Give. Tokens without an expert keep the router's own choice, until the experts are called.
+    """An OverrideRouter. Tokens without an expert keep the router's own choice until the experts are called.
 
     Args:
         name: a module whose argument at `position` is the ids, and that has `num_experts` or `inner_experts`.
@@ -31,20 +31,20 @@ def give_topk(
     experts, chooser = model.get_submodule(name), model.get_submodule(block).get_submodule(router)
     # torch gives all attributes of a module one type.
     counted: Any = getattr(experts, "inner_experts", experts)
-    given = _GivenTopK(counted.num_experts, choose)
+    override = _TopKOverride(counted.num_experts, choose)
     before, forward = vars(chooser).get("forward"), chooser.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given.is_none = None
-        with given:
+        override.is_none = None
+        with override:
             return forward(*args, **kwargs)
 
     def drop(_experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if given.is_none is None:
+        if override.is_none is None:
             raise ArgumentError(
                 f"{type(chooser).__name__} does not choose by torch.topk: it cannot be given a choice"
             )
-        ids = args[position].masked_fill(given.is_none.view(args[position].shape), -1)
+        ids = args[position].masked_fill(override.is_none.view(args[position].shape), -1)
         return *args[:position], ids, *args[position + 1 :]
 
     def end() -> None:
@@ -57,7 +57,7 @@ def give_topk(
     return end
 
 
-class _GivenTopK(TorchFunctionMode):
+class _TopKOverride(TorchFunctionMode):
     """torch.topk over E returns the given choice. `is_none`: bool [..., K], slots without an expert; None: torch.topk
     was not called yet."""
 
@@ -67,14 +67,14 @@ class _GivenTopK(TorchFunctionMode):
         self.is_none: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         return (
-            found
+            result
             if func not in (torch.topk, torch.Tensor.topk)
-            else self._given(found, *args, **(kwargs or {}))
+            else self._overridden(result, *args, **(kwargs or {}))
         )
 
-    def _given(self, found: Any, scores: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
+    def _overridden(self, result: Any, scores: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
         rows, width = scores.shape[:-1], scores.shape[-1]
         if width == self._num_experts and (k, *rows[1:]) != (
             2,
@@ -82,11 +82,11 @@ class _GivenTopK(TorchFunctionMode):
         ):  # the score of the only group
             ids = self._choose(rows.numel(), k).long().view(*rows, k)
             self.is_none = ids < 0
-            ids = torch.where(self.is_none, found.indices, ids)
+            ids = torch.where(self.is_none, result.indices, ids)
         elif len(rows) == 1 and 1 < width < self._num_experts and self._num_experts % width == 0:
             # Groups of experts: those outside the best groups may have no score (DeepSeek-V2).
             ids = self._choose(rows.numel(), None).long()
-            ids = torch.where(ids < 0, found.indices[:, :1], ids // (self._num_experts // width))
+            ids = torch.where(ids < 0, result.indices[:, :1], ids // (self._num_experts // width))
         else:
-            return found
+            return result
         return torch.return_types.topk((scores.gather(-1, ids), ids))
