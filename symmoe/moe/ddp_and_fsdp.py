@@ -80,9 +80,9 @@ class ExpertParallelModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self, names: Iterable[str]) -> None:
         self._other_ignored_names = list(names)
 
-    def wrapper_problem(self) -> SymmoeError | None:
-        """The error of a wrapper that would mix experts, or of the layer's parts, or None. In a forward of a DDP the
-        layer joins that DDP."""
+    def prepare_call(self) -> SymmoeError | None:
+        """In the forward of a DDP the layer joins that DDP, see :func:`attach_to_ddp`. Returns the error of a wrapper that
+        would mix experts, or of the layer's parts, or None."""
         problem: SymmoeError | None = (
             None if active_ddp_of(DistributedDataParallel) is None else attach_to_ddp(self)
         )

@@ -233,7 +233,8 @@ class MoELayer(ExpertParallelModule):
         with nullcontext() if is_compiling else FailPeersOnError(self.heap, *CALL_PHASES):
             if not is_compiling:
                 self.heap._fail_for(
-                    self._problem(x, token_mask, topk_idx, probs), control.PHASE_PLAN
+                    self.prepare_call() or self._problem(x, token_mask, topk_idx, probs),
+                    control.PHASE_PLAN,
                 )
             load_before = self._load_before_call() if self.sums_global_load else None
             token_mask = None if token_mask is None else token_mask.reshape(-1)
@@ -331,10 +332,10 @@ class MoELayer(ExpertParallelModule):
         topk_idx: torch.Tensor | None,
         probs: torch.Tensor | None,
     ) -> SymmoeError | None:
-        """The error of the layer's wrappers or parts, or of forward's arguments, or None. Reads no device memory."""
+        """The error of forward's arguments, or None. Reads no device memory."""
         hidden = self.config.hidden
         width = f"hidden ({hidden})"
-        problem = self.wrapper_problem() or tensor_problem(
+        problem: SymmoeError | None = tensor_problem(
             "x", x, shape=("...", width), dtypes=control.DTYPES, device=self.heap.device
         )
         if problem is None and x.shape[-1] != hidden:

@@ -124,7 +124,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         if torch.compiler.is_compiling():
             return self._run(hidden_states, top_k_index, top_k_weights)
         try:
-            problem = self.wrapper_problem() or self._problem(
+            problem = self.prepare_call() or self._problem(
                 hidden_states, top_k_index, top_k_weights
             )
             self.heap._fail_for(problem, control.PHASE_PLAN)

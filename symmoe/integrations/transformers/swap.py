@@ -182,7 +182,7 @@ def _refuse_peft(model: nn.Module, _args: object) -> None:
     if torch.compiler.is_compiling() or "peft_config" not in vars(model):
         return
     experts = modules_of(model, ExpertParallelExperts)[0]
-    problem = experts.wrapper_problem() or ArgumentError(
+    problem = experts.prepare_call() or ArgumentError(
         "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
         "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
     )
