@@ -3,28 +3,30 @@ a GPU. What a kernel must write has the twin's bits; all else holds random numbe
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
-from launch_table import FORMATS, I32, SIZES, U8, Arguments, Launch
+from launch_table import FORMATS, I32, I64, SIZES, U8, Arguments, Launch
 from quantize_cases import Scattered, hard_rows
 from row_ranges import random_ranges, rows_of, whole_groups
-from written_arguments import WRITTEN
+from written_arguments import bytes_with_one_nan, tensors_of
 
-from symmoe.kernels import twin
+from symmoe.kernels import control, twin
 from symmoe.kernels.activation import num_scale_sums
 from symmoe.kernels.operands import TensorTable
 
 TAIL = 10  # rows of no group
+EPOCH = 6  # of the last barrier
 
 
 class Numbers(Arguments):
     """Arguments on a device that are the same for all who are given the same launch. Groups have `splits` rows, of
     which `part` is computed; other rows are NaN, and no index. Numbers are whole and small, so that sums are exact, and
-    zeros are -0.0; or they are hard to quantise, and then `prepared`."""
+    zeros are -0.0; or they are hard to quantise, and then `prepared`. Ranks have passed EPOCH barriers, and their count
+    tables have any bytes."""
 
     prepared = staticmethod(lambda rows: rows)
     elsewhere: ClassVar[list[torch.Tensor]] = []  # the latest matrices of tables
@@ -34,14 +36,15 @@ class Numbers(Arguments):
         launch: Launch,
         device: str = "cpu",
         *,
-        splits: tuple[int, ...],
+        splits: tuple[int, ...] | None = None,
         part: torch.Tensor | None = None,
         hard: bool = False,
     ) -> None:
-        given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
-        sizes = {"N": sum(splits) + TAIL, **given, "G": len(splits)}
+        sizes = dict(SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes)
+        if splits is not None:
+            sizes = {"N": sum(splits) + TAIL, **sizes, "G": len(splits)}
         super().__init__(replace(launch, sizes=sizes), device)
-        self.groups = whole_groups(splits)
+        self.groups = whole_groups(splits or ())
         self.hard = hard
         self.scattered = list[Scattered]()
         self.part = self.groups if part is None else part
@@ -51,7 +54,7 @@ class Numbers(Arguments):
 
     def numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         made = self._on_cpu(shape, dtype)
-        if dtype.is_floating_point and dtype.itemsize > 1 and shape[:1] == (self.sizes["N"],):
+        if dtype.is_floating_point and dtype.itemsize > 1 and shape[:1] == (self.sizes.get("N"),):
             made[~rows_of(self.part, len(made))] = torch.nan
         return made.to(self.device)
 
@@ -74,7 +77,7 @@ class Numbers(Arguments):
 
     def indices(self, shape: tuple[int, ...], end: int) -> torch.Tensor:
         made = self._integers(0, max(end, 1), shape).to(I32)
-        if shape == (self.sizes["N"],):
+        if shape == (self.sizes.get("N"),):
             made[int(self.groups[1, -1]) :] = 1 << 30
         return made.to(self.device)
 
@@ -107,6 +110,12 @@ class Numbers(Arguments):
         twin.encode_rows(self("f32 N H").cpu(), sent, self.block_format)
         return sent.to(self.device)
 
+    def arenas(self, layout: control.ControlLayout) -> list[torch.Tensor]:
+        blocks = self._integers(0, 9, (layout.num_ranks, layout.num_bytes)).to(U8)
+        blocks[:, : layout.count_table] = 0
+        blocks[:, : layout.mailbox].view(I64)[:, control.BARRIER_EPOCH] = EPOCH
+        return list(blocks.to(self.device))
+
     def table(
         self, kind: torch.dtype, shape: tuple[int, ...], of_scales: bool = False
     ) -> TensorTable:
@@ -127,26 +136,19 @@ def without_subnormals(rows: torch.Tensor) -> torch.Tensor:
     return rows.where((rows.abs() >= tiny) | rows.isnan(), 0.0)
 
 
-def tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)) and not isinstance(value, TensorTable):
-        for part in value:
-            yield from tensors_of(part)
-
-
-def written(
-    launch: Launch,
-    function: Callable[..., object],
-    names: Iterable[str],
-    make: Numbers,
-    **tuning: object,
-) -> list[torch.Tensor]:
-    """What it leaves in arguments of these names, and in scattered matrices."""
+def results(
+    launch: Launch, function: Callable[..., object], make: Numbers, **tuning: object
+) -> dict[str, torch.Tensor]:
+    """All that a call leaves in its arguments, whether it writes there or not, and in scattered matrices."""
     arguments = launch.arguments(make)
     function(**arguments | tuning)
-    found = [each for name in names for each in tensors_of(arguments.get(name.split(".")[0]))]
-    return [each.cpu() for each in (*found, *(each.packed() for each in make.scattered))]
+    values = {**arguments, "scattered": [matrices.packed() for matrices in make.scattered]}
+    return {
+        f"{name} {number}": tensor.cpu().clone()  # of tables, whose memory goes
+        for name, value in values.items()
+        for number, tensor in enumerate(tensors_of(value))
+        if name != "workspace"
+    }
 
 
 def differences(
@@ -155,29 +157,34 @@ def differences(
     device: str = "cpu",
     *,
     like: str = "",
+    reference: Any = twin,
     tuning: Mapping[str, object] | None = None,
     tolerance: float = 0.0,
     **options: Any,
 ) -> list[str]:
-    """What a launch makes that differs from what the twin makes of it; kernels: a module of them. like: the kernel of
-    the contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of
-    numbers that are no bits of the twin's, see is_near."""
+    """What a launch leaves that differs from what a reference does; kernels: a module of them. like: the kernel of the
+    contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of numbers
+    that are no bits of the reference's, see is_near."""
     function = launch.function if kernels is None else getattr(kernels, launch.kernel)
-    theirs = replace(launch, kernel=like) if like else launch
-    names = [name for name in WRITTEN[theirs.kernel] if name != "workspace"]
-    its = written(launch, function, names, Numbers(launch, device, **options), **(tuning or {}))
-    wanted = written(theirs, getattr(twin, theirs.kernel), names, Numbers(theirs, **options))
+    public = replace(launch, kernel=like) if like else launch
+    actual = results(launch, function, Numbers(launch, device, **options), **(tuning or {}))
+    function = getattr(reference, public.kernel)
+    expected = results(public, function, Numbers(public, **options))
+    assert actual.keys() <= expected.keys()
     return [
-        f"{launch}, {options}: written tensor {number}"
-        for number, pair in enumerate(zip(its, wanted, strict=True))
-        if not (is_near(*pair, tolerance) if tolerance else torch.equal(*map(as_bytes, pair)))
+        f"{launch}, {options}: {name}"
+        for name, tensor in actual.items()
+        if not is_near(tensor, expected[name], tolerance)
     ]
 
 
-def is_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Every number: relative to the expected one, or to 1; NaN where that one is."""
-    pair = result.double(), expected.double()
-    return torch.allclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
+def is_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Every number: relative to the expected one, or to 0.1; NaN where that one is. Without a tolerance, and of
+    integers every bit."""
+    if not tolerance or not actual.is_floating_point():
+        return torch.equal(bytes_with_one_nan(actual), bytes_with_one_nan(expected))
+    pair = actual.double(), expected.double()
+    return torch.allclose(*pair, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
 
 
 def check_sums_of_parts(launch: Launch, kernels: Any, splits: tuple[int, ...]) -> None:
@@ -228,10 +235,3 @@ def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list
         for name, way in product(names, ways)
         if kernel in (kernels or table)
     ]
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """With one NaN for all."""
-    if tensor.is_floating_point() and tensor.itemsize > 1:
-        tensor = tensor.where(~tensor.isnan(), torch.nan)
-    return tensor.clone(memory_format=torch.contiguous_format).view(U8)

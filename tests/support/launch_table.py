@@ -130,6 +130,8 @@ class Arguments:
     def __call__(self, what: Any) -> Any:
         if isinstance(what, str):
             return self.tensor(what)
+        if isinstance(what, torch.Tensor):
+            return what.to(self.device, copy=True)
         if isinstance(what, tuple):
             return tuple(map(self, what))
         return what(self) if isinstance(what, FunctionType) else what
@@ -171,6 +173,10 @@ class Arguments:
         """Rows as they travel."""
         return self.numbers(self.sizes["N"], num_bytes, dtype=U8)
 
+    def arenas(self, layout: control.ControlLayout) -> list[torch.Tensor]:
+        """Of the ranks of a node."""
+        return [torch.empty(1 << 30, dtype=U8, device="meta")] * layout.num_ranks
+
     def table(
         self, kind: torch.dtype, shape: tuple[int, ...], of_scales: bool = False
     ) -> TensorTable:
@@ -198,6 +204,7 @@ def with_others(given: Mapping[str, int], activation: Activation) -> dict[str, i
     if "R" in sizes:
         num_ranks = sizes["R"]
         sizes |= {"C": num_experts + num_ranks * sizes["S"], "Q": num_ranks // sizes["L"]}
+        sizes["words"] = control.ControlLayout(num_ranks).row_words
         sizes |= {"R+1": num_ranks + 1, "L+2": sizes["L"] + 2, "R-Q": num_ranks - sizes["Q"]}
         sizes |= {name + "+R+2": sizes[name] + num_ranks + 2 for name in ("E", "C")}
     return sizes
@@ -389,16 +396,20 @@ def columns_operand(make: Arguments, width: str) -> Operand:
 
 
 @later
-def peers_of(make: Arguments, num_ranks: int, rank: int) -> control.Peers:
-    """The arenas of a group, as `rank` sees them."""
-    arena = torch.empty(1 << 30, dtype=U8, device="meta")
-    return control.Peers(
-        rank,
-        num_ranks,
-        make.numbers(num_ranks, dtype=I64),
-        (arena,) * num_ranks,
-        control.ControlLayout(num_ranks),
-    )
+def peers_of(
+    make: Arguments,
+    num_ranks: int,
+    rank: int,
+    group_ranks: tuple[int, ...] = (),
+    group_size: int | None = None,
+) -> control.Peers:
+    """The arenas of a node, as `rank` sees them. group_ranks: its ranks in a group of group_size ranks on several
+    nodes."""
+    layout = control.ControlLayout(num_ranks, group_size)
+    arenas = tuple(make.arenas(layout))
+    pointers = [0 if arena.is_meta else arena.data_ptr() for arena in arenas]
+    bases = torch.tensor(pointers, device=make.device)
+    return control.Peers(rank, num_ranks, bases, arenas, layout, group_ranks)
 
 
 def peers(make: Arguments) -> control.Peers:
@@ -407,8 +418,9 @@ def peers(make: Arguments) -> control.Peers:
 
 
 def node_peers(make: Arguments) -> control.Peers:
-    """Those of the last rank of a node."""
-    return make(peers_of(make.sizes["Q"], make.sizes["Q"] - 1))
+    """Those of the last rank of the first node."""
+    per_node = make.sizes["Q"]
+    return make(peers_of(per_node, per_node - 1, tuple(range(per_node)), make.sizes["R"]))
 
 
 def plan(make: Arguments) -> control.PlanIntegers:
@@ -719,9 +731,14 @@ TABLE: dict[str, dict[str, Any]] = {
         "most": 8,
     },
     "tell_header": {"number": "i32 L+2", "peers": node_peers, "source": 0, "word": 1},
-    "own_counts": {"ranks": "i64 Q", "peers": node_peers, "rows": "i32 T L", "cleared": "i32 T L"},
+    "own_counts": {
+        "ranks": "i64 Q",
+        "peers": node_peers,
+        "rows": "i32 Q words",
+        "cleared": "i32 3 words",
+    },
     "other_counts": {
-        "rows": "i32 T L",
+        "rows": "i32 R-Q words",
         "ranks": "i64 R-Q",
         "peers": node_peers,
         "received": "i64 R A",
