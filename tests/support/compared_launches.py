@@ -158,6 +158,7 @@ def differences(
     *,
     like: str = "",
     reference: Any = twin,
+    reference_device: str = "cpu",
     tuning: Mapping[str, object] | None = None,
     tolerance: float = 0.0,
     **options: Any,
@@ -169,7 +170,7 @@ def differences(
     public = replace(launch, kernel=like) if like else launch
     actual = results(launch, function, Numbers(launch, device, **options), **(tuning or {}))
     function = getattr(reference, public.kernel)
-    expected = results(public, function, Numbers(public, **options))
+    expected = results(public, function, Numbers(public, reference_device, **options))
     assert actual.keys() <= expected.keys()
     return [
         f"{launch}, {options}: {name}"

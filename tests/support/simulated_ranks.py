@@ -485,7 +485,8 @@ class LayerCall:
             wire = self.slots(rank, SLOTS), wire_probs
             self.kernels.index_rows(wire, packed, num_rows, trip, index)
         for source in [None] if step == 1 else self.ranks:
-            self.kernels.fan_out(self.rows(rank), packed_to_row, starts, rank=rank, source=source)
+            options = {"source": source, "num_ctas": case.num_ctas}
+            self.kernels.fan_out(self.rows(rank), packed_to_row, starts, rank=rank, **options)
 
     # -- combine -------------------------------------------------------------------------------------------------------
     def combine(self) -> None:
