@@ -216,20 +216,17 @@ def later(function: Callable[..., Any]) -> Callable[..., Callable[[Arguments], A
     return lambda *args, **options: lambda make: function(make, *args, **options)
 
 
-def row_range(make: Arguments) -> torch.Tensor:
-    return make.row_range()
+def method(name: str) -> Callable[[Arguments], Any]:
+    return lambda make: getattr(make, name)()
 
 
-def group_range(make: Arguments) -> torch.Tensor:
-    return make.group_range()
+row_range = method("row_range")
+group_range = method("group_range")
+amax = method("amax")
 
 
 def activation(make: Arguments) -> Activation:
     return make.launch.activation
-
-
-def amax(make: Arguments) -> torch.Tensor:
-    return make.amax()
 
 
 def block_format(make: Arguments) -> BlockFormat:

@@ -323,7 +323,7 @@ class LayerCall:
 
     def random(self, seed: int, *shape: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(shape, generator=generator).to(self.device, self.case.dtype)
+        return torch.randn(shape, generator=generator).to(self.device)
 
     def rows(self, rank: int) -> torch.Tensor:
         return self.buffer(rank, ROWS, (self.num_rows, self.case.hidden), self.case.dtype)
@@ -447,7 +447,7 @@ class LayerCall:
     def push(self, rank: int) -> None:
         case, kernels, peers, plan = self.case, self.kernels, self.peers[rank], self.plans[rank]
         ready = self.received((ROWS, SLOTS, PROBS))
-        x = self.random(77 + rank, case.tokens[rank], case.hidden)
+        x = self.random(77 + rank, case.tokens[rank], case.hidden).to(case.dtype)
         options = {"column": READY_ROWS, "num_ctas": case.num_ctas}
         ready_packed = self.received((PACKED, SLOTS, PROBS))
         kernels.push_rows(x, plan.token_to_packed_row, peers, ready_packed, **options)
@@ -456,17 +456,14 @@ class LayerCall:
         for ranks in parts:
             options |= {"ranks": ranks, "but": rank}
             kernels.push_rows(x, plan.token_to_primary_row, peers, ready, **options)
-        places = plan.slot_to_rank, plan.slot_to_row
-        kernels.place_rows(x, *places, self.rows(rank), ready, rank=rank)
-        probs = None
-        if case.with_probs:
-            generator = torch.Generator().manual_seed(rank)
-            probs = torch.rand((case.tokens[rank], case.top_k), generator=generator).to(self.device)
+        kernels.place_rows(
+            x, plan.slot_to_rank, plan.slot_to_row, self.rows(rank), ready, rank=rank
+        )
+        probs = self.random(rank, case.tokens[rank], case.top_k)
         region = plan.token_to_packed_row, plan.block_tokens, plan.packed_start, plan.packed_limit
         columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
-        kernels.push_slots(
-            (plan.slot_to_row, plan.slot_to_rank, probs), region, peers, ready, **columns
-        )
+        slots = plan.slot_to_row, plan.slot_to_rank, probs if case.with_probs else None
+        kernels.push_slots(slots, region, peers, ready, **columns)
 
     def index(self, rank: int) -> None:
         """All rows at once on even ranks, source by source on odd ones; these copy all at once."""
@@ -518,8 +515,12 @@ class LayerCall:
         self.sums = [self.blank(rank, self.case.hidden, self.case.dtype) for rank in self.ranks]
         for rank, plan in enumerate(self.plans):
             rows = self.rows(rank), self.returned(rank)
-            places = plan.slot_to_rank, plan.slot_to_row
-            index = plan.token_to_packed_row, plan.packed_start, *places
+            index = [
+                plan.token_to_packed_row,
+                plan.packed_start,
+                plan.slot_to_rank,
+                plan.slot_to_row,
+            ]
             self.kernels.sum_home(rows, index, trip, self.sums[rank], rank=rank, **options)
 
     def blank(self, rank: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -535,8 +536,7 @@ class LayerCall:
         numbers[1::3, 3::11] = -torch.inf
         count = int(self.plans[rank].row_range[1, -1])
         rows[:count] = numbers[:count]
-        generator = torch.Generator().manual_seed(rank)
-        row_values = torch.rand(self.num_rows, generator=generator).to(self.device)
+        row_values = self.random(rank, self.num_rows)
         num_packed = self.plans[rank].source_to_packed_start[-1:]
         self.kernels.gather_values(
             row_values, self.packed_to_row[rank], num_packed, self.slots(rank, VALUES)
@@ -562,7 +562,7 @@ class LayerCall:
         for rank, peers in enumerate(self.peers):
             shape = case.num_replica_slots, 40
             self.buffer(rank, PACKED, shape, case.dtype).copy_(self.random(rank, *shape))
-            first, second = (self.random(rank, *shape) for shape in shapes)
+            first, second = (self.random(rank, *shape).to(case.dtype) for shape in shapes)
             self.kernels.push_replicas(
                 (first, table_of(second)),
                 self.plans[rank].replica_to_expert,
@@ -572,7 +572,7 @@ class LayerCall:
                 starts=starts,
             )
         for rank, (peers, plan) in enumerate(zip(self.peers, self.plans, strict=True)):
-            first, second = (self.random(rank + 50, *shape) for shape in shapes)
+            first, second = (self.random(rank + 50, *shape).to(case.dtype) for shape in shapes)
             gradients = None if rank == 1 else first, table_of(second)
             replica_slots = plan.replica_to_expert, plan.expert_to_replica_slot
             self.kernels.add_from_replicas(
