@@ -53,10 +53,10 @@ class Numbers(Arguments):
         self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
     def numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        made = self._on_cpu(shape, dtype)
+        tensor = self._on_cpu(shape, dtype)
         if dtype.is_floating_point and dtype.itemsize > 1 and shape[:1] == (self.sizes.get("N"),):
-            made[~rows_of(self.part, len(made))] = torch.nan
-        return made.to(self.device)
+            tensor[~rows_of(self.part, len(tensor))] = torch.nan
+        return tensor.to(self.device)
 
     def _on_cpu(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype == torch.float8_e8m0fnu:
@@ -76,10 +76,10 @@ class Numbers(Arguments):
         return torch.randint(low, high, tuple(shape), generator=self.generator)
 
     def indices(self, shape: tuple[int, ...], end: int) -> torch.Tensor:
-        made = self._integers(0, max(end, 1), shape).to(I32)
+        index = self._integers(0, max(end, 1), shape).to(I32)
         if shape == (self.sizes.get("N"),):
-            made[int(self.groups[1, -1]) :] = 1 << 30
-        return made.to(self.device)
+            index[int(self.groups[1, -1]) :] = 1 << 30
+        return index.to(self.device)
 
     def row_range(self) -> torch.Tensor:
         return self.part.to(self.device)
@@ -95,15 +95,16 @@ class Numbers(Arguments):
         return codes.to(U8).to(self.device)
 
     def amax(self) -> torch.Tensor:
-        made, found = self.made, torch.empty(self.sizes["G"])
-        if "weight" in made:
-            twin.weight_amax(packed(made["weight"], self.scattered), found)
+        result = torch.empty(self.sizes["G"])
+        if "weight" in self.values:
+            twin.weight_amax(packed(self.values["weight"], self.scattered), result)
         else:
-            index = made["row_index"]
+            index = self.values["row_index"]
             options = {"row_index": None if index is None else index.cpu()}
-            rows = made["rows"].cpu()
-            twin.group_amax(rows, self.groups, found, signs=made.get("signs"), **options)
-        return found.to(self.device)
+            rows = self.values["rows"].cpu()
+            options["signs"] = self.values.get("signs")
+            twin.group_amax(rows, self.groups, result, **options)
+        return result.to(self.device)
 
     def wire(self, num_bytes: int) -> torch.Tensor:
         sent = self._on_cpu((self.sizes["N"], num_bytes), U8)
@@ -121,7 +122,9 @@ class Numbers(Arguments):
     ) -> TensorTable:
         matrices = self.scales(*shape) if of_scales else self.numbers(*shape, dtype=kind)
         self.scattered.append(Scattered(matrices))
-        self.elsewhere[:] = [matrix for each in self.scattered for matrix in each.matrices]
+        self.elsewhere[:] = [
+            matrix for scattered in self.scattered for matrix in scattered.matrices
+        ]
         return self.scattered[-1].table
 
 
@@ -190,16 +193,16 @@ def is_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> b
 
 def check_sums_of_parts(launch: Launch, kernels: Any, splits: tuple[int, ...]) -> None:
     """Parts of grouped_gemm_dact leave their sums in the workspace: together those of the whole."""
-    arguments = Numbers(launch, splits=splits)
-    made = launch.arguments(arguments)
-    *results, dscale, _ = made["gradients"]
+    make = Numbers(launch, splits=splits)
+    arguments = launch.arguments(make)
+    *parts, dscale, _ = arguments["gradients"]
     for part in random_ranges(splits, 2):
-        given = {**made, "row_range": part, "gradients": (*results, None, None)}
-        kernels.grouped_gemm_dact(**given)
+        changes = {"row_range": part, "gradients": (*parts, None, None)}
+        kernels.grouped_gemm_dact(**arguments | changes)
     sums = dscale.clone()
-    num_partials = num_scale_sums(arguments.sizes["I"])
-    kernels.sum_dact_partials(made["workspace"], made["row_range"], sums, num_partials)
-    twin.grouped_gemm_dact(**made)
+    num_partials = num_scale_sums(make.sizes["I"])
+    kernels.sum_dact_partials(arguments["workspace"], arguments["row_range"], sums, num_partials)
+    twin.grouped_gemm_dact(**arguments)
     assert torch.equal(sums, dscale)
 
 
@@ -223,7 +226,7 @@ IN_NO_FORMAT = {
     "unswizzle_scales": ("",),
     "sum_dbias": ("",),
 }
-E4M3_FORMATS = [name for name, each in FORMATS.items() if each.element == "e4m3"]
+E4M3_FORMATS = [name for name, block_format in FORMATS.items() if block_format.element == "e4m3"]
 
 
 def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list[Launch]:

@@ -68,19 +68,19 @@ def wrong_extremes(module, device: str = "cpu") -> dict[str, list[float]]:
     special = torch.tensor([3e38, 1e4, 1e-3, 0.0, -0.0, 1e-42, -1e-3])
     logits = torch.cat([torch.linspace(-170, 100, 993), special])[None].to(device)
     exact = logits.double().requires_grad_()
-    wanted = SCORES["sqrtsoftplus"](exact)
-    wanted.sum().backward()
+    expected = SCORES["sqrtsoftplus"](exact)
+    expected.sum().backward()
     rule = RoutingRule(score="sqrtsoftplus")
     scores, slopes, ones = (torch.ones_like(logits) for _ in range(3))
     topk_idx = scores[:, :1].int()
     probs = scores[:, :1].clone()
     module.choose_experts(logits, None, None, topk_idx, probs, scores, rule=rule)
     module.choose_experts_grad(None, ones, topk_idx, scores, slopes, rule=rule)
-    pairs = {"scores": (scores, wanted.detach()), "slopes": (slopes, exact.grad)}
+    pairs = {"scores": (scores, expected.detach()), "slopes": (slopes, exact.grad)}
     return {
         name: far
-        for name, (found, want) in pairs.items()
-        if (far := logits[~torch.isclose(found.double(), want, rtol=1e-5, atol=0)].tolist())
+        for name, (actual, reference) in pairs.items()
+        if (far := logits[~torch.isclose(actual.double(), reference, rtol=1e-5, atol=0)].tolist())
     }
 
 

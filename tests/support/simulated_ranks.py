@@ -241,13 +241,13 @@ def peers_of_arenas(arenas: Sequence[torch.Tensor]) -> list[Peers]:
     """Peers of each rank; arenas: of all ranks, in one process."""
     num_ranks = len(arenas)
     bases = torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device)
-    given = {
+    common = {
         "num_ranks": num_ranks,
         "bases": bases,
         "views": tuple(arenas),
         "layout": ControlLayout(num_ranks),
     }
-    return [Peers(rank=rank, **given) for rank in range(num_ranks)]
+    return [Peers(rank=rank, **common) for rank in range(num_ranks)]
 
 
 def empty_arenas(num_ranks: int, device: str = "cpu") -> list[torch.Tensor]:
