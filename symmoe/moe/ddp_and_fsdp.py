@@ -81,8 +81,8 @@ class ExpertParallelModule(nn.Module):
         self._other_ignored_names = list(names)
 
     def prepare_call(self) -> SymmoeError | None:
-        """In the forward of a DDP the layer joins that DDP, see :func:`attach_to_ddp`. Returns the error of a wrapper that
-        would mix experts, or of the layer's parts, or None."""
+        """In the forward of a DDP the layer joins that DDP, see :func:`attach_to_ddp`. Returns the error of a wrapper
+        that would mix experts, or of the layer's parts, or None."""
         problem: SymmoeError | None = (
             None if active_ddp_of(DistributedDataParallel) is None else attach_to_ddp(self)
         )

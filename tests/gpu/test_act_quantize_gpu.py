@@ -7,12 +7,14 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper or newer", allow_module_level=True)
 
 import act_quantize_cases as cases
+from compared_launches import differences, is_near
 from graphs import captured
 from host_reads import synchronising_is_an_error
-from quantize_cases import differences, row_range_of
+from launch_table import Launch
+from quantize_cases import row_range_of
 from row_ranges import random_ranges
 
-from symmoe.kernels import gpu, twin
+from symmoe.kernels import gpu
 from symmoe.kernels.activation import Activation
 
 CASES = [  # activation, FFN width: whole tiles and parts of them
@@ -28,46 +30,31 @@ CASES = [  # activation, FFN width: whole tiles and parts of them
 MIXED = [("swiglu", 288), ("gpt-oss", 2880)]  # a block of 128 would have both halves of h
 
 
+APART = {"reference": cases.Apart(gpu), "reference_device": "cuda"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize(("activation", "ffn"), CASES, ids=str)
 def test_the_bits_of_what_is_fused(activation, ffn, name, dtype):
-    cases.check_fusion(
-        gpu, cases.Problem(cases.ACTIVATIONS[activation], ffn, dtype, device="cuda"), name
-    )
+    for launch in cases.launches(cases.ACTIVATIONS[activation], ffn, name, dtype):
+        assert differences(launch, gpu, "cuda", splits=cases.SPLITS, **APART) == []
 
 
 @pytest.mark.parametrize(("activation", "ffn"), MIXED, ids=str)
 def test_blocks_of_32_divide_halves_that_blocks_of_128_do_not(activation, ffn):
-    p = cases.Problem(cases.ACTIVATIONS[activation], ffn, device="cuda")
-    assert (
-        differences(
-            cases.forward(gpu, p, "float8_block"), cases.forward_apart(gpu, p, "float8_block")
-        )
-        == []
-    )
-    assert (
-        differences(cases.backward(gpu, p, "mxfp8")[0], cases.backward_apart(gpu, p, "mxfp8")[0])
-        == []
-    )
+    forward, *_ = cases.launches(cases.ACTIVATIONS[activation], ffn, "float8_block")
+    *_, backward = cases.launches(cases.ACTIVATIONS[activation], ffn, "mxfp8")
+    for launch in (forward, backward):
+        assert differences(launch, gpu, "cuda", splits=cases.SPLITS, **APART) == []
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
-    p = cases.exact_problem(720)
-    expected, (expected_grad, wanted) = cases.forward(twin, p, name), cases.backward(twin, p, name)
-    p.device = "cuda"
-    p.h, p.da, p.row_scale, p.row_range = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_range))
-    assert differences(cases.forward(gpu, p, name), expected) == []
-    found, sums = cases.backward(gpu, p, name)
-    assert differences(found, expected_grad) == []
-    cases.assert_same_sums(sums, wanted)
-
-
-def test_differences_are_noticed():
-    cases.check_that_differences_are_noticed(
-        gpu, cases.Problem(cases.ACTIVATIONS["swiglu"], 256, device="cuda")
-    )
+    for kernel, ways in (("act_quantize", ""), ("dact_quantize", "fp32-dbias")):
+        sizes = {"I": 720}
+        launch = Launch(kernel, sizes, torch.bfloat16, name, cases.ACTIVATIONS["srelu"], ways)
+        assert differences(launch, gpu, "cuda", splits=cases.SPLITS) == []
 
 
 def test_graph_replay_with_other_rows_and_splits():
@@ -88,10 +75,10 @@ def test_graph_replay_with_other_rows_and_splits():
         ):
             here.copy_(there)
         graph.replay()
-        assert differences(found, cases.forward_apart(gpu, q, "float8_block")) == []
-        expected, wanted = cases.backward_apart(gpu, q, "float8_block")
-        assert differences(found_grad, expected) == []
-        cases.assert_same_sums(sums, wanted)
+        expected_grad, expected_sums = cases.backward(gpu, q, "float8_block")
+        expected = cases.forward(gpu, q, "float8_block") | expected_grad | expected_sums
+        actual = found | found_grad | sums
+        assert all(is_near(tensor, expected[name], 0.0) for name, tensor in actual.items())
 
 
 def test_nothing_waits_for_the_device():
@@ -116,5 +103,6 @@ def test_nothing_waits_for_the_device():
 )
 def test_ranges_of_rows(activation):
     splits = (0, 133, 1, 300, 0, 128, 777)
-    p = cases.Problem(activation, 256, splits=splits, device="cuda")
-    cases.check_ranges(gpu, p, "float8_block", random_ranges(splits, 4))
+    forward, *_ = cases.launches(activation, 256, "float8_block", splits=splits)
+    for part in random_ranges(splits, 4):
+        assert differences(forward, gpu, "cuda", splits=splits, part=part, **APART) == []

@@ -8,8 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from router_products_interpreter_checks import products
-from router_products_interpreter_checks import results as results_of
+from router_interpreter_checks import products
+from router_interpreter_checks import results as results_of
 
 from symmoe import MoEConfig, RouterConfig, kernels
 from symmoe.kernels.routing_rule import RoutingRule

@@ -4,12 +4,20 @@ import time
 
 import pytest
 import torch
-from router_choices import RULES, SIZES, choices, differing, fits, hard_logits, wrong_extremes
-from simulated_ranks import CASES, Case, differences, empty_arenas, peers_of_arenas, run_case
+from compared_launches import differences
+from router_choices import (
+    RULES,
+    SIZES,
+    TOLERANCE,
+    all_losses,
+    changed_by_counting,
+    choices,
+    wrong_extremes,
+)
+from simulated_ranks import CASES, Case, case_differences, empty_arenas, peers_of_arenas
 
 from symmoe import kernels
-from symmoe.kernels import control, twin
-from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels import control
 
 DEVICE = "cuda"
 REALISTIC = {
@@ -75,10 +83,8 @@ def gpu():
 
 @pytest.mark.parametrize("name", [*CASES, *REALISTIC])
 def test_kernels_match_twins(gpu, name):
-    case = (CASES | REALISTIC)[name]
-    theirs = run_case(twin, case, DEVICE)
     for _ in range(2):  # results are the same every time
-        assert not differences(run_case(gpu, case, DEVICE), theirs)
+        assert case_differences(gpu, (CASES | REALISTIC)[name], DEVICE) == []
 
 
 class Ranks:
@@ -239,16 +245,17 @@ def test_barrier_in_a_graph(gpu, num_ranks):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [*SIZES, (3001, 128, 8), (3001, 240, 8)]
-)
-def test_choice_of_experts(gpu, num_tokens: int, num_experts: int, top_k: int, rule: RoutingRule):
-    if not fits(rule, num_experts, top_k):
-        pytest.skip("no configuration has them together")
-    logits = hard_logits(num_tokens, num_experts)
-    for biased, given in ((False, False), (True, False), (False, True)):
-        wanted = choices(twin, logits, top_k, rule, biased, given)
-        assert differing(choices(gpu, logits.to(DEVICE), top_k, rule, biased, given), wanted) == []
+@pytest.mark.parametrize("sizes", [*SIZES, (3001, 128, 8), (3001, 240, 8)], ids=str)
+def test_choice_of_experts(gpu, sizes, rule):
+    for launch in choices(*sizes, rule):
+        assert differences(launch, gpu, DEVICE, tolerance=TOLERANCE) == []
+        if launch.kernel == "choose_experts":
+            assert changed_by_counting(launch, gpu, DEVICE) == []
+
+
+def test_losses_of_a_router(gpu):
+    for launch in all_losses():
+        assert differences(launch, gpu, DEVICE, tolerance=TOLERANCE) == []
 
 
 def test_scores_of_extreme_logits(gpu):

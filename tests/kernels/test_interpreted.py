@@ -13,14 +13,14 @@ KERNELS = {  # of modules of checks
     "nodes pointers": "rail_rows plan_in_node tell_header own_counts other_counts take_rows swizzle_scales",
     "gemm": "grouped_gemm grouped_gemm_dgrad grouped_gemm_wgrad grouped_bias_grad grouped_bias_dot grouped_gemm_act "
     "grouped_gemm_dact scaled_activation splits_to_row_range",
-    "gpu_kernels": "barrier send_signal wait_for_signal lay_out send_counts post_report choose_experts router_losses "
+    "ranks": "barrier send_signal wait_for_signal lay_out send_counts post_report count_exchange receive_fault_flags "
     "count_slots assign_rows place_replicas route_to_replicas push_replicas add_from_replicas push_rows push_slots "
     "index_rows place_rows fan_out push_sums gather_values pull_rows sum_home pull_values",
     "quantize act_quantize": "quantize_rows sum_dbias quantize_columns group_amax weight_amax quantize_weights "
     "quantize_weight_pairs act_quantize dact_quantize encode_rows unpack_rows decode_rows requantize_columns "
     "unswizzle_scales",
     "quantized_gemm": "grouped_gemm_quantized grouped_gemm_wgrad_quantized",
-    "router_products": "router_gemm router_gemm_grads",
+    "router": "router_gemm router_gemm_grads choose_experts choose_experts_grad router_losses router_losses_grad",
 }
 EMULATED = {
     "hopper": "launch_gemm launch_wgrad launch_act launch_dact",

@@ -36,7 +36,7 @@ WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"
 COPY_16, NARROW_COPY = "cp.async.cg", "cp.async.ca"  # of 16 bytes, and of fewer
 USUAL = ["qwen3-30b", "mixtral-8x7b"]
 # Bytes, of gathered rows with a bias that are added to what is there, all at once, which nothing in the package does.
-SPILLED = {"gather biased accumulate": since(("3.6", 0), ("3.7", 4))}
+SPILLED = {"gather biased accumulate": since(("3.6", 0), ("3.7", 4), ("3.9", 12))}
 
 
 def fast_product(kernel, ways, sizes):

@@ -3,68 +3,62 @@ nothing of who sums what: every rank's rows of a token are summed in fp32 in k o
 then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the twins elsewhere
 (test_interpreted.py, tests/gpu)."""
 
+from itertools import product
+
 import pytest
 import torch
-from simulated_ranks import CASES, Case, differences, run_case
+from simulated_ranks import CASES, LayerCall
+from written_arguments import bytes_with_one_nan
 
 from symmoe.kernels import twin
 
-Outputs = dict[str, torch.Tensor]
 
-
-def local_sum(case: Case, out: Outputs, source: int, token: int, rank: int) -> torch.Tensor | None:
+def local_sum(call: LayerCall, source: int, token: int, rank: int) -> torch.Tensor | None:
     """The sum of a token's rows on a rank as home has to see it; None without rows."""
-    to_rank = out[f"rank {source} slot_to_rank[0]"][token].tolist()
-    to_row = out[f"rank {source} slot_to_row[0]"][token].tolist()
-    rows = [row for r, row in zip(to_rank, to_row, strict=True) if r == rank and row >= 0]
-    if not rows:
-        return None
-    held = out[f"rank {rank} rows[0]"]
-    if len(rows) == 1:
-        return held[rows[0]]  # a sum of one is no sum: -0.0 and the payload of a NaN stay
-    total = held[rows[0]].float()
+    plan = call.plans[source]
+    places = zip(plan.slot_to_rank[token].tolist(), plan.slot_to_row[token].tolist(), strict=True)
+    rows = [call.expert_rows[rank][row] for at, row in places if at == rank and row >= 0]
+    if len(rows) < 2:
+        return (
+            rows[0] if rows else None
+        )  # a sum of one is no sum: -0.0 and the payload of a NaN stay
+    total = rows[0].float()
     for row in rows[1:]:
-        total = total + held[row].float()
-    return total.to(case.dtype)
+        total = total + row.float()
+    return total.to(call.case.dtype)
 
 
-def expected(case: Case, out: Outputs) -> Outputs:
-    """The sums that return to each rank, and the sums at home."""
-    ranks, want = range(case.num_ranks), {}
-    for source in ranks:
-        sums = torch.zeros((case.tokens[source], case.hidden))
-        returned = torch.full_like(out[f"rank {source} returned[0]"].view(torch.uint8), 0xFD).view(
-            case.dtype
-        )
-        number = [0] * case.num_ranks
-        for token in range(case.tokens[source]):
-            for rank in ranks:
-                total = local_sum(case, out, source, token, rank)
-                if total is not None:
-                    sums[token] += total.float()
-                    if rank != source and not case.trip_fails:
-                        region = rank if rank < source else rank - 1
-                        returned[region * case.tokens[source] + number[rank]] = total
-                    number[rank] += 1
-        want[f"rank {source} returned[0]"] = returned
-        want[f"rank {source} sum by rank[0]"] = sums.to(case.dtype) * (
-            torch.nan if case.trip_fails else 1
-        )
-        want[f"rank {source} rows after its sums[0]"] = out[f"rank {source} rows[0]"]
-    return want
-
-
-def wrong(case: Case, out: Outputs) -> list[str]:
-    want = expected(case, out)
-    found = differences({name: out[name] for name in want}, want)
-    # The sums at home change nothing anywhere.
-    found += differences({"arena": out["after rank[0]"]}, {"arena": out["sums returned[0]"]})
-    return found
+def expected_sums(call: LayerCall, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What returns to a rank, and the sums at home."""
+    case = call.case
+    num_tokens = case.tokens[source]
+    sums = torch.zeros((num_tokens, case.hidden))
+    returned = torch.empty_like(call.returned(source))
+    returned.view(torch.uint8).fill_(0xFD)
+    num_sent = [0] * case.num_ranks
+    for token, rank in product(range(num_tokens), call.ranks):
+        total = local_sum(call, source, token, rank)
+        if total is None:
+            continue
+        sums[token] += total.float()
+        if rank != source and not case.trip_fails:
+            region = rank if rank < source else rank - 1
+            returned[region * num_tokens + num_sent[rank]] = total
+        num_sent[rank] += 1
+    return returned, sums.to(case.dtype) * (torch.nan if case.trip_fails else 1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_sums_are_those_of_the_loops(name: str):
-    assert wrong(CASES[name], run_case(twin, CASES[name])) == []
+    """Rows stay as they are, and the sums at home change nothing anywhere."""
+    call = LayerCall(twin, CASES[name])
+    call.run()
+    assert all(map(torch.equal, call.arenas, call.peers[0].views))
+    for rank in call.ranks:
+        actual = call.returned(rank), call.sums[rank], call.rows(rank)
+        expected = *expected_sums(call, rank), call.expert_rows[rank]
+        for tensors in zip(actual, expected, strict=True):
+            assert torch.equal(*map(bytes_with_one_nan, tensors))
 
 
 @pytest.mark.parametrize("failed", ["ready", "arrived"])

@@ -1,18 +1,10 @@
 """Problems that tests of the activations which quantise share, and their results by the functions that are fused."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from launch_table import ACTIVATIONS
-from quantize_cases import (
-    FORMATS,
-    as_bytes,
-    column_buffers,
-    differences,
-    named,
-    row_buffers,
-    row_range_of,
-)
+from launch_table import ACTIVATIONS, Launch, later
+from quantize_cases import FORMATS, as_bytes, column_buffers, named, row_buffers, row_range_of
 from row_ranges import rows_of
 
 from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
@@ -119,20 +111,6 @@ def forward(kernels, p, name):
     return named(*out)
 
 
-def activated(kernels, p):
-    """The activation by the function that is fused; zeros in the tail."""
-    n, a = p.num_rows, torch.zeros(p.h.shape[0], p.ffn, dtype=p.dtype, device=p.device)
-    kernels.scaled_activation(p.h[:n], p.row_scale[:n], a[:n], p.activation)
-    return a
-
-
-def forward_apart(kernels, p, name):
-    """By the functions that it fuses."""
-    out = p.operand(p.ffn, name)
-    kernels.quantize_rows(activated(kernels, p), p.row_range, out, FORMATS[name])
-    return named(*out)
-
-
 def dact_operands(p, name, *, with_dbias=True):
     """What dact_quantize fills, blank."""
     hidden = p.h.shape[1]
@@ -169,64 +147,50 @@ def backward(kernels, p, name, *, with_dbias=True):
     return results_of(out)
 
 
-def backward_apart(kernels, p, name, *, with_dbias=True):
-    """By the functions that it fuses."""
-    n = p.num_rows
-    dh = torch.zeros_like(p.h)
-    out = dact_operands(p, name, with_dbias=with_dbias)
-    kernels.scaled_activation_grad(
-        p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], out.dscale[:n], p.activation
-    )
-    out.dscale[n:] = 0
-    if with_dbias:
-        kernels.grouped_bias_grad(dh, p.row_range, out.dbias)
-    kernels.quantize_rows(dh, p.row_range, out.rows, FORMATS[name])
-    kernels.quantize_columns(dh, p.row_range, out.columns, FORMATS[name])
-    kernels.quantize_columns(activated(kernels, p), p.row_range, out.a_columns, FORMATS[name])
-    return results_of(out)
+class Apart:
+    """Kernels that quantise activations, by those of a module that they fuse."""
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+
+    def activated(self, h, row_scale, row_range, width, activation):
+        """Zeros behind the groups."""
+        a = h.new_zeros(len(h), width)
+        end = int(row_range[1].max()) if len(h) else 0
+        self.kernels.scaled_activation(h[:end], row_scale[:end], a[:end], activation)
+        return a
+
+    def act_quantize(self, h, row_scale, row_range, out, activation, block_format):
+        a = self.activated(h, row_scale, row_range, out[0].shape[1], activation)
+        self.kernels.quantize_rows(a, row_range, out, block_format)
+
+    def dact_quantize(self, da, h, row_scale, row_range, out, workspace, activation, block_format):
+        end = int(row_range[1].max())
+        dh = torch.zeros_like(h)
+        out.dscale[end:] = 0
+        self.kernels.scaled_activation_grad(
+            da[:end], h[:end], row_scale[:end], dh[:end], out.dscale[:end], activation
+        )
+        if out.dbias is not None:
+            self.kernels.grouped_bias_grad(dh, row_range, out.dbias)
+        self.kernels.quantize_rows(dh, row_range, out.rows, block_format)
+        self.kernels.quantize_columns(dh, row_range, out.columns, block_format)
+        a = self.activated(h, row_scale, row_range, da.shape[1], activation)
+        self.kernels.quantize_columns(a, row_range, out.a_columns, block_format)
 
 
-def assert_same_sums(found, expected):
-    """Bit for bit, on any device."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, check_device=False)
+@later
+def numbers_of(make, values):
+    """Of the rows that are computed; the others are NaN."""
+    is_computed = rows_of(make.part, len(values)).view(-1, *[1] * (values.ndim - 1))
+    return values.where(is_computed, torch.nan).to(make.device)
 
 
-def check_fusion(kernels, p, name):
-    """The bits of what is fused, of a backward pass with the gradient of a bias and without."""
-    assert differences(forward(kernels, p, name), forward_apart(kernels, p, name)) == []
-    for with_dbias in (True, False):
-        found, sums = backward(kernels, p, name, with_dbias=with_dbias)
-        expected, wanted = backward_apart(kernels, p, name, with_dbias=with_dbias)
-        assert differences(found, expected) == []
-        assert_same_sums(sums, wanted)
-
-
-def check_ranges(kernels, p, name, parts):
-    """Rows of ranges are written and no others, of rows of h that are there: the others are NaN."""
-
-    def call(row_range, out):
-        there = torch.where(rows_of(row_range, len(p.h))[:, None], p.h, torch.nan)
-        kernels.act_quantize(there, p.row_scale, row_range, out, p.activation, FORMATS[name])
-
-    whole = p.operand(p.ffn, name)
-    union = p.operand(p.ffn, name)
-    call(p.row_range, whole)
-    for ranges in parts:
-        part = p.operand(p.ffn, name)
-        ranges = ranges.to(p.device)
-        call(ranges, part)
-        call(ranges, union)
-        inside = rows_of(ranges, len(p.h))[:, None].cpu()
-        for got, want, blank in zip(part, whole, p.operand(p.ffn, name), strict=True):
-            assert torch.equal(as_bytes(got), torch.where(inside, as_bytes(want), as_bytes(blank)))
-    assert all(
-        torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True)
-    )
-
-
-def check_that_differences_are_noticed(kernels, p):
-    expected = forward_apart(kernels, p, "float8_block")
-    p.row_scale[40] *= 2
-    assert differences(forward(kernels, p, "float8_block"), expected) == [
-        "scale"
-    ]  # twice the numbers
+def launches(activation, ffn, name, dtype=torch.bfloat16, splits=SPLITS):
+    """Forward, and backward with the gradient of a bias and without, of a Problem's numbers."""
+    p = Problem(activation, ffn, dtype, splits)
+    changes = {key: numbers_of(getattr(p, key)) for key in ("h", "row_scale", "da")}
+    forward_changes = {key: changes[key] for key in ("h", "row_scale")}
+    act = Launch("act_quantize", {"I": ffn}, dtype, name, activation, changes=forward_changes)
+    dact = replace(act, kernel="dact_quantize", changes=changes)
+    return act, dact, replace(dact, ways="dbias")

@@ -11,7 +11,7 @@ import quantize_interpreter_checks
 import triton
 import triton.language as tl
 from compared_launches import differences
-from launch_table import BF16, SWIGLU, Launch
+from launch_table import ACTIVATIONS, BF16, SWIGLU, Launch
 from row_ranges import random_ranges
 
 from symmoe.kernels import gpu
@@ -44,10 +44,10 @@ WAYS = [  # of launches whose bits are the twin's
 ]
 
 
-def check_fusion(name, ffn, block_format):
-    p = cases.Problem(cases.ACTIVATIONS[name], ffn, splits=SPLITS)
-    cases.check_fusion(gpu, p, block_format)
-    cases.check_ranges(gpu, p, block_format, random_ranges(SPLITS, 3))
+def compared(launch, **options):
+    """The launch, and what checks it."""
+    name = f"{launch}, {launch.activation}, {', '.join(options)}"
+    return name, partial(differences, launch, **options)
 
 
 def checks():
@@ -56,12 +56,14 @@ def checks():
     codes.e4m3_code = quantize_interpreter_checks.e4m3_code
     act_quantized.e4m3_code = e4m3_code
     tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
-    for case in CASES:
-        yield f"act_quantize, dact_quantize, {case}", partial(check_fusion, *case)
+    apart = {"splits": SPLITS, "reference": cases.Apart(gpu)}
+    for name, ffn, block_format in CASES:
+        launches = cases.launches(ACTIVATIONS[name], ffn, block_format, splits=SPLITS)
+        for launch in launches:
+            yield compared(launch, **apart)
+        for part in random_ranges(SPLITS, 3):
+            yield compared(launches[0], part=part, **apart)
     for block_format, (kernel, ways) in product(("float8_block", "mxfp8"), WAYS):
-        launch = Launch(kernel, {"I": 144}, BF16, block_format, cases.ACTIVATIONS["srelu"], ways)
-        yield f"{launch}, twin", partial(differences, launch, splits=SPLITS)
-        launch = replace(launch, activation=SWIGLU)
-        yield f"{launch}, twin, no rows", partial(differences, launch, splits=(0, 0))
-    p = cases.Problem(SWIGLU, 128, splits=SPLITS)
-    yield "differences", partial(cases.check_that_differences_are_noticed, gpu, p)
+        launch = Launch(kernel, {"I": 144}, BF16, block_format, ACTIVATIONS["srelu"], ways)
+        yield compared(launch, splits=SPLITS)
+        yield compared(replace(launch, activation=SWIGLU), splits=(0, 0))

@@ -3,28 +3,30 @@ a GPU. What a kernel must write has the twin's bits; all else holds random numbe
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
-from launch_table import FORMATS, I32, SIZES, U8, Arguments, Launch
+from launch_table import FORMATS, I32, I64, SIZES, U8, Arguments, Launch
 from quantize_cases import Scattered, hard_rows
 from row_ranges import random_ranges, rows_of, whole_groups
-from written_arguments import WRITTEN
+from written_arguments import bytes_with_one_nan, tensors_of
 
-from symmoe.kernels import twin
+from symmoe.kernels import control, twin
 from symmoe.kernels.activation import num_scale_sums
 from symmoe.kernels.operands import TensorTable
 
 TAIL = 10  # rows of no group
+EPOCH = 6  # of the last barrier
 
 
 class Numbers(Arguments):
     """Arguments on a device that are the same for all who are given the same launch. Groups have `splits` rows, of
     which `part` is computed; other rows are NaN, and no index. Numbers are whole and small, so that sums are exact, and
-    zeros are -0.0; or they are hard to quantise, and then `prepared`."""
+    zeros are -0.0; or they are hard to quantise, and then `prepared`. Ranks have passed EPOCH barriers, and their count
+    tables have any bytes."""
 
     prepared = staticmethod(lambda rows: rows)
     elsewhere: ClassVar[list[torch.Tensor]] = []  # the latest matrices of tables
@@ -34,14 +36,15 @@ class Numbers(Arguments):
         launch: Launch,
         device: str = "cpu",
         *,
-        splits: tuple[int, ...],
+        splits: tuple[int, ...] | None = None,
         part: torch.Tensor | None = None,
         hard: bool = False,
     ) -> None:
-        given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
-        sizes = {"N": sum(splits) + TAIL, **given, "G": len(splits)}
+        sizes = dict(SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes)
+        if splits is not None:
+            sizes = {"N": sum(splits) + TAIL, **sizes, "G": len(splits)}
         super().__init__(replace(launch, sizes=sizes), device)
-        self.groups = whole_groups(splits)
+        self.groups = whole_groups(splits or ())
         self.hard = hard
         self.scattered = list[Scattered]()
         self.part = self.groups if part is None else part
@@ -50,10 +53,10 @@ class Numbers(Arguments):
         self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
     def numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        made = self._on_cpu(shape, dtype)
-        if dtype.is_floating_point and dtype.itemsize > 1 and shape[:1] == (self.sizes["N"],):
-            made[~rows_of(self.part, len(made))] = torch.nan
-        return made.to(self.device)
+        tensor = self._on_cpu(shape, dtype)
+        if dtype.is_floating_point and dtype.itemsize > 1 and shape[:1] == (self.sizes.get("N"),):
+            tensor[~rows_of(self.part, len(tensor))] = torch.nan
+        return tensor.to(self.device)
 
     def _on_cpu(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype == torch.float8_e8m0fnu:
@@ -73,10 +76,10 @@ class Numbers(Arguments):
         return torch.randint(low, high, tuple(shape), generator=self.generator)
 
     def indices(self, shape: tuple[int, ...], end: int) -> torch.Tensor:
-        made = self._integers(0, max(end, 1), shape).to(I32)
-        if shape == (self.sizes["N"],):
-            made[int(self.groups[1, -1]) :] = 1 << 30
-        return made.to(self.device)
+        index = self._integers(0, max(end, 1), shape).to(I32)
+        if shape == (self.sizes.get("N"),):
+            index[int(self.groups[1, -1]) :] = 1 << 30
+        return index.to(self.device)
 
     def row_range(self) -> torch.Tensor:
         return self.part.to(self.device)
@@ -92,27 +95,36 @@ class Numbers(Arguments):
         return codes.to(U8).to(self.device)
 
     def amax(self) -> torch.Tensor:
-        made, found = self.made, torch.empty(self.sizes["G"])
-        if "weight" in made:
-            twin.weight_amax(packed(made["weight"], self.scattered), found)
+        result = torch.empty(self.sizes["G"])
+        if "weight" in self.values:
+            twin.weight_amax(packed(self.values["weight"], self.scattered), result)
         else:
-            index = made["row_index"]
+            index = self.values["row_index"]
             options = {"row_index": None if index is None else index.cpu()}
-            rows = made["rows"].cpu()
-            twin.group_amax(rows, self.groups, found, signs=made.get("signs"), **options)
-        return found.to(self.device)
+            rows = self.values["rows"].cpu()
+            options["signs"] = self.values.get("signs")
+            twin.group_amax(rows, self.groups, result, **options)
+        return result.to(self.device)
 
     def wire(self, num_bytes: int) -> torch.Tensor:
         sent = self._on_cpu((self.sizes["N"], num_bytes), U8)
         twin.encode_rows(self("f32 N H").cpu(), sent, self.block_format)
         return sent.to(self.device)
 
+    def arenas(self, layout: control.ControlLayout) -> list[torch.Tensor]:
+        blocks = self._integers(0, 9, (layout.num_ranks, layout.num_bytes)).to(U8)
+        blocks[:, : layout.count_table] = 0
+        blocks[:, : layout.mailbox].view(I64)[:, control.BARRIER_EPOCH] = EPOCH
+        return list(blocks.to(self.device))
+
     def table(
         self, kind: torch.dtype, shape: tuple[int, ...], of_scales: bool = False
     ) -> TensorTable:
         matrices = self.scales(*shape) if of_scales else self.numbers(*shape, dtype=kind)
         self.scattered.append(Scattered(matrices))
-        self.elsewhere[:] = [matrix for each in self.scattered for matrix in each.matrices]
+        self.elsewhere[:] = [
+            matrix for scattered in self.scattered for matrix in scattered.matrices
+        ]
         return self.scattered[-1].table
 
 
@@ -127,26 +139,19 @@ def without_subnormals(rows: torch.Tensor) -> torch.Tensor:
     return rows.where((rows.abs() >= tiny) | rows.isnan(), 0.0)
 
 
-def tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)) and not isinstance(value, TensorTable):
-        for part in value:
-            yield from tensors_of(part)
-
-
-def written(
-    launch: Launch,
-    function: Callable[..., object],
-    names: Iterable[str],
-    make: Numbers,
-    **tuning: object,
-) -> list[torch.Tensor]:
-    """What it leaves in arguments of these names, and in scattered matrices."""
+def results(
+    launch: Launch, function: Callable[..., object], make: Numbers, **tuning: object
+) -> dict[str, torch.Tensor]:
+    """All that a call leaves in its arguments, whether it writes there or not, and in scattered matrices."""
     arguments = launch.arguments(make)
     function(**arguments | tuning)
-    found = [each for name in names for each in tensors_of(arguments.get(name.split(".")[0]))]
-    return [each.cpu() for each in (*found, *(each.packed() for each in make.scattered))]
+    values = {**arguments, "scattered": [matrices.packed() for matrices in make.scattered]}
+    return {
+        f"{name} {number}": tensor.cpu().clone()  # of tables, whose memory goes
+        for name, value in values.items()
+        for number, tensor in enumerate(tensors_of(value))
+        if name != "workspace"
+    }
 
 
 def differences(
@@ -155,43 +160,49 @@ def differences(
     device: str = "cpu",
     *,
     like: str = "",
+    reference: Any = twin,
+    reference_device: str = "cpu",
     tuning: Mapping[str, object] | None = None,
     tolerance: float = 0.0,
     **options: Any,
 ) -> list[str]:
-    """What a launch makes that differs from what the twin makes of it; kernels: a module of them. like: the kernel of
-    the contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of
-    numbers that are no bits of the twin's, see is_near."""
+    """What a launch leaves that differs from what a reference does; kernels: a module of them. like: the kernel of the
+    contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of numbers
+    that are no bits of the reference's, see is_near."""
     function = launch.function if kernels is None else getattr(kernels, launch.kernel)
-    theirs = replace(launch, kernel=like) if like else launch
-    names = [name for name in WRITTEN[theirs.kernel] if name != "workspace"]
-    its = written(launch, function, names, Numbers(launch, device, **options), **(tuning or {}))
-    wanted = written(theirs, getattr(twin, theirs.kernel), names, Numbers(theirs, **options))
+    public = replace(launch, kernel=like) if like else launch
+    actual = results(launch, function, Numbers(launch, device, **options), **(tuning or {}))
+    function = getattr(reference, public.kernel)
+    expected = results(public, function, Numbers(public, reference_device, **options))
+    assert actual.keys() <= expected.keys()
     return [
-        f"{launch}, {options}: written tensor {number}"
-        for number, pair in enumerate(zip(its, wanted, strict=True))
-        if not (is_near(*pair, tolerance) if tolerance else torch.equal(*map(as_bytes, pair)))
+        f"{launch}, {options}: {name}"
+        for name, tensor in actual.items()
+        if not is_near(tensor, expected[name], tolerance)
     ]
 
 
-def is_near(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Every number: relative to the expected one, or to 1; NaN where that one is."""
-    pair = result.double(), expected.double()
-    return torch.allclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
+def is_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Every number: relative to the expected one, or to 0.1; NaN where that one is. Without a tolerance, and of
+    integers every bit."""
+    if not tolerance or not actual.is_floating_point():
+        return torch.equal(bytes_with_one_nan(actual), bytes_with_one_nan(expected))
+    pair = actual.double(), expected.double()
+    return torch.allclose(*pair, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
 
 
 def check_sums_of_parts(launch: Launch, kernels: Any, splits: tuple[int, ...]) -> None:
     """Parts of grouped_gemm_dact leave their sums in the workspace: together those of the whole."""
-    arguments = Numbers(launch, splits=splits)
-    made = launch.arguments(arguments)
-    *results, dscale, _ = made["gradients"]
+    make = Numbers(launch, splits=splits)
+    arguments = launch.arguments(make)
+    *parts, dscale, _ = arguments["gradients"]
     for part in random_ranges(splits, 2):
-        given = {**made, "row_range": part, "gradients": (*results, None, None)}
-        kernels.grouped_gemm_dact(**given)
+        changes = {"row_range": part, "gradients": (*parts, None, None)}
+        kernels.grouped_gemm_dact(**arguments | changes)
     sums = dscale.clone()
-    num_partials = num_scale_sums(arguments.sizes["I"])
-    kernels.sum_dact_partials(made["workspace"], made["row_range"], sums, num_partials)
-    twin.grouped_gemm_dact(**made)
+    num_partials = num_scale_sums(make.sizes["I"])
+    kernels.sum_dact_partials(arguments["workspace"], arguments["row_range"], sums, num_partials)
+    twin.grouped_gemm_dact(**arguments)
     assert torch.equal(sums, dscale)
 
 
@@ -215,7 +226,7 @@ IN_NO_FORMAT = {
     "unswizzle_scales": ("",),
     "sum_dbias": ("",),
 }
-E4M3_FORMATS = [name for name, each in FORMATS.items() if each.element == "e4m3"]
+E4M3_FORMATS = [name for name, block_format in FORMATS.items() if block_format.element == "e4m3"]
 
 
 def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list[Launch]:
@@ -228,10 +239,3 @@ def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list
         for name, way in product(names, ways)
         if kernel in (kernels or table)
     ]
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """With one NaN for all."""
-    if tensor.is_floating_point() and tensor.itemsize > 1:
-        tensor = tensor.where(~tensor.isnan(), torch.nan)
-    return tensor.clone(memory_format=torch.contiguous_format).view(U8)

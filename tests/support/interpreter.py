@@ -68,13 +68,14 @@ def main(word: str, *modules: str) -> None:
     else:
         importlib.import_module("gluon_emulator").install()
         checked = [importlib.import_module(module) for module in modules]
-    results = {}
+    results = []
     for name, check in itertools.chain.from_iterable(module.checks() for module in checked):
         if not word or word in re.findall(r"\w+", name):
-            results[name] = check()
-            print(f"{name}: {results[name] or 'ok'}", flush=True)
+            results.append((name, check()))
+            print(f"{name}: {results[-1][1] or 'ok'}", flush=True)
     assert results, f"nothing is called {word}"
-    assert not any(results.values()), {name: wrong for name, wrong in results.items() if wrong}
+    problems = [result for result in results if result[1]]
+    assert not problems, problems
 
 
 if __name__ == "__main__":

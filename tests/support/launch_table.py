@@ -93,10 +93,10 @@ class Launch:
         row = dict(TABLE[self.kernel])
         for way in self.ways.split():
             row |= WAYS[self.kernel][way]
-        for name, what in (row | (self.changes or {})).items():
+        for name, spec in (row | (self.changes or {})).items():
             make.begin(name)
-            make.made[name] = make(what)
-        return make.made
+            make.values[name] = make(spec)
+        return make.values
 
     def __call__(self, device: str = "meta") -> None:
         """Launches it, with whatever numbers."""
@@ -120,31 +120,34 @@ class Arguments:
 
     def __init__(self, launch: Launch, device: str = "meta") -> None:
         self.launch, self.device, self.block_format = launch, device, FORMATS[launch.format]
-        given = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
-        self.sizes = with_others(given, launch.activation)
-        self.made = dict[str, Any]()
+        sizes = SIZES[launch.sizes] if isinstance(launch.sizes, str) else launch.sizes
+        self.sizes = with_others(sizes, launch.activation)
+        self.values = dict[str, Any]()
 
     def begin(self, name: str) -> None:
-        """Called before each argument; `made` has those before it."""
+        """Called before each argument; `values` has those before it."""
 
-    def __call__(self, what: Any) -> Any:
-        if isinstance(what, str):
-            return self.tensor(what)
-        if isinstance(what, tuple):
-            return tuple(map(self, what))
-        return what(self) if isinstance(what, FunctionType) else what
+    def __call__(self, spec: Any) -> Any:
+        if isinstance(spec, str):
+            return self.tensor(spec)
+        if isinstance(spec, torch.Tensor):
+            return spec.to(self.device, copy=True)
+        if isinstance(spec, tuple):
+            return tuple(map(self, spec))
+        return spec(self) if isinstance(spec, FunctionType) else spec
 
     def size(self, name: str) -> int:
         return int(name) if name.isdigit() else self.sizes[name]
 
-    def shape(self, what: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def shape(self, text: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and sizes of a text."""
-        first, *others = what.split() or [""]
-        names = others if first in KINDS else what.split()
+        words = text.split()
+        first = words[0] if words else ""
+        names = words[1:] if first in KINDS else words
         return KINDS.get(first, self.launch.dtype), tuple(map(self.size, names))
 
-    def tensor(self, what: str) -> torch.Tensor:
-        kind, shape = self.shape(what)
+    def tensor(self, text: str) -> torch.Tensor:
+        kind, shape = self.shape(text)
         return self.numbers(*shape, dtype=kind)
 
     def numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -171,6 +174,10 @@ class Arguments:
         """Rows as they travel."""
         return self.numbers(self.sizes["N"], num_bytes, dtype=U8)
 
+    def arenas(self, layout: control.ControlLayout) -> list[torch.Tensor]:
+        """Of the ranks of a node."""
+        return [torch.empty(1 << 30, dtype=U8, device="meta")] * layout.num_ranks
+
     def table(
         self, kind: torch.dtype, shape: tuple[int, ...], of_scales: bool = False
     ) -> TensorTable:
@@ -178,9 +185,9 @@ class Arguments:
         return TensorTable(self.numbers(shape[0], dtype=I64), shape, kind)
 
 
-def with_others(given: Mapping[str, int], activation: Activation) -> dict[str, int]:
+def with_others(basic: Mapping[str, int], activation: Activation) -> dict[str, int]:
     """Sizes, and those that follow from them."""
-    sizes = {"A": control.NUM_PUBLISHED, "S": 0, "L": 2, **given}
+    sizes = {"A": control.NUM_PUBLISHED, "S": 0, "L": 2, **basic}
     if "I" in sizes:
         sizes.setdefault("W", activation.hidden_width(sizes["I"]))
     if "N" in sizes:
@@ -198,6 +205,7 @@ def with_others(given: Mapping[str, int], activation: Activation) -> dict[str, i
     if "R" in sizes:
         num_ranks = sizes["R"]
         sizes |= {"C": num_experts + num_ranks * sizes["S"], "Q": num_ranks // sizes["L"]}
+        sizes["words"] = control.ControlLayout(num_ranks).row_words
         sizes |= {"R+1": num_ranks + 1, "L+2": sizes["L"] + 2, "R-Q": num_ranks - sizes["Q"]}
         sizes |= {name + "+R+2": sizes[name] + num_ranks + 2 for name in ("E", "C")}
     return sizes
@@ -209,20 +217,17 @@ def later(function: Callable[..., Any]) -> Callable[..., Callable[[Arguments], A
     return lambda *args, **options: lambda make: function(make, *args, **options)
 
 
-def row_range(make: Arguments) -> torch.Tensor:
-    return make.row_range()
+def method(name: str) -> Callable[[Arguments], Any]:
+    return lambda make: getattr(make, name)()
 
 
-def group_range(make: Arguments) -> torch.Tensor:
-    return make.group_range()
+row_range = method("row_range")
+group_range = method("group_range")
+amax = method("amax")
 
 
 def activation(make: Arguments) -> Activation:
     return make.launch.activation
-
-
-def amax(make: Arguments) -> torch.Tensor:
-    return make.amax()
 
 
 def block_format(make: Arguments) -> BlockFormat:
@@ -250,9 +255,9 @@ def index(make: Arguments, lines: str, end: str) -> torch.Tensor:
 
 
 @later
-def table(make: Arguments, what: str) -> TensorTable:
+def table(make: Arguments, text: str) -> TensorTable:
     """Matrices anywhere in memory."""
-    return make.table(*make.shape(what))
+    return make.table(*make.shape(text))
 
 
 @later
@@ -262,19 +267,23 @@ def on_host(make: Arguments, *shape: int) -> torch.Tensor:
 
 
 @later
-def of_global_scale(make: Arguments, what: Any) -> Any:
+def of_global_scale(make: Arguments, spec: Any) -> Any:
     """Where the format has a global scale."""
-    return make(what) if make.block_format.has_global_scale else None
+    return make(spec) if make.block_format.has_global_scale else None
 
 
-def buffers(make: Arguments, of: BlockFormat, shape: tuple[int, ...], **options: bool) -> Buffers:
+def buffers(
+    make: Arguments, block_format: BlockFormat, shape: tuple[int, ...], **options: bool
+) -> Buffers:
     """Data and scales of lines; of columns, whose fp32 scales are block-major."""
     *groups, num_lines, width = shape
-    data = make.numbers(*groups, num_lines, of.data_width(width), dtype=of.data_dtype)
-    blocks = *groups, -(-num_lines // of.block_lines), of.num_blocks(width)
-    if options and of.scale_dtype == FP32:
+    data = make.numbers(
+        *groups, num_lines, block_format.data_width(width), dtype=block_format.data_dtype
+    )
+    blocks = *groups, -(-num_lines // block_format.block_lines), block_format.num_blocks(width)
+    if options and block_format.scale_dtype == FP32:
         return data, make.numbers(*blocks[::-1], dtype=FP32).t()
-    return data, make.numbers(*blocks, dtype=of.scale_dtype)
+    return data, make.numbers(*blocks, dtype=block_format.scale_dtype)
 
 
 @later
@@ -291,14 +300,15 @@ def weight_lines(make: Arguments, num_lines: str, width: str) -> Buffers:
 @later
 def wire(make: Arguments, width: str) -> torch.Tensor:
     """Rows as they travel."""
-    of, num_columns = make.block_format, make.size(width)
-    num_bytes = num_columns + of.num_blocks(num_columns) * of.scale_dtype.itemsize
+    block_format, num_columns = make.block_format, make.size(width)
+    num_blocks = block_format.num_blocks(num_columns)
+    num_bytes = num_columns + num_blocks * block_format.scale_dtype.itemsize
     return make.wire(-(-num_bytes // 16) * 16)
 
 
 def unpacked(make: Arguments) -> list[torch.Tensor]:
     """Data and scales of rows, in bytes."""
-    return [each.view(U8) for each in make(lines("N", "H"))]
+    return [tensor.view(U8) for tensor in make(lines("N", "H"))]
 
 
 def scales(make: Arguments) -> torch.Tensor:
@@ -307,8 +317,8 @@ def scales(make: Arguments) -> torch.Tensor:
 
 @later
 def dact_results(make: Arguments, dbias: str | None = None) -> DactOperands:
-    its = lines("N", "W"), lines("W", "M", columns=True), lines("I", "M", columns=True)
-    return DactOperands(make("f32 N"), *map(make, its), make(dbias))
+    operands = lines("N", "W"), lines("W", "M", columns=True), lines("I", "M", columns=True)
+    return DactOperands(make("f32 N"), *map(make, operands), make(dbias))
 
 
 @later
@@ -326,9 +336,9 @@ def dact_arguments(make: Arguments, dbias: str | None = None) -> tuple[Any, ...]
 
 
 def fused_workspace(make: Arguments) -> torch.Tensor:
-    of = make.sizes["N"], make.sizes["G"], make.sizes["I"], make.launch.activation
+    sizes = make.sizes["N"], make.sizes["G"], make.sizes["I"]
     numel_of = import_module("symmoe.kernels.gpu").dact_workspace_numel
-    return make.numbers(numel_of(*of), dtype=FP32)
+    return make.numbers(numel_of(*sizes, make.launch.activation), dtype=FP32)
 
 
 @later
@@ -353,9 +363,9 @@ def scale_table(make: Arguments, *shapes: tuple[int, int]) -> ScaleTable:
 
 def operand(make: Arguments, shape: tuple[int, ...], scale: Any) -> Operand:
     """Of a product, with this scale where the format has scales in tiles."""
-    of = weight_format(make) if len(shape) == 3 else make.block_format
-    data, compact = buffers(make, of, shape)
-    is_compact = of.scale == "fp32"
+    block_format = weight_format(make) if len(shape) == 3 else make.block_format
+    data, compact = buffers(make, block_format, shape)
+    is_compact = block_format.scale == "fp32"
     return Operand(data, compact if is_compact else make(scale), make(of_global_scale("f32 G")))
 
 
@@ -382,23 +392,27 @@ def scattered_weight(make: Arguments) -> ScatteredWeight:
 def columns_operand(make: Arguments, width: str) -> Operand:
     num_lines = make.size(width)
     num_tokens = make.sizes["M"]
-    found = operand(make, (num_lines, num_tokens), tiles(-(-num_lines // TILE), num_tokens))
-    if found.scale.dtype != FP32:
-        return found
-    return found._replace(scale=make(lines(width, "M", columns=True))[1])
+    result = operand(make, (num_lines, num_tokens), tiles(-(-num_lines // TILE), num_tokens))
+    if result.scale.dtype != FP32:
+        return result
+    return result._replace(scale=make(lines(width, "M", columns=True))[1])
 
 
 @later
-def peers_of(make: Arguments, num_ranks: int, rank: int) -> control.Peers:
-    """The arenas of a group, as `rank` sees them."""
-    arena = torch.empty(1 << 30, dtype=U8, device="meta")
-    return control.Peers(
-        rank,
-        num_ranks,
-        make.numbers(num_ranks, dtype=I64),
-        (arena,) * num_ranks,
-        control.ControlLayout(num_ranks),
-    )
+def peers_of(
+    make: Arguments,
+    num_ranks: int,
+    rank: int,
+    group_ranks: tuple[int, ...] = (),
+    group_size: int | None = None,
+) -> control.Peers:
+    """The arenas of a node, as `rank` sees them. group_ranks: its ranks in a group of group_size ranks on several
+    nodes."""
+    layout = control.ControlLayout(num_ranks, group_size)
+    arenas = tuple(make.arenas(layout))
+    pointers = [0 if arena.is_meta else arena.data_ptr() for arena in arenas]
+    bases = torch.tensor(pointers, device=make.device)
+    return control.Peers(rank, num_ranks, bases, arenas, layout, group_ranks)
 
 
 def peers(make: Arguments) -> control.Peers:
@@ -407,8 +421,9 @@ def peers(make: Arguments) -> control.Peers:
 
 
 def node_peers(make: Arguments) -> control.Peers:
-    """Those of the last rank of a node."""
-    return make(peers_of(make.sizes["Q"], make.sizes["Q"] - 1))
+    """Those of the last rank of the first node."""
+    per_node = make.sizes["Q"]
+    return make(peers_of(per_node, per_node - 1, tuple(range(per_node)), make.sizes["R"]))
 
 
 def plan(make: Arguments) -> control.PlanIntegers:
@@ -428,9 +443,9 @@ def in_node_plan(make: Arguments) -> control.InNodeIntegers:
 
 
 def rank_maps(make: Arguments) -> control.RankMaps:
-    to_node, by_node, others, first = map(make, ("i64 R+1", "i64 L Q", "i64 R-Q", "i64 R+1"))
+    to_node, by_node, remote, first = map(make, ("i64 R+1", "i64 L Q", "i64 R-Q", "i64 R+1"))
     starts = make.numbers(make.sizes["L"] * make.sizes["R+1"], dtype=I32)
-    return control.RankMaps(1, make.sizes["Q"], to_node, starts, by_node, by_node[0], others, first)
+    return control.RankMaps(1, make.sizes["Q"], to_node, starts, by_node, by_node[0], remote, first)
 
 
 def all_ranks(make: Arguments) -> range:
@@ -719,9 +734,14 @@ TABLE: dict[str, dict[str, Any]] = {
         "most": 8,
     },
     "tell_header": {"number": "i32 L+2", "peers": node_peers, "source": 0, "word": 1},
-    "own_counts": {"ranks": "i64 Q", "peers": node_peers, "rows": "i32 T L", "cleared": "i32 T L"},
+    "own_counts": {
+        "ranks": "i64 Q",
+        "peers": node_peers,
+        "rows": "i32 Q words",
+        "cleared": "i32 3 words",
+    },
     "other_counts": {
-        "rows": "i32 T L",
+        "rows": "i32 R-Q words",
         "ranks": "i64 R-Q",
         "peers": node_peers,
         "received": "i64 R A",

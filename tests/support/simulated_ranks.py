@@ -1,13 +1,14 @@
-"""Runs the plan and token kernels of several ranks in one process: one arena per rank, barriers done by hand.
-`run_case` takes either kernel module (twin or gpu) and returns every byte that a call produces, so that two modules can
-be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was."""
+"""Runs the plan and token kernels of several ranks in one process: one arena per rank, barriers done by hand. A module
+of kernels is twin or gpu; with ComparedCalls, every kernel is compared with its twin. Buffers are prefilled: what a
+kernel must not write has to come back as it was."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
+from written_arguments import ComparedCalls
 
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
@@ -49,6 +50,11 @@ class Case:
     @property
     def num_ranks(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_copies(self) -> int:
+        """Of experts, with all replica slots."""
+        return self.num_experts + self.num_ranks * self.num_replica_slots
 
     @property
     def overflow(self) -> int:
@@ -185,35 +191,27 @@ CASES = {
 }
 
 
-def run_case(
-    ops: ModuleType, case: Case, device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
-    """Every output of one layer call of all ranks, and the arenas after each step, by name."""
-    return _Call(ops, case, torch.device(device)).run()
+def run_case(kernels: Any, case: Case, device: torch.device | str = "cpu") -> None:
+    """One layer call of all ranks, and what replicas need."""
+    call = LayerCall(kernels, case, device)
+    call.run()
+    if case.num_replica_slots:
+        call.move_replicas()
+
+
+def case_differences(kernels: Any, case: Case, device: torch.device | str = "cpu") -> list[str]:
+    """Arguments that kernels leave otherwise than their twins in one layer call."""
+    compared = ComparedCalls(kernels)
+    run_case(compared, case, device)
+    return compared.differences
 
 
 def table_of(matrices: torch.Tensor) -> torch.Tensor | TensorTable:
     """The same [G, M] as a table; on GPUs, whose memory twins cannot find by its address, as it is."""
     if matrices.is_cuda:
         return matrices
-    addresses = [row.data_ptr() for row in matrices]
-    return TensorTable(
-        torch.tensor(addresses, device=matrices.device),
-        (len(matrices), 1, matrices.shape[1]),
-        matrices.dtype,
-    )
-
-
-def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the outputs of which any byte differs; every NaN of a floating-point output counts as the same."""
-    assert ours.keys() == theirs.keys()
-    return [name for name in ours if not torch.equal(_bytes(ours[name]), _bytes(theirs[name]))]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), float("nan"), tensor)
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    pointers = torch.tensor([row.data_ptr() for row in matrices])
+    return TensorTable(pointers, (len(matrices), 1, matrices.shape[1]), matrices.dtype)
 
 
 def choose_experts(case: Case, rank: int) -> torch.Tensor:
@@ -243,13 +241,13 @@ def peers_of_arenas(arenas: Sequence[torch.Tensor]) -> list[Peers]:
     """Peers of each rank; arenas: of all ranks, in one process."""
     num_ranks = len(arenas)
     bases = torch.tensor([arena.data_ptr() for arena in arenas], device=arenas[0].device)
-    given = {
+    common = {
         "num_ranks": num_ranks,
         "bases": bases,
         "views": tuple(arenas),
         "layout": ControlLayout(num_ranks),
     }
-    return [Peers(rank=rank, **given) for rank in range(num_ranks)]
+    return [Peers(rank=rank, **common) for rank in range(num_ranks)]
 
 
 def empty_arenas(num_ranks: int, device: str = "cpu") -> list[torch.Tensor]:
@@ -270,37 +268,51 @@ def peers_of_tables(counts: np.ndarray) -> list[Peers]:
     return ranks
 
 
-class _Call:
-    def __init__(self, ops: ModuleType, case: Case, device: torch.device) -> None:
-        self.ops, self.case, self.device = ops, case, device
-        self.out: dict[str, torch.Tensor] = {}
-        layout = ControlLayout(case.num_ranks)
-        # A bound for every rank's rows and packed rows; offsets differ from rank to rank.
+class LayerCall:
+    """What one layer call of all ranks leaves.
+
+    Attributes, of all ranks:
+        peers, plans: what kernels get.
+        expert_rows: copies of the rows that are summed.
+        arenas: copies of the arenas that have every sum of a rank.
+        sums: of rows by rank, at home.
+    """
+
+    def __init__(self, kernels: Any, case: Case, device: torch.device | str = "cpu") -> None:
+        self.kernels = kernels
+        self.case = case
+        self.device = torch.device(device)
+        # A bound for every rank's rows and packed rows.
         num_rows = max(1, sum(case.tokens) * case.top_k)
-        item_bytes = case.dtype.itemsize
-        sizes = (
-            num_rows * case.hidden * item_bytes,
-            num_rows * case.hidden * item_bytes,
-            num_rows * case.top_k * 4,
-            num_rows * case.top_k * 4,
-            num_rows * case.top_k * 4,
-            case.num_ranks * max(1, *case.tokens) * case.hidden * item_bytes,
-        )
-        self.offsets: list[list[int]] = []
-        views = []
-        unit = 64 if case.num_ctas is None else 256
-        for rank in range(case.num_ranks):
-            offset = -(-layout.num_bytes // unit) * unit + unit * rank
-            offsets = []
-            for size in sizes:
-                offsets.append(offset)
-                offset += -(-size // unit) * unit + unit * (rank + 1)
-            self.offsets.append(offsets)
-            arena = torch.full((offset,), 0xFD, dtype=torch.uint8, device=device)
-            arena[: layout.num_bytes] = 0
-            views.append(arena)
-        self.peers = peers_of_arenas(views)
+        row_bytes = case.hidden * case.dtype.itemsize
+        slot_bytes = 4 * num_rows * case.top_k
+        returned_bytes = case.num_ranks * max(1, *case.tokens) * row_bytes
+        sizes = *[num_rows * row_bytes] * 2, *[slot_bytes] * 3, returned_bytes
+        self.offsets = list[list[int]]()
+        self.peers = peers_of_arenas([self.make_arena(rank, sizes) for rank in self.ranks])
         self.set_epoch(case.epoch)
+
+    def run(self) -> None:
+        self.plan()
+        self.dispatch()
+        self.combine()
+
+    @property
+    def ranks(self) -> range:
+        return range(self.case.num_ranks)
+
+    def make_arena(self, rank: int, sizes: Sequence[int]) -> torch.Tensor:
+        """Zeros for what ranks tell each other, and buffers whose offsets differ from rank to rank."""
+        unit = 64 if self.case.num_ctas is None else 256
+        control_bytes = ControlLayout(self.case.num_ranks).num_bytes
+        end = -(-control_bytes // unit) * unit + unit * rank
+        self.offsets.append([])
+        for size in sizes:
+            self.offsets[rank].append(end)
+            end += -(-size // unit) * unit + unit * (rank + 1)
+        arena = torch.full((end,), 0xFD, dtype=torch.uint8, device=self.device)
+        arena[:control_bytes] = 0
+        return arena
 
     def set_epoch(self, epoch: int) -> None:
         for peers in self.peers:
@@ -309,295 +321,9 @@ class _Call:
     def int32(self, *shape: int) -> torch.Tensor:
         return torch.full(shape, -7, dtype=torch.int32, device=self.device)
 
-    def received(self, columns: tuple[int, ...], fails: bool) -> torch.Tensor:
-        """What a barrier hands out if every rank publishes the offsets of these buffers."""
-        words = torch.zeros((self.case.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
-        for rank, offsets in enumerate(self.offsets):
-            for word, buffer in enumerate(columns):
-                words[rank, word] = offsets[buffer]
-        return (torch.full_like(words, -1) if fails else words).to(self.device)
-
-    def keep(self, name: str, *tensors: torch.Tensor | None) -> None:
-        for index, tensor in enumerate(tensors):
-            if tensor is not None:
-                self.out[f"{name}[{index}]"] = tensor.clone()
-
-    def keep_arenas(self, name: str) -> None:
-        self.keep(name, *self.peers[0].views)
-
-    def run(self) -> dict[str, torch.Tensor]:
-        self.plan()
-        self.dispatch()
-        self.combine()
-        if self.case.num_replica_slots:
-            self.move_replicas()
-        return self.out
-
-    def plan(self) -> None:
-        case, ops = self.case, self.ops
-        num_experts, num_ranks = case.num_experts, case.num_ranks
-        self.chosen_idx = self.topk_idx = [
-            choose_experts(case, rank).to(self.device) for rank in range(num_ranks)
-        ]
-        sizes = case.top_k, num_experts, num_ranks, case.num_replica_slots
-        layouts = [plan_layout(num_tokens, *sizes) for num_tokens in case.tokens]
-        plans = [PlanIntegers(self.int32(numel), layout) for numel, layout in layouts]
-        epoch, block_starts = case.epoch, self.count(self.topk_idx, num_experts)
-        num_copies = num_experts + num_ranks * case.num_replica_slots
-        if case.num_replica_slots:
-            epoch += 1
-            self.set_epoch(epoch)
-            for rank, plan in enumerate(plans):
-                ops.place_replicas(
-                    self.peers[rank], plan, slack=case.slack, num_near=case.num_near or num_ranks
-                )
-                counts = self.int32(len(block_starts[rank]), num_copies + num_ranks + 2)
-                ops.route_to_replicas(self.topk_idx[rank], block_starts[rank], plan, counts)
-                self.keep(f"rank {rank} counts of copies", counts)
-            self.topk_idx = [plan.slot_to_copy for plan in plans]
-            block_starts = self.count(self.topk_idx, num_copies)
-        self.set_epoch(epoch + 1)
-        received = self.received((), case.plan_fails)
-        self.maps = []
-        for rank, plan in enumerate(plans):
-            status = torch.zeros(
-                control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda"
-            )
-            status[control.STATUS_KIND] = case.pending
-            ops.lay_out(
-                self.peers[rank],
-                received,
-                status,
-                plan,
-                capacity=case.room_of(rank)[0],
-                overflow=case.overflow,
-                ranks=range(num_ranks),
-            )
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.keep(f"rank {rank} status", status)
-            ops.assign_rows(self.topk_idx[rank], block_starts[rank], plan, drop=case.drop)
-            maps = {name: getattr(plan, name) for name in plan.layout}
-            for name, tensor in maps.items():
-                self.keep(f"rank {rank} {name}", tensor)
-            self.keep(
-                f"rank {rank} all of the plan", plan.storage
-            )  # nothing between its tensors is written
-            self.maps.append(maps)
-        report = self.maps[0]["report"].tolist()
-        self.num_rows = max(1, report[control.SUM_MAX_ROWS])
-        self.num_packed = max(1, report[control.SUM_MAX_PACKED])
-
-    def count(self, topk_idx: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
-        """Sends what each rank counts; the starts of blocks."""
-        case, ops, num_ranks, block_starts = self.case, self.ops, self.case.num_ranks, []
-        for rank, ids in enumerate(topk_idx):
-            counts = self.int32(
-                -(-len(ids) // control.TOKENS_PER_BLOCK), num_experts + num_ranks + 2
-            )
-            ops.count_slots(ids, counts, num_experts=num_experts, num_ranks=num_ranks)
-            self.keep(f"rank {rank} counts of {num_experts}", counts)
-            header = [0] * control.HEADER_WORDS
-            header[control.HEAD_NUM_TOKENS] = len(ids)
-            header[control.HEAD_TOP_K] = case.top_k + (case.other_top_k == rank)
-            header[control.HEAD_NUM_EXPERTS], header[control.HEAD_NUM_REPLICA_SLOTS] = (
-                case.num_experts,
-                case.num_replica_slots,
-            )
-            header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
-            header[control.HEAD_OVERFLOW] = case.overflow
-            header[control.HEAD_MAX_TOKENS] = -1
-            header[control.HEAD_HIDDEN] = case.hidden
-            header[control.HEAD_RAIL_CAPACITY] = 77
-            ops.send_counts(
-                counts,
-                self.chosen_idx[rank],
-                tuple(header),
-                self.peers[rank],
-                num_experts=num_experts,
-            )
-            self.keep(f"rank {rank} starts of {num_experts}", counts)
-            block_starts.append(counts)
-        self.keep_arenas("count tables")
-        return block_starts
-
-    def move_replicas(self) -> None:
-        """Weights go to their replicas, and gradients come home."""
-        case, widths = self.case, (24, 40)
-        num_own, ready = (
-            case.num_experts // case.num_ranks,
-            self.received((ROWS, PACKED, RETURNED), case.trip_fails),
-        )
-        for rank, peers in enumerate(self.peers):
-            generator = torch.Generator().manual_seed(rank)
-            weights, gradients = (
-                [
-                    torch.randn((num_own, n), generator=generator).to(case.dtype).to(self.device)
-                    for n in widths
-                ]
-                for _ in range(2)
-            )
-            its_gradients = torch.randn(
-                (case.num_replica_slots, max(widths)), generator=generator
-            ).to(case.dtype)
-            self.buffer(rank, PACKED, its_gradients.shape, case.dtype).copy_(its_gradients)
-            pair = (weights[0], table_of(weights[1]))
-            at = {"column": 2, "starts": (64, 64 + 8 * 24 * 4)}
-            self.ops.push_replicas(pair, self.maps[rank]["replica_to_expert"], peers, ready, **at)
-            self.keep(f"gradients of rank {rank}", *gradients)
-        self.keep_arenas("replicas")
-        for rank, peers in enumerate(self.peers):
-            gradients = [self.out[f"gradients of rank {rank}[{n}]"].clone() for n in range(2)]
-            replica_slots = (
-                self.maps[rank]["replica_to_expert"],
-                self.maps[rank]["expert_to_replica_slot"],
-            )
-            pair = None if rank == 1 else gradients[0], table_of(gradients[1])
-            self.ops.add_from_replicas(pair, replica_slots, peers, ready, column=1, starts=(64, 0))
-            self.keep(f"gradients and those of replicas of rank {rank}", *gradients)
-
-    def dispatch(self) -> None:
-        case, ops = self.case, self.ops
-        ready_packed = self.received((PACKED, SLOTS, PROBS), case.trip_fails)
-        ready_rows = self.received((ROWS, SLOTS, PROBS), case.trip_fails)
-        self.options = options = {"num_ctas": case.num_ctas}
-        for rank, maps in enumerate(self.maps):
-            generator = torch.Generator().manual_seed(77 + rank)
-            num_tokens = case.tokens[rank]
-            x = (
-                torch.randn((num_tokens, case.hidden), generator=generator)
-                .to(case.dtype)
-                .to(self.device)
-            )
-            probs = None
-            if case.with_probs:
-                probs = torch.rand((num_tokens, case.top_k), generator=generator).to(self.device)
-            peers = self.peers[rank]
-            ops.push_rows(
-                x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options
-            )
-            primary = x, maps["token_to_primary_row"], peers, ready_rows
-            if rank % 2:
-                ops.push_rows(*primary, column=READY_ROWS, but=rank, **options)
-            for peer in (
-                range(case.num_ranks) if rank % 2 == 0 else ()
-            ):  # in turn, as when GEMMs run meanwhile
-                ops.push_rows(
-                    *primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options
-                )
-            slots = maps["slot_to_rank"], maps["slot_to_row"]
-            ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
-            region = [
-                maps[name]
-                for name in ("token_to_packed_row", "block_tokens", "packed_start", "packed_limit")
-            ]
-            columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
-            ops.push_slots(
-                (maps["slot_to_row"], maps["slot_to_rank"], probs),
-                region,
-                peers,
-                ready_rows,
-                **columns,
-            )
-        self.keep_arenas("dispatched")
-
-        arrived = self.received((), case.trip_fails)[:1, 0]
-        for rank, maps in enumerate(self.maps):
-            start = maps["source_to_packed_start"]
-            packed_to_row = self.int32(self.num_packed, case.top_k)
-            row_to_packed_row = self.int32(self.num_rows)
-            row_probs = wire_probs = None
-            if case.with_probs:
-                row_probs = torch.full((self.num_rows,), -7.0, device=self.device)
-                wire_probs = self.buffer(rank, PROBS, (self.num_packed, case.top_k), torch.float32)
-            # All at once on even ranks, source by source on odd ones.
-            step = 1 if rank % 2 else case.num_ranks
-            for source in range(0, case.num_ranks, step):
-                wire = (
-                    self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32),
-                    wire_probs,
-                )
-                packed = start[source : source + 1], start[source + step : source + step + 1]
-                index = packed_to_row, row_to_packed_row, row_probs
-                num_rows = maps["report"][control.SUM_NUM_ROWS :][:1]
-                ops.index_rows(wire, packed, num_rows, (ready_rows, arrived), index)
-            self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
-            maps["packed_to_row"], maps["num_packed"] = packed_to_row, start[-1:]
-            # The ranks that index all rows at once copy them one rank after the other.
-            for source in [None] if step == 1 else range(case.num_ranks):
-                ops.fan_out(self.rows(rank), packed_to_row, start, rank=rank, source=source)
-        self.keep_arenas("fanned out")
-
-    def combine(self) -> None:
-        case, ops = self.case, self.ops
-        ready = self.received((ROWS, VALUES), case.trip_fails)
-        for rank, maps in enumerate(self.maps):
-            # Every row gets a value of its own, so that a wrong row or a wrong order of sums is seen.
-            generator = torch.Generator().manual_seed(99 + rank)
-            rows = self.rows(rank)
-            values = torch.randn(rows.shape, generator=generator) * 3
-            values[:, ::7] = -0.0
-            values[::3, 3::11], values[1::3, 3::11] = torch.inf, -torch.inf
-            count = int(maps["row_range"][1, -1])
-            rows[:count] = values.to(case.dtype).to(self.device)[:count]
-            row_values = torch.rand((self.num_rows,), generator=generator).to(self.device)
-            packed_values = self.buffer(rank, VALUES, (self.num_packed, case.top_k), torch.float32)
-            ops.gather_values(row_values, maps["packed_to_row"], maps["num_packed"], packed_values)
-        self.keep_arenas("values gathered")
-        for rank, maps in enumerate(self.maps):
-            self.keep(f"rank {rank} rows", self.rows(rank))
-            out = torch.full(
-                (case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device
-            )
-            slots = maps["slot_to_rank"], maps["slot_to_row"]
-            ops.pull_rows(*slots, self.peers[rank], ready, out, column=0)
-            self.keep(f"rank {rank} sum by slot", out)
-        ready = self.received((RETURNED, RETURNED), case.trip_fails)
-        row_bytes = case.hidden * case.dtype.itemsize
-        for rank, num_tokens in enumerate(case.tokens):
-            ready[rank, 1] += (max(1, num_tokens) - 1) * row_bytes * (not case.trip_fails)
-        for rank, maps in enumerate(self.maps):
-            # Odd ranks send to one rank after the other, the last one first.
-            for source in reversed(range(case.num_ranks)) if rank % 2 else [None]:
-                ops.push_sums(
-                    self.rows(rank),
-                    maps["packed_to_row"],
-                    maps["source_to_packed_start"],
-                    self.peers[rank],
-                    ready,
-                    column=0,
-                    source=source,
-                    **self.options,
-                )
-            self.keep(f"rank {rank} rows after its sums", self.rows(rank))
-        for rank in range(case.num_ranks):
-            self.keep(f"rank {rank} returned", self.returned(rank))
-        self.keep_arenas("sums returned")
-        arrived = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for rank, maps in enumerate(self.maps):
-            out = torch.full(
-                (case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device
-            )
-            index = [
-                maps[name]
-                for name in ("token_to_packed_row", "packed_start", "slot_to_rank", "slot_to_row")
-            ]
-            rows = self.rows(rank), self.returned(rank)
-            ops.sum_home(rows, index, (ready, arrived), out, rank=rank, **self.options)
-            self.keep(f"rank {rank} sum by rank", out)
-        self.keep_arenas("after rank")
-        ready = self.received((ROWS, VALUES), case.trip_fails)
-        for rank, maps in enumerate(self.maps):
-            values = torch.full((case.tokens[rank], case.top_k), -7.0, device=self.device)
-            ops.pull_values(
-                maps["slot_to_rank"],
-                maps["token_to_packed_row"],
-                self.peers[rank],
-                ready,
-                values,
-                column=1,
-            )
-            self.keep(f"rank {rank} values", values)
+    def random(self, seed: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator).to(self.device)
 
     def rows(self, rank: int) -> torch.Tensor:
         return self.buffer(rank, ROWS, (self.num_rows, self.case.hidden), self.case.dtype)
@@ -606,7 +332,249 @@ class _Call:
         num_rows = max(1, self.case.num_ranks - 1) * max(1, self.case.tokens[rank])
         return self.buffer(rank, RETURNED, (num_rows, self.case.hidden), self.case.dtype)
 
+    def slots(self, rank: int, buffer: int) -> torch.Tensor:
+        """A number for every slot of a packed row."""
+        dtype = torch.int32 if buffer == SLOTS else torch.float32
+        return self.buffer(rank, buffer, (self.num_packed, self.case.top_k), dtype)
+
     def buffer(
         self, rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         return self.peers[rank].region(rank, self.offsets[rank][buffer], shape, dtype)
+
+    def received(self, columns: tuple[int, ...], fails: bool | None = None) -> torch.Tensor:
+        """What a barrier hands out if every rank publishes the offsets of these buffers."""
+        words = torch.zeros((self.case.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
+        for rank, offsets in enumerate(self.offsets):
+            for word, buffer in enumerate(columns):
+                words[rank, word] = offsets[buffer]
+        fails = self.case.trip_fails if fails is None else fails
+        return (torch.full_like(words, -1) if fails else words).to(self.device)
+
+    # -- the plan ------------------------------------------------------------------------------------------------------
+    def plan(self) -> None:
+        case = self.case
+        self.topk_idx = [choose_experts(case, rank).to(self.device) for rank in self.ranks]
+        self.plans = [self.blank_plan(num_tokens) for num_tokens in case.tokens]
+        slots = self.topk_idx
+        block_starts = self.count(slots, case.num_experts)
+        epoch = case.epoch + 1
+        if case.num_replica_slots:
+            self.set_epoch(epoch)
+            self.place_replicas(block_starts)
+            slots = [plan.slot_to_copy for plan in self.plans]
+            block_starts = self.count(slots, case.num_copies)
+            epoch += 1
+        self.set_epoch(epoch)
+        for rank, plan in enumerate(self.plans):
+            self.lay_out(rank)
+            self.kernels.assign_rows(slots[rank], block_starts[rank], plan, drop=case.drop)
+        report = self.plans[0].report.tolist()
+        self.num_rows = max(1, report[control.SUM_MAX_ROWS])
+        self.num_packed = max(1, report[control.SUM_MAX_PACKED])
+
+    def blank_plan(self, num_tokens: int) -> PlanIntegers:
+        case = self.case
+        sizes = case.top_k, case.num_experts, case.num_ranks, case.num_replica_slots
+        numel, layout = plan_layout(num_tokens, *sizes)
+        return PlanIntegers(self.int32(numel), layout)
+
+    def count(self, slots: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
+        """Sends what each rank counts; the starts of blocks."""
+        num_ranks = self.case.num_ranks
+        counts = []
+        for rank, ids in enumerate(slots):
+            num_blocks = control.num_blocks(len(ids))
+            counts.append(self.int32(num_blocks, num_experts + num_ranks + 2))
+            sizes = {"num_experts": num_experts, "num_ranks": num_ranks}
+            self.kernels.count_slots(ids, counts[rank], **sizes)
+            self.kernels.send_counts(
+                counts[rank],
+                self.topk_idx[rank],
+                self.header(rank),
+                self.peers[rank],
+                num_experts=num_experts,
+            )
+        return counts
+
+    def header(self, rank: int) -> tuple[int, ...]:
+        case = self.case
+        capacity, packed_capacity = case.room_of(rank)
+        words = {
+            control.HEAD_NUM_TOKENS: case.tokens[rank],
+            control.HEAD_TOP_K: case.top_k + (case.other_top_k == rank),
+            control.HEAD_NUM_EXPERTS: case.num_experts,
+            control.HEAD_NUM_REPLICA_SLOTS: case.num_replica_slots,
+            control.HEAD_CAPACITY: capacity,
+            control.HEAD_PACKED_CAPACITY: packed_capacity,
+            control.HEAD_OVERFLOW: case.overflow,
+            control.HEAD_MAX_TOKENS: -1,
+            control.HEAD_HIDDEN: case.hidden,
+            control.HEAD_RAIL_CAPACITY: 77,
+        }
+        return tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
+
+    def place_replicas(self, block_starts: list[torch.Tensor]) -> None:
+        case = self.case
+        num_near = case.num_near or case.num_ranks
+        for rank, plan in enumerate(self.plans):
+            self.kernels.place_replicas(self.peers[rank], plan, slack=case.slack, num_near=num_near)
+            counts = self.int32(len(block_starts[rank]), case.num_copies + case.num_ranks + 2)
+            self.kernels.route_to_replicas(self.topk_idx[rank], block_starts[rank], plan, counts)
+
+    def lay_out(self, rank: int) -> None:
+        pinned = {"pin_memory": self.device.type == "cuda"}
+        status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, **pinned)
+        status[control.STATUS_KIND] = self.case.pending
+        self.kernels.lay_out(
+            self.peers[rank],
+            self.received((), self.case.plan_fails),
+            status,
+            self.plans[rank],
+            capacity=self.case.room_of(rank)[0],
+            overflow=self.case.overflow,
+            ranks=self.ranks,
+        )
+
+    # -- dispatch ------------------------------------------------------------------------------------------------------
+    def dispatch(self) -> None:
+        for rank in self.ranks:
+            self.push(rank)
+        self.packed_to_row = [self.int32(self.num_packed, self.case.top_k) for _ in self.ranks]
+        for rank in self.ranks:
+            self.index(rank)
+
+    def push(self, rank: int) -> None:
+        case, kernels, peers, plan = self.case, self.kernels, self.peers[rank], self.plans[rank]
+        ready = self.received((ROWS, SLOTS, PROBS))
+        x = self.random(77 + rank, case.tokens[rank], case.hidden).to(case.dtype)
+        options = {"column": READY_ROWS, "num_ctas": case.num_ctas}
+        ready_packed = self.received((PACKED, SLOTS, PROBS))
+        kernels.push_rows(x, plan.token_to_packed_row, peers, ready_packed, **options)
+        # On even ranks in turn, as when GEMMs run meanwhile.
+        parts = [self.ranks] if rank % 2 else [range(peer, peer + 1) for peer in self.ranks]
+        for ranks in parts:
+            options |= {"ranks": ranks, "but": rank}
+            kernels.push_rows(x, plan.token_to_primary_row, peers, ready, **options)
+        kernels.place_rows(
+            x, plan.slot_to_rank, plan.slot_to_row, self.rows(rank), ready, rank=rank
+        )
+        probs = self.random(rank, case.tokens[rank], case.top_k)
+        region = plan.token_to_packed_row, plan.block_tokens, plan.packed_start, plan.packed_limit
+        columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
+        slots = plan.slot_to_row, plan.slot_to_rank, probs if case.with_probs else None
+        kernels.push_slots(slots, region, peers, ready, **columns)
+
+    def index(self, rank: int) -> None:
+        """All rows at once on even ranks, source by source on odd ones; these copy all at once."""
+        case, starts = self.case, self.plans[rank].source_to_packed_start
+        packed_to_row = self.packed_to_row[rank]
+        row_probs = wire_probs = None
+        if case.with_probs:
+            row_probs = torch.full((self.num_rows,), -7.0, device=self.device)
+            wire_probs = self.slots(rank, PROBS)
+        index = packed_to_row, self.int32(self.num_rows), row_probs
+        num_rows = self.plans[rank].report[control.SUM_NUM_ROWS :][:1]
+        trip = self.received((ROWS, SLOTS, PROBS)), self.received(())[:1, 0]
+        step = 1 if rank % 2 else case.num_ranks
+        for source in range(0, case.num_ranks, step):
+            packed = starts[source : source + 1], starts[source + step : source + step + 1]
+            wire = self.slots(rank, SLOTS), wire_probs
+            self.kernels.index_rows(wire, packed, num_rows, trip, index)
+        for source in [None] if step == 1 else self.ranks:
+            options = {"source": source, "num_ctas": case.num_ctas}
+            self.kernels.fan_out(self.rows(rank), packed_to_row, starts, rank=rank, **options)
+
+    # -- combine -------------------------------------------------------------------------------------------------------
+    def combine(self) -> None:
+        for rank in self.ranks:
+            self.compute(rank)
+        self.expert_rows = [self.rows(rank).clone() for rank in self.ranks]
+        self.pull()
+        ready = self.received((RETURNED, RETURNED))
+        if not self.case.trip_fails:
+            row_bytes = self.case.hidden * self.case.dtype.itemsize
+            for rank, num_tokens in enumerate(self.case.tokens):
+                ready[rank, 1] += (max(1, num_tokens) - 1) * row_bytes
+        options = {"num_ctas": self.case.num_ctas}
+        for rank, plan in enumerate(self.plans):
+            # Odd ranks send to one rank after the other, the last one first.
+            for source in reversed(self.ranks) if rank % 2 else [None]:
+                self.kernels.push_sums(
+                    self.rows(rank),
+                    self.packed_to_row[rank],
+                    plan.source_to_packed_start,
+                    self.peers[rank],
+                    ready,
+                    column=0,
+                    source=source,
+                    **options,
+                )
+        self.arenas = [arena.clone() for arena in self.peers[0].views]
+        trip = ready, torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.sums = [self.blank(rank, self.case.hidden, self.case.dtype) for rank in self.ranks]
+        for rank, plan in enumerate(self.plans):
+            rows = self.rows(rank), self.returned(rank)
+            index = [
+                plan.token_to_packed_row,
+                plan.packed_start,
+                plan.slot_to_rank,
+                plan.slot_to_row,
+            ]
+            self.kernels.sum_home(rows, index, trip, self.sums[rank], rank=rank, **options)
+
+    def blank(self, rank: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        shape = self.case.tokens[rank], width
+        return torch.full(shape, -7.0, dtype=dtype, device=self.device)
+
+    def compute(self, rank: int) -> None:
+        """Every row gets numbers of its own, so that a wrong row or a wrong order of sums is seen."""
+        rows = self.rows(rank)
+        numbers = 3 * self.random(99 + rank, *rows.shape)
+        numbers[:, ::7] = -0.0
+        numbers[::3, 3::11] = torch.inf
+        numbers[1::3, 3::11] = -torch.inf
+        count = int(self.plans[rank].row_range[1, -1])
+        rows[:count] = numbers[:count]
+        row_values = self.random(rank, self.num_rows)
+        num_packed = self.plans[rank].source_to_packed_start[-1:]
+        self.kernels.gather_values(
+            row_values, self.packed_to_row[rank], num_packed, self.slots(rank, VALUES)
+        )
+
+    def pull(self) -> None:
+        ready = self.received((ROWS, VALUES))
+        for rank, (peers, plan) in enumerate(zip(self.peers, self.plans, strict=True)):
+            out = self.blank(rank, self.case.hidden, self.case.dtype)
+            self.kernels.pull_rows(plan.slot_to_rank, plan.slot_to_row, peers, ready, out, column=0)
+            values = self.blank(rank, self.case.top_k)
+            self.kernels.pull_values(
+                plan.slot_to_rank, plan.token_to_packed_row, peers, ready, values, column=1
+            )
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+    def move_replicas(self) -> None:
+        """Weights go to their replicas, and gradients come home."""
+        case = self.case
+        ready = self.received((ROWS, PACKED, RETURNED))
+        shapes = [(case.num_experts // case.num_ranks, width) for width in (24, 40)]
+        starts = 64, 64 + 8 * 24 * 4
+        for rank, peers in enumerate(self.peers):
+            shape = case.num_replica_slots, 40
+            self.buffer(rank, PACKED, shape, case.dtype).copy_(self.random(rank, *shape))
+            first, second = (self.random(rank, *shape).to(case.dtype) for shape in shapes)
+            self.kernels.push_replicas(
+                (first, table_of(second)),
+                self.plans[rank].replica_to_expert,
+                peers,
+                ready,
+                column=2,
+                starts=starts,
+            )
+        for rank, (peers, plan) in enumerate(zip(self.peers, self.plans, strict=True)):
+            first, second = (self.random(rank + 50, *shape).to(case.dtype) for shape in shapes)
+            gradients = None if rank == 1 else first, table_of(second)
+            replica_slots = plan.replica_to_expert, plan.expert_to_replica_slot
+            self.kernels.add_from_replicas(
+                gradients, replica_slots, peers, ready, column=1, starts=(64, 0)
+            )

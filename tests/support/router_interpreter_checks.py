@@ -1,17 +1,28 @@
-"""Runs the Triton GEMMs of the router in Triton's interpreter, against exact sums and the twins. test_interpreted.py
-runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
+"""Kernels of the router in Triton's interpreter, which test_interpreted.py runs: GEMMs against exact sums, the choice
+of experts and its losses against the twins.
 
 The interpreter of Triton 3.6 multiplies the bits of bf16 numbers instead of the numbers: here is a product in float64.
 It also cuts numbers off where hardware rounds them to bf16, which changes their parts, but not their sums."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
+from compared_launches import differences
+from router_choices import (
+    RULES,
+    SIZES,
+    TOLERANCE,
+    all_losses,
+    changed_by_counting,
+    choices,
+    wrong_extremes,
+)
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from symmoe.kernels import twin
-from symmoe.kernels.triton import router_products as gpu
+from symmoe.kernels import gpu, twin
+from symmoe.kernels.triton import router_products
 
 SHAPES = [(70, 20, 96), (5, 8, 64), (1, 128, 200), (130, 300, 136), (64, 1, 64)]  # T, E, H
 
@@ -37,7 +48,7 @@ def check_parts():
         [torch.randn(5000), 2.0 ** torch.randint(-90, 100, (500,)) * torch.randn(500)]
     )
     odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
-    odd_parts, parts = gpu.bf16_parts(odd, matrix)
+    odd_parts, parts = router_products.bf16_parts(odd, matrix)
     assert torch.equal(parts.double().sum(0), matrix.double())
     assert (parts[1].abs() <= 2.0**-7 * parts[0].abs()).all()
     assert (parts[2].abs() <= 2.0**-7 * parts[1].abs()).all()
@@ -47,11 +58,11 @@ def check_parts():
     assert not odd_parts[1:].any()
 
 
-def results(module, x, weight, d_logits):
-    """logits, dx, d_weight, over memory that holds NaN."""
-    logits, dx, d_weight = d_logits * torch.nan, x * torch.nan, weight * torch.nan
-    module.router_gemm(x, weight, logits)
-    module.router_gemm_grads(d_logits, x, weight, dx, d_weight)
+def results(kernels, x, weight, d_logits):
+    """logits, dx, d_weight, over memory that was NaN."""
+    logits, dx, d_weight = (torch.full_like(like, torch.nan) for like in (d_logits, x, weight))
+    kernels.router_gemm(x, weight, logits)
+    kernels.router_gemm_grads(d_logits, x, weight, dx, d_weight)
     return logits, dx, d_weight
 
 
@@ -61,41 +72,35 @@ def products(x, weight, d_logits):
 
 def check_products(num_tokens, num_experts, width, *, exact):
     x = numbers(num_tokens, width, exact=exact).bfloat16()
-    given = (
-        x,
-        numbers(num_experts, width, exact=exact),
-        numbers(num_tokens, num_experts, exact=exact),
-    )
-    sums = products(*(each.double() for each in given))
-    magnitudes = products(*(each.double().abs() for each in given))
-    for module in (gpu, twin):
-        found = results(module, *given)
-        for name, result, wanted, magnitude in zip(
-            ("logits", "dx", "d_weight"), found, sums, magnitudes, strict=True
+    weight = numbers(num_experts, width, exact=exact)
+    d_logits = numbers(num_tokens, num_experts, exact=exact)
+    operands = [tensor.double() for tensor in (x, weight, d_logits)]
+    sums = products(*operands)
+    magnitudes = products(*map(torch.abs, operands))
+    for kernels in (gpu, twin):
+        for actual, expected, magnitude in zip(
+            results(kernels, x, weight, d_logits), sums, magnitudes, strict=True
         ):
-            if exact and name != "dx":
-                assert torch.equal(result.double(), wanted), (module.__name__, name)
-            # dx is cut off to bf16 by the interpreter.
-            limit = 2.0**-20 * magnitude + (
-                2.0**-7 * wanted.abs() + 2.0**-14 * magnitude if name == "dx" else 0
-            )
-            assert ((result.double() - wanted).abs() <= limit).all(), (module.__name__, name)
+            limit = 2.0**-20 * magnitude * (not exact)
+            if actual.dtype == torch.bfloat16:  # the interpreter cuts off dx
+                limit = (2.0**-20 + 2.0**-14) * magnitude + 2.0**-7 * expected.abs()
+            assert ((actual.double() - expected).abs() <= limit).all(), kernels
 
 
 def check_splits():
     for num_tokens in (1, 511, 512, 1024, 5000, 8192, 8200):
         for num_tiles in (1, 16, 56, 300):
-            num_splits, split_tokens = gpu._splits(num_tokens, num_tiles)
+            num_splits, split_tokens = router_products._splits(num_tokens, num_tiles)
             assert (num_splits - 1) * split_tokens < num_tokens <= num_splits * split_tokens
-            assert split_tokens % gpu.BLOCK_K == 0
-    assert gpu._splits(8192, 16) == (8, 1024)
+            assert split_tokens % router_products.BLOCK_K == 0
+    assert router_products._splits(8192, 16) == (8, 1024)
 
 
 def check_several_splits():
     """Their sums are added up."""
-    gpu.SPLIT_TOKENS = 64
-    gpu._splits.cache_clear()
-    assert gpu._splits(130, 1)[0] == 2
+    router_products.SPLIT_TOKENS = 64
+    router_products._splits.cache_clear()
+    assert router_products._splits(130, 1)[0] == 2
     check_products(130, 5, 72, exact=True)
 
 
@@ -108,5 +113,14 @@ def checks():
         for exact in (False, True):
             check = partial(check_products, *shape, exact=exact)
             yield f"router_gemm, router_gemm_grads, {shape}, exact {exact}", check
+    for sizes, rule in product(SIZES, RULES):
+        for launch in choices(*sizes, rule):
+            name = f"{launch}, {rule}"
+            yield name, partial(differences, launch, tolerance=TOLERANCE)
+            if launch.kernel == "choose_experts":
+                yield f"counts of {name}", partial(changed_by_counting, launch, gpu)
+    for launch in all_losses():
+        yield str(launch), partial(differences, launch, tolerance=TOLERANCE)
+    yield "choose_experts, extreme logits", partial(wrong_extremes, gpu)
     yield "splits", check_splits
     yield "router_gemm, router_gemm_grads, several splits", check_several_splits
