@@ -175,7 +175,7 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
         )
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
-            heap.nodes.meet(control.PHASE_START)
+            heap.nodes.rendezvous(control.PHASE_START)
     assert is_told[:2] == [True, False]
 
 

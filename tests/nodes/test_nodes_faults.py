@@ -83,8 +83,8 @@ def test_an_error_at_the_end_of_a_plan(cluster, num_ranks: int, ranks_per_node: 
 
 
 def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
-    """What a dispatch raises that ranks 1 and 2 fail, on two nodes and two rails. Rank 0 is at the meeting before the
-    first barrier and waits for rank 2, and rank 3 for rank 1, while these wait for them in barriers."""
+    """What a dispatch raises that ranks 1 and 2 fail, on two nodes and two rails. Rank 0 is at the rendezvous before
+    the first barrier and waits for rank 2, and rank 3 for rank 1, while these wait for them in barriers."""
     with open_heap("cpu", ranks_per_node=2, timeout_s=PROMPT_S) as heap:
         ready = nodes.Ready(heap, rank)
         ready.step()
@@ -130,18 +130,18 @@ def test_a_rank_that_ends_at_the_start():
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 POINTS = {
     "plan: barrier": (nodes.Ready, "barrier", control.PHASE_PLAN),
-    "plan: rail": (nodes.Ready, "meet", control.PHASE_NODES_PLAN),
-    "dispatch: rail": (nodes.Ready, "meet", control.PHASE_NODES_OUT),
+    "plan: rail": (nodes.Ready, "rendezvous", control.PHASE_NODES_PLAN),
+    "dispatch: rail": (nodes.Ready, "rendezvous", control.PHASE_NODES_OUT),
     "dispatch: barrier": (nodes.Ready, "barrier", control.PHASE_DISPATCH_DONE),
     "combine: barrier": (nodes.Ready, "barrier", control.PHASE_COMBINE_READY),
-    "combine: rail": (nodes.Ready, "meet", control.PHASE_NODES_HOME),
+    "combine: rail": (nodes.Ready, "rendezvous", control.PHASE_NODES_HOME),
     "overlapped: own rows": (nodes.Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
     "overlapped: rows on the rail": (nodes.Overlapping, "end", None, 2),  # one is of the plan
     "overlapped: rows of other nodes": (nodes.Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
-    "overlapped: gradients": (nodes.Overlapping, "meet", control.PHASE_NODES_OUT, 2),
+    "overlapped: gradients": (nodes.Overlapping, "rendezvous", control.PHASE_NODES_OUT, 2),
     "overlapped: own sums": (nodes.Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
     "overlapped: sums on the rail": (nodes.Overlapping, "end", None, 3),
-    "overlapped: end of combine": (nodes.Overlapping, "meet", control.PHASE_NODES_HOME, 2),
+    "overlapped: end of combine": (nodes.Overlapping, "rendezvous", control.PHASE_NODES_HOME, 2),
     "overlapped: weight gradients": (nodes.Overlapping, "end", None, 5),
 }
 SHORT = [

@@ -16,8 +16,8 @@ from node_calls import Overlapping, Ready
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 
-# (what makes steps, phase of a meeting, which one of a step, whether it happens after the headers, so that tensors are
-# on their way)
+# (what makes steps, phase of a rendezvous, which one of a step, whether it happens after the headers, so that tensors
+# are on their way)
 POINTS = {
     "plan": (Ready, control.PHASE_NODES_PLAN, 1, False),
     "dispatch": (Ready, control.PHASE_NODES_OUT, 1, False),
@@ -97,11 +97,11 @@ def broken(rank: int, num_ranks: int, where: tuple, ranks: tuple[int, ...]) -> d
 
 
 def cut_at(heap: SymmetricHeap, names: set[str], phase: int, number: int, is_after: bool) -> None:
-    """At a meeting of a step."""
-    original = heap.nodes.meet
+    """At a rendezvous of a step."""
+    original = heap.nodes.rendezvous
     left = number
 
-    def meet(its_phase: int, **agreed: int) -> None:
+    def rendezvous(its_phase: int, **agreed: int) -> None:
         nonlocal left
         left -= its_phase == phase
         if is_after:
@@ -111,7 +111,7 @@ def cut_at(heap: SymmetricHeap, names: set[str], phase: int, number: int, is_aft
         if not is_after:
             original(its_phase, **agreed)
 
-    heap.nodes.meet = meet  # type: ignore[method-assign]
+    heap.nodes.rendezvous = rendezvous  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     assert (channel.look(), channel.counted) == ((set(), None), {1: 5})
     for each in (channel, other):
         each.announce(Header(GOES_ON, call=8))
-    other.give_up(1, b"why")
+    other.abort(1, b"why")
     other.close()
     assert ((found := channel.look())[0], found[1].origin) == (
         {1},

@@ -11,7 +11,7 @@ from symmoe.kernels.triton import nodes
 from symmoe.nodes.topology import find_topology, make_rank_maps
 
 LOCAL = 2  # experts of a rank
-TABLE_KERNELS = "tell_header, own_counts, other_counts, take_rows"
+TABLE_KERNELS = "publish_header, own_counts, other_counts, take_rows"
 NODES = {
     "two of one": [0, 1],
     "two of two": [0, 0, 1, 1],
@@ -32,7 +32,9 @@ def rail_rows(
         torch.full(shape, -7, dtype=torch.int32)
         for shape in ((num_nodes + 2,), (len(ids), num_nodes))
     )
-    module.rail_rows(ids, maps, numbers, rows, num_experts=LOCAL * maps.by_node.numel(), most=most)
+    module.rail_rows(
+        ids, maps, numbers, rows, num_experts=LOCAL * maps.by_node.numel(), max_rows=most
+    )
     return numbers, rows
 
 
@@ -96,10 +98,10 @@ def check_lines(
         row = int(rows[token, node])
         home = (
             token
-            if node == maps.here
+            if node == maps.own_node
             else -1
             if row < 0
-            else num_tokens + most * (node - (node > maps.here)) + row
+            else num_tokens + most * (node - (node > maps.own_node)) + row
         )
         assert int(found.token_to_home_row[token, node]) == home
         if home >= 0:
@@ -130,7 +132,7 @@ def check_lines(
 def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     """What the kernels of count tables leave of rank 0's node."""
     num_ranks = maps.by_node.numel()
-    own = maps.by_node[maps.here]
+    own = maps.by_node[maps.own_node]
     layout = control.ControlLayout(len(own), num_ranks)
     generator = torch.Generator().manual_seed(7)
     views = tuple(
@@ -146,7 +148,7 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
         0, 99, (num_ranks - len(own), layout.row_words), generator=generator, dtype=torch.int32
     )
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7)
-    module.tell_header(
+    module.publish_header(
         torch.tensor([1234], dtype=torch.int32), peers, int(own[0]), word=control.HEAD_RAIL_DROPPED
     )
     cleared = torch.full((3, 700), -7, dtype=torch.int32)
@@ -167,7 +169,7 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
 def plan_differences(maps: control.RankMaps, ids: torch.Tensor, node_of: list[int], most: int):
     """Names of what the kernels leave that differs from what the twins do, which loops have checked."""
     (numbers, rows), theirs = (rail_rows(module, ids, maps, most) for module in (twin, nodes))
-    expected = expected_rail_rows(ids, node_of, maps.here, most)
+    expected = expected_rail_rows(ids, node_of, maps.own_node, most)
     largest = expected[0][-1]
     told = 0 if largest <= most else largest
     assert [[*expected[0], told], *expected[1:]] == [numbers.tolist(), *rows.tolist()]
