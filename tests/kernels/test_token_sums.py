@@ -1,7 +1,7 @@
-"""Sums by rank of the token kernels' twins against loops over tokens, and what travels, bit for bit. The loops know
-nothing of who sums what: every rank's rows of a token are summed in fp32 in k order from the first one on and rounded,
-then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the twins elsewhere
-(test_interpreted.py, tests/gpu)."""
+"""Sums by rank of the token kernels' twins, and the sums that travel, bit for bit against loops over tokens. The loops
+do not divide the sums among ranks: every rank's rows of a token are summed in fp32 in k order from the first one on and
+rounded, then these sums in fp32 from zero, in rank order, and rounded. test_interpreted.py and tests/gpu compare the
+Triton kernels with the twins."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ Outputs = dict[str, torch.Tensor]
 
 
 def local_sum(case: Case, out: Outputs, source: int, token: int, rank: int) -> torch.Tensor | None:
-    """The sum of a token's rows on a rank as home has to see it; None without rows."""
+    """The sum of a token's rows on a rank that its home must get; None without rows."""
     to_rank = out[f"rank {source} slot_to_rank[0]"][token].tolist()
     to_row = out[f"rank {source} slot_to_row[0]"][token].tolist()
     rows = [row for r, row in zip(to_rank, to_row, strict=True) if r == rank and row >= 0]
     if not rows:
         return None
-    held = out[f"rank {rank} rows[0]"]
+    rank_rows = out[f"rank {rank} rows[0]"]
     if len(rows) == 1:
-        return held[rows[0]]  # a sum of one is no sum: -0.0 and the payload of a NaN stay
-    total = held[rows[0]].float()
+        return rank_rows[rows[0]]  # a sum of one is no sum: -0.0 and the payload of a NaN stay
+    total = rank_rows[rows[0]].float()
     for row in rows[1:]:
-        total = total + held[row].float()
+        total = total + rank_rows[row].float()
     return total.to(case.dtype)
 
 
@@ -54,22 +54,22 @@ def expected(case: Case, out: Outputs) -> Outputs:
     return want
 
 
-def wrong(case: Case, out: Outputs) -> list[str]:
+def problems_of(case: Case, out: Outputs) -> list[str]:
     want = expected(case, out)
-    found = differences({name: out[name] for name in want}, want)
+    problems = differences({name: out[name] for name in want}, want)
     # The sums at home change nothing anywhere.
-    found += differences({"arena": out["after rank[0]"]}, {"arena": out["sums returned[0]"]})
-    return found
+    problems += differences({"arena": out["after rank[0]"]}, {"arena": out["sums returned[0]"]})
+    return problems
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_sums_are_those_of_the_loops(name: str):
-    assert wrong(CASES[name], run_case(twin, CASES[name])) == []
+    assert problems_of(CASES[name], run_case(twin, CASES[name])) == []
 
 
 @pytest.mark.parametrize("failed", ["ready", "arrived"])
 def test_sums_of_a_failed_call_are_nan(failed: str):
-    """In whichever barrier it has failed."""
+    """A call fails in either of the two barriers."""
     received = {
         name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")
     }
