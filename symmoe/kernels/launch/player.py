@@ -303,7 +303,7 @@ def _values(words: Iterable[int]) -> array[int]:
 
 
 def _check_number(function: int, count: int) -> None:
-    """Raises _Unknown if the driver reports another number of parameters for the kernel."""
+    """Raises _Unsupported if the driver reports another number of parameters for the kernel."""
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = (
