@@ -48,8 +48,8 @@ def train(layer: MoELayer, seed: int) -> list[Step | str]:
 
 
 def in_threads(*functions: Callable[[], object]) -> list:
-    """Runs them at the same time; what they return. Threads are interrupted after some microseconds: what they do to
-    each other shows in few steps."""
+    """Runs the functions at the same time and returns their results. Threads are interrupted after some microseconds,
+    so that few steps show races."""
     start = threading.Barrier(len(functions))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -147,8 +147,8 @@ def test_two_threads_on_two_ranks_have_no_wrong_results(
 
 
 def test_any_thread_may_make_and_end_leases(heap: SymmetricHeap):
-    """None overlaps another, and none is lost: neither what a thread gives back, nor what the garbage collector drops,
-    which may run in any thread, in the middle of the arena's own work too."""
+    """No lease overlaps another, and no memory is lost, whether a thread releases a lease or the garbage collector
+    drops it. The collector may run in any thread, also in the middle of the arena's work."""
     wrong: list[str] = []
 
     def churn(value: int) -> None:
@@ -259,7 +259,7 @@ WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
 def test_a_forked_process_does_not_change_the_heap(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
-    """One rank forks between forward and backward; the child leaves the heap in every way. Nobody notices."""
+    """One rank forks between forward and backward; the child leaves the heap in every way, without effect."""
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
         [layer] = layers_on(heap)
         holder = [heap]

@@ -1,4 +1,4 @@
-"""Discrete weights and gradients that lie like a packed tensor are handed to the kernels as one; others as a table."""
+"""Kernels get discrete weights and gradients that lie like a packed tensor as one tensor, and others as a table."""
 
 import copy
 import io

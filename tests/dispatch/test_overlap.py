@@ -59,7 +59,7 @@ def check_parts(
             assert all(row_to_source[row - first] in arrived for row in rows)
             assert begin >= stop or (begin - first) % PART_ROWS == 0
             computed |= rows
-            # No tile whose rows have all arrived is left for later (unless it is a rank without rows that comes later).
+            # No part leaves out a tile whose rows have all arrived (except parts of ranks without rows).
             for tile in range(first, end, PART_ROWS) if all(counts) else ():
                 rows = set(range(tile, min(tile + PART_ROWS, end)))
                 if all(row_to_source[row - first] in arrived for row in rows):
@@ -193,7 +193,7 @@ def test_the_layout_depends_on_the_width():
 
 Times = dict[
     str, tuple[float, list[float]]
-]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs
+]  # of each trip, with the work that may run beside it: apart, and with 1, 2, ... SMs
 
 
 def chance(num_experts: int, num_parts: int, top_k: int) -> float:
@@ -376,8 +376,8 @@ FEWER = {"capacity": 64, "max_tokens": 40}
 PLAN = torch.tensor([[0, 1]], dtype=torch.int32).expand(
     16, 2
 )  # 16 tokens with two slots each, all of them for rank 0
-# (precision, what travels quantised, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows
-# are those that are expected, not the capacity, which is larger.
+# (precision, quantised wire, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows are the
+# expected rows, not the capacity, which is larger.
 FORMULAS_GET = [
     (None, "none", {}, (64, overlap.H200, None, None)),
     (None, "none", {"capacity": 100, "max_tokens": 16}, (32, overlap.H200, None, None)),

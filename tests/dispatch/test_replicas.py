@@ -1,5 +1,5 @@
-"""Replicas of experts: which rows move where, and that nobody sees it in what is computed. Workloads are those of a
-public benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by side, a hot rank, hot
+"""Replicas of experts: the moves of rows, and results that do not depend on replicas. The workloads are of a public
+benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by side, a hot rank, hot
 experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, and bursts."""
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
     after = expected.sum(0)
     limit = math.ceil(counts.sum() * (1000 + slack) / (1000 * num_ranks))
     mean = math.ceil(counts.sum() / num_ranks)
-    assert (after <= np.maximum(before, mean)).all()  # nobody gets too many
-    assert (after >= np.minimum(before, mean)).all()  # nor gives too many
+    assert (after <= np.maximum(before, mean)).all()  # no rank gets too many rows
+    assert (after >= np.minimum(before, mean)).all()  # no rank loses too many
     is_full = (experts >= 0).all(1)
     assert (
         after.max() <= limit or is_full[after < mean].all()
@@ -139,7 +139,7 @@ def test_placements_of_random_loads_follow_the_rule():
 def test_results_do_not_depend_on_replicas(
     rank: int, num_ranks: int, findings: Findings, device: str
 ) -> None:
-    """Plans with replicas are those of calls whose experts are the copies, and sums are as without replicas."""
+    """Plans with replicas are equal to plans of calls whose experts are the copies; sums are the same as without."""
     with open_heap(device) as heap:
         for case in (
             case for case in routings.CASES if case.capacity == "exact" and case.number % 3 == 0

@@ -308,7 +308,7 @@ def test_a_call_with_a_budget_needs_no_more_memory_than_one_without(
             run(layer, call, recomputes=False)  # after an error all measure
             outcomes = []
             for module in (waits, layer):
-                gc.collect()  # what an error holds
+                gc.collect()  # the memory that an error keeps
                 findings.check(heap.leased_bytes == 0, "leases are left")
                 with (
                     heap.lease((free_bytes(heap) - num_bytes,), torch.uint8)

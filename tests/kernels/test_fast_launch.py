@@ -103,7 +103,7 @@ class Example:
 
     @property
     def counts(self):
-        """How many calls the JIT has compiled without a launch, how many it has launched, and the driver's launches."""
+        """The numbers of the JIT's compilations without a launch, of its launches, and of the driver's launches."""
         return self.jit.warmups[True], self.jit.warmups[False], len(self.cuda.launches)
 
 

@@ -1,4 +1,4 @@
-"""FLOPs that torch.utils.flop_counter counts, against what the kernels were given to multiply."""
+"""FLOPs that torch.utils.flop_counter counts, against the products of the kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

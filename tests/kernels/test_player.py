@@ -49,7 +49,7 @@ class Section(list):
 
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections are lists of what they launch."""
+    """Sections are lists of their launches."""
     monkeypatch.setattr(driver, "can_launch", lambda: True)
     monkeypatch.setattr(
         player, "Section", lambda launches, layout: SimpleNamespace(call=Section(launches))

@@ -420,7 +420,9 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
         assert (num_runs > 0, heap.programs.num_runs - num_runs) == (True, 4)
         y, _ = layer(x)
         del y, _
-        assert heap.leased_bytes == 0  # nothing keeps the graph of a step that nobody has
+        assert (
+            heap.leased_bytes == 0
+        )  # without references to its results, the graph of a step is freed
 
 
 @run_on(2)

@@ -1,7 +1,6 @@
-"""What GPUs on several nodes do, on CPUs: hosts that learn late of what has gone wrong, and a rail that bounds nothing.
-A host looks for errors now and then, not after every barrier, so that it has met ranks of other nodes for exchanges
-whose payload nobody can use. The rail is gloo, with what NCCL does: it waits for ever, and says nothing of lost
-ranks."""
+"""GPUs on several nodes, imitated on CPUs: hosts that find errors late, and a rail without bounds. A host looks for
+errors now and then, not after every barrier, so ranks may have begun exchanges whose payload is unusable. The rail is
+gloo, which waits without a bound and reports no lost rank, like NCCL."""
 
 import contextlib
 import math
@@ -158,9 +157,9 @@ def test_an_error_at_the_end_of_a_plan_raises_on_every_rank(cluster):
 
 
 @run_on(2)
-def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ranks: int) -> None:
-    """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
-    is_told: list[bool] = []
+def test_no_thread_writes_to_a_gpu_while_hosts_wait_in_a_capture(rank: int, num_ranks: int) -> None:
+    """The thread that watches the rail gets the host's wait outside of a capture, and not in one."""
+    is_reported: list[bool] = []
     with (
         as_on_gpus(rank),
         open_heap("cpu", ranks_per_node=1) as heap,
@@ -171,12 +170,12 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
         patch.setattr(
             rail.channel,
             "receive",
-            lambda bound: (is_told.append(rail._waits_since < math.inf), receive(bound))[1],
+            lambda bound: (is_reported.append(rail._waits_since < math.inf), receive(bound))[1],
         )
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
             heap.nodes.rendezvous(control.PHASE_START)
-    assert is_told[:2] == [True, False]
+    assert is_reported[:2] == [True, False]
 
 
 def test_an_exchange_has_a_separate_bound():

@@ -1,6 +1,6 @@
-"""What goes wrong in groups that span nodes: every rank of every node raises the same error, in the same call. A wrong
-argument or a full heap on one rank is followed by calls that work. A rank, or a whole node, that is killed or stopped
-is named within the bound of the rails, and closing waits for nobody."""
+"""Errors in groups that span nodes: every rank of every node raises the same error, in the same call. After a wrong
+argument or a full heap on one rank the next calls work. A rank, or a whole node, that is killed or stopped is named
+within the bound of the rails, and closing waits for no rank."""
 
 import os
 import signal

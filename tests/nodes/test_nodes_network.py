@@ -1,7 +1,7 @@
 """Networks that break between two virtual nodes, in every phase: connections of a rail are cut while both ends live. A
-rank that no longer hears of another cannot know whether that one has gone or the network between them: the two ends of
-a rail that breaks name each other. Ranks that hear of it from them name one of the two. A peer that says nothing more
-while its connections stay is in test_nodes_faults.py: a rank that stops."""
+rank without messages of a peer cannot distinguish a lost peer from a broken network: the two ends of a broken rail name
+each other. Ranks that get their reports name one of the two. test_nodes_faults.py has stopped peers, whose connections
+stay open."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def sockets() -> dict[str, int]:
     """Sockets of this process, and their files."""
     results = {}
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the folder has gone
+        with contextlib.suppress(OSError):  # the file of this listing is closed
             name = os.readlink(file)
             if name.startswith("socket:"):
                 results[name] = int(file.name)
@@ -70,7 +70,7 @@ def cut(names: set[str]) -> None:
 
 def broken(rank: int, num_ranks: int, where: tuple, ranks: tuple[int, ...]) -> dict[str, object]:
     """The error of a rank whose network breaks, its time, the time of close, and open sockets; then a heap works."""
-    with open_nodes() as first:  # what torch keeps from then on is none of it
+    with open_nodes() as first:  # resources that torch keeps afterwards do not count
         Ready(first, rank).step()
     further_sockets = set(sockets())
     kind, *point = where

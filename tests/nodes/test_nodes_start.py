@@ -48,14 +48,14 @@ def open_resources() -> Counter[str]:
     )
 
 
-# What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
+# The sockaddr_in in gloo's message: the family, the port, and lo's address.
 ADDRESS = re.compile(
     re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)" + b"\x7f\x00\x00\x01", re.DOTALL
 )
 
 
-# To gloo, which compares ports as they lie in memory, it is lower than any other, so that the other rank connects; and
-# nobody listens there.
+# The lowest port for gloo, which compares ports in network order, so that the other rank connects. No process listens
+# at this port.
 LOWEST_PORT = (256).to_bytes(2, "big")
 
 
@@ -129,7 +129,7 @@ CONTEXTS = {
 
 def fail_to_start(rank: int, num_ranks: int, name: str, culprit: int) -> dict[str, Any]:
     """The error of a rank, its time, and remaining resources; then a heap works."""
-    with open_nodes() as first:  # what torch keeps from then on is none of it
+    with open_nodes() as first:  # resources that torch keeps afterwards do not count
         Ready(first, rank).step()
     before = open_resources()
     trouble = CONTEXTS[name] if rank == culprit else contextlib.nullcontext
@@ -217,7 +217,7 @@ def test_connections_of_strangers_are_closed():
         ):
             with reach.connect({1: listener.endpoint}, PROMPT_S)[0][
                 1
-            ] as sends:  # what is said arrives all the same
+            ] as sends:  # the message arrives nevertheless
                 sends.sendall(message)
         accepted = listener.accept([1], b"token", PROMPT_S)
         assert [*accepted] == [1]
@@ -241,7 +241,7 @@ def test_messages_sent_before_a_close_arrive():
     assert ((actual := channel.look())[0], actual[1].origin) == (
         {1},
         1,
-    )  # which takes nothing from what is heard
+    )  # the look leaves all messages for receive
     assert channel.receive(PROMPT_S)[1].number == 2  # after the word that it waits
     channel.announce(Header(GOES_ON, call=9))
     with pytest.raises(RailBroken) as broken:

@@ -279,7 +279,7 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
     ran = cases.run(lambda x, _: layer(x, inputs.splits), {"fc": layer}, inputs, case)
     want = cases.run_linear(replace(case, buffers=()), inputs, precision=recipe)
     cases.assert_same_results(ran, want, recipes.SMALL)
-    if main_grad:  # what has no rows has kept what it had
+    if main_grad:  # gradients without rows are unchanged
         assert (layer.weight1.main_grad == cases.MAIN_GRAD_START).all()
         again = cases.run(
             lambda x, _: layer(x, inputs.splits, is_first_microbatch=True),

@@ -29,8 +29,8 @@ PART_KERNELS = {
 
 
 def is_part(row_range: torch.Tensor) -> bool:
-    """Whether it is the rows of one source rank, out of plan.source_to_rows, and not plan.row_range, which comes second
-    in the plan's storage."""
+    """Whether the range has the rows of one source rank, out of plan.source_to_rows, and is not plan.row_range, the
+    second tensor in the plan's storage."""
     first_after_splits = -(-row_range.shape[1] // 4) * 4
     return row_range.storage_offset() != first_after_splits
 
@@ -65,7 +65,8 @@ def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor
 
 
 def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Counter:
-    """With ranges: of each product, of what makes its rows and of the activation, as often as there are parts."""
+    """The expected calls with ranges: one for each part, of each product, of the kernels that make its rows and of the
+    activation."""
     forward, backward = (
         "unpack_rows" if config.quantized_wire in (direction, "both") else "quantize_rows"
         for direction in ("forward", "backward")

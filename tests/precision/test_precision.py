@@ -311,7 +311,7 @@ def test_recipes_are_values():
 
 @every_recipe
 def test_results_have_no_gradient(recipe):
-    """Results have no gradient; what autograd has saved of a buffer is refused once it has been filled again."""
+    """A filled buffer has a new version, so autograd refuses tensors that it has saved of the buffer before."""
     rows = normal(64, C).requires_grad_()
     weight = torch.nn.Parameter(normal(2, O, C))
     results = [

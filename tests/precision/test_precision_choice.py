@@ -36,7 +36,7 @@ def pays(config: MoEConfig, **numbers: int) -> bool:
 
 # -- the table --------------------------------------------------------------------------------------------------------
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "precision-h200-ep2.json"
-# Of the table's columns.
+# The variants of the record for the table's columns.
 VARIANTS = {
     "full_ms": "static",
     "quantized_ms": "float8-block",

@@ -92,8 +92,8 @@ def test_calls_with_programs_have_the_bits_of_calls_without(
 def test_calls_in_flight_do_not_change_each_other(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
-    """Backward of a call comes after two more forward calls, and results stay as they are. Memory is not filled, so
-    leases that are parts of one may overlap; filled: test_features.py."""
+    """Backward of a call follows two more forward calls, and results stay unchanged. Memory is not filled, so leases
+    that are parts of one may overlap; test_features.py has filled memory."""
     flying = []
     with open_heap("cpu", programs="on", fills="0", num_bytes=16 << 20) as heap:
         layer = cases.make_layer(heap)
@@ -313,9 +313,9 @@ def test_an_error_in_a_program_raises_on_every_rank(
             cases.step(layer, x, dy, "")
         last = (
             len(names) - 1 - names[::-1].index("barrier")
-        )  # of errors after it peers learn in the next call
+        )  # peers raise later errors in the next call
         for fails_at, name in enumerate(names[:last]):
-            # Errors of the heap; one that peers could not be told of.
+            # Errors of the heap itself; an error that cannot be reported to peers.
             if name in ("barrier", "push_slots"):
                 continue
             remaining = [fails_at]
@@ -336,7 +336,7 @@ def test_an_error_in_a_program_raises_on_every_rank(
         assert heap.programs.num_runs > 20
 
 
-# -- what is played, and what is not ----------------------------------------------------------------------------------
+# -- calls with and without programs ----------------------------------------------------------------------------------
 def make_programs() -> Programs:
     return Programs(cases.CPU, lambda error: None, (), lambda: twin, lambda program: program)
 

@@ -51,7 +51,7 @@ def view(offset_bytes: int, *shape: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def run(*entries: Entry, inputs: tuple[Any, ...] = (BASE, 7), **fields: Any) -> Program:
-    """Runs entries whose first slots have what is given; returns the program, and all things."""
+    """Runs entries with these inputs in the first slots; returns the program, and the values of all slots."""
     program = with_steps(Program(len(inputs) + 2, entries, (), **fields))
     slot_values = [*inputs, *program.slot_values[len(inputs) :]]
     run_steps(program.steps, slot_values, lambda: twin)

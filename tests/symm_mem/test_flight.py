@@ -213,7 +213,7 @@ def fail_again_and_again(rank: int, num_ranks: int, folder: str, times: int) -> 
     with open_recorded(folder, 20.0) as heap:
         for turn in range(times):
             ids = torch.full((1, 1), 99 if rank == 1 else 0)
-            # With a static capacity the kernel reports it, else the host reads it.
+            # With a static capacity the kernel reports the error, else the host reads the report.
             options = {"num_experts": num_ranks, "heap": heap, "capacity": 8 if turn else None}
             texts.append(outcome(make_plan, ids, **options)[1])
             assert round_trip(heap, turn)

@@ -43,7 +43,7 @@ def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> 
         for peer in range(num_ranks):
             want = [[100 * source + peer] * 4 for source in range(num_ranks)]
             findings.equal(f"what rank {peer} holds", a.peer(peer).tolist(), want)
-        # what a barrier publishes arrives, in many rounds with ranks that dawdle
+        # Words that a barrier publishes arrive, in many rounds with slow ranks.
         generator = random.Random(rank)
         for turn in range(200):
             if generator.random() < 0.05:
