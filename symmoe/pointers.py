@@ -214,7 +214,7 @@ def _load_and_swizzle(
             sources=parts[1].view(torch.int64),
             extents=parts[2].view(-1, 4),
             shapes=parts[3],
-            most_tiles=(max(down for down, _ in tiles), max(across for _, across in tiles)),
+            max_tiles=(max(down for down, _ in tiles), max(across for _, across in tiles)),
         ),
         None,
         swizzled,

@@ -34,7 +34,7 @@ def exchange(name: str, heap: SymmetricHeap, num_bytes: int) -> Variant:
 
     def move() -> None:
         between = nodes_of(heap)
-        between.meet(PHASE)
+        between.rendezvous(PHASE)
         with between.transfer([(node, sent) for node in nodes], [*enumerate(all_received)]):
             pass
 
@@ -85,6 +85,6 @@ def _synchronisations_ms(run: Run) -> npt.NDArray[np.float64]:
     times_ms = list[float]()
     for _ in range(run.repetitions):
         run.heap.barrier(PHASE)
-        times_ms += host_times_ms(lambda: nodes_of(run.heap).meet(PHASE), run.ranks)
+        times_ms += host_times_ms(lambda: nodes_of(run.heap).rendezvous(PHASE), run.ranks)
     run.heap.synchronize()
     return np.asarray(run.ranks.gather(np.array(times_ms)).max(0))

@@ -34,8 +34,8 @@ class Collected:
 
 class FromNodes:
     """One combine between nodes, row by row with order "slot", else a sum of each node; for rows [., H] like `rows`
-    (None: only values return). The constructor allocates memory. `own`, `foreign`: results to collect inside this
-    node."""
+    (None: only values return). The constructor allocates memory. `own_results`, `foreign_results`: results to collect
+    inside this node."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class FromNodes:
             None if tensor is None else tensor[: plan.num_tokens]
             for tensor in (self._home.rows, self._home.values)
         )
-        self.own = Collected(nodes.own, *own_results)
-        self.foreign = _empty_results(
-            nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows
+        self.own_results = Collected(nodes.own_plan, *own_results)
+        self.foreign_results = _empty_results(
+            nodes.foreign_plan, nodes.foreign_plan.num_tokens, like, has_values, num_rows
         )
         zero, self._num_values = integers.ends.split(1)
         self._slot_to_row = integers.slot_to_home_row
@@ -72,10 +72,10 @@ class FromNodes:
         """A context in which the results for foreign tokens travel home. Collective over the group. Yields a function
         that waits for the results from other nodes."""
         to_nodes, from_nodes = self.rails.node_slices
-        sends = slices_by_node(self.foreign.tensors, from_nodes)
+        sends = slices_by_node(self.foreign_results.tensors, from_nodes)
         sent_home = [tensor[self._plan.num_tokens :] for tensor in self._home.tensors]
         receives = slices_by_node(sent_home, to_nodes)
-        self.rails.meet(control.PHASE_NODES_HOME, agreed)
+        self.rails.rendezvous(control.PHASE_NODES_HOME, agreed)
         with nodes_of(self._plan.heap).transfer(sends, receives) as wait:
             yield wait
 

@@ -117,8 +117,8 @@ def _on_rails(
     with collection:
         for part in itertools.chain(*collection.plan.parts_of_replicas()):
             compute(part)
-        for source in nodes.own.arrivals[len(heap.topology.ranks) :]:
-            compute(Part(nodes.own.source_to_rows[source]))
+        for source in nodes.own_plan.arrivals[len(heap.topology.ranks) :]:
+            compute(Part(nodes.own_plan.source_to_rows[source]))
         collection.open()  # before the next GEMM, which would occupy the SMs of these sums
         point = branch.point()
         compute(Part(nodes.rails.integers.own_rows, division.num_sms))
@@ -238,7 +238,7 @@ class CombineTrip:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
                 self._pull(Collected(self.plan, rows, self.values))
             else:
-                self._pull(self._from_nodes.foreign)
+                self._pull(self._from_nodes.foreign_results)
 
     def send_foreign(self) -> None:
         """Between nodes, sends the sums of tokens of other nodes home."""
@@ -298,10 +298,10 @@ class CombineTrip:
         with heap._timed("combine"):
             nan_on_failure = None
             if self._from_nodes is not None:
-                self._pull(self._from_nodes.own)
+                self._pull(self._from_nodes.own_results)
                 self._wait_for_nodes()
                 self._from_nodes.add(self.out, self.values, self._ready)
-                self._from_nodes.rails.meet(control.PHASE_NODES_HOME, self._agreed)
+                self._from_nodes.rails.rendezvous(control.PHASE_NODES_HOME, self._agreed)
                 nan_on_failure = self.values if self.out is None else self.out
             arrived = heap.barrier(
                 control.PHASE_COMBINE_DONE, nan_on_failure=nan_on_failure, **self._agreed

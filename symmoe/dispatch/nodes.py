@@ -1,7 +1,7 @@
 """A plan between nodes: which tokens go to which node, along which rows of a rail, and the maps that travel with them
 (docs/design/nodes.md).
 
-Row numbers are those of the plan over all ranks. Rows are ordered expert, source rank, token, k; packed rows are
+Row numbers are numbers of the plan over all ranks. Rows are ordered expert, source rank, token, k; packed rows are
 ordered source rank, token. A source is a rank of any node. So rows of all ranks before this node are adjacent, and so
 are rows of all ranks after it: two sources, the group's first and last rank, represent all other nodes.
 
@@ -54,14 +54,14 @@ class RailRows:
         self._integers = topk_idx.new_empty(
             num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32
         )
-        numbers, token_to_rail_row_TN = self.of(self._integers, num_nodes)
+        numbers, token_to_rail_row_TN = self.results_in(self._integers, num_nodes)
         kernels.for_device(heap.device).rail_rows(
             topk_idx,
             maps,
             numbers,
             token_to_rail_row_TN,
             num_experts=num_experts,
-            most=rail_rows,
+            max_rows=rail_rows,
         )
         self._heap = heap
         self.topk_idx = topk_idx
@@ -74,12 +74,12 @@ class RailRows:
             is_expert_TK = (rank_TK >= 0) & (rank_TK < heap.num_ranks)
             node_TK = maps.to_node[torch.where(is_expert_TK, rank_TK, -1)]
             rail_row_TK = token_to_rail_row_TN.gather(1, node_TK)
-            is_dropped_TK = is_expert_TK & (node_TK != maps.here) & (rail_row_TK < 0)
+            is_dropped_TK = is_expert_TK & (node_TK != maps.own_node) & (rail_row_TK < 0)
             self.topk_idx = topk_idx.masked_fill(is_dropped_TK, -1)
             self._num_dropped = is_dropped_TK.sum(dtype=torch.int32).view(1)
 
     @staticmethod
-    def of(integers: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def results_in(integers: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of the kernel `rail_rows`: numbers [N + 2], and token_to_rail_row [T, N]."""
         return integers[: num_nodes + 2], integers[num_nodes + 2 :].view(-1, num_nodes)
 
@@ -87,7 +87,7 @@ class RailRows:
         """Writes the header words that only the device knows into this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
         if self._num_dropped is not None:
-            kernels.for_device(self._heap.device).tell_header(
+            kernels.for_device(self._heap.device).publish_header(
                 self._num_dropped,
                 self._heap.peers,
                 self._heap.rank,
@@ -114,7 +114,7 @@ class RailRows:
         receives = [(node, self._num_received[node : node + 1]) for node in other_nodes]
         sends += [(node, own_counts) for node in other_nodes]
         receives += zip(other_nodes, other_counts, strict=True)
-        nodes.meet(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
+        nodes.rendezvous(control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
         with nodes.transfer(sends, receives):
             pass  # no other work
         received = torch.empty(
@@ -124,8 +124,8 @@ class RailRows:
         return received
 
     def complete(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds the rails' sent and dropped numbers to the plan's report. Returns integers, see :meth:`of`; and int32
-        [N], tokens that each node would send here."""
+        """Adds the rails' sent and dropped numbers to the plan's report. Returns integers, see :meth:`results_in`; and
+        int32 [N], tokens that each node would send here."""
         report[control.SUM_MOST_SENT :][:1].copy_(self._numbers[-2:-1])
         if self._drops:
             counts = self._numbers.new_empty(
@@ -163,8 +163,8 @@ class RailPlan:
         sends_maps: bool,
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        follows. phase, agreed: as in RemoteNodes.meet. sends_maps: whether the maps travel with the rows. Yields a
-        function that waits for other nodes' rows: of each tensor [F, .], for F foreign tokens."""
+        follows. phase, agreed: as in RemoteNodes.rendezvous. sends_maps: whether the maps travel with the rows. Yields
+        a function that waits for other nodes' rows: of each tensor [F, .], for F foreign tokens."""
         heap = self.heap
         num_foreign = sum(self.num_received)
         to_nodes, from_nodes = self.node_slices
@@ -180,7 +180,7 @@ class RailPlan:
             receives += slices_by_node([rows[num_home:] for rows in maps], from_nodes)
             sends += [(node, sent_regions[node]) for node, _ in to_nodes]
             receives += [(node, received_regions[node]) for node, _ in from_nodes]
-        self.meet(phase, agreed)
+        self.rendezvous(phase, agreed)
         with ExitStack() as travels:
             begin = partial(travels.enter_context, nodes_of(heap).transfer(sends, receives))
             # A graph may run branches in sequence, in any order. Ranks that wait for other nodes before they reach the
@@ -198,9 +198,10 @@ class RailPlan:
         """The values other than tensors that determine the messages."""
         return self.num_sent, self.num_received, self.sizes
 
-    def meet(self, phase: int, agreed: control.CallFields) -> None:
-        """A barrier of the rail's ranks, see RemoteNodes.meet. agreed: the values on which a node's ranks agree."""
-        nodes_of(self.heap).meet(phase, sizes=self.sizes, rail_plan=self.number, **agreed)
+    def rendezvous(self, phase: int, agreed: control.CallFields) -> None:
+        """A barrier of the rail's ranks, see RemoteNodes.rendezvous. agreed: the values on which a node's ranks
+        agree."""
+        nodes_of(self.heap).rendezvous(phase, sizes=self.sizes, rail_plan=self.number, **agreed)
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] for other nodes; an unused row has any values."""
@@ -243,33 +244,33 @@ class NodesPlan(Generic[P]):
         self.rails = rails
 
     @functools.cached_property
-    def own(self) -> P:
+    def own_plan(self) -> P:
         """The plan of the own tokens inside this node. Its maps have a row for each own token, and refer to ranks of
         the node. Code inside a node uses it like the plan of a group on one node."""
-        own = self._restricted(slice(len(self.rails.integers.token_to_home_row)))
+        own_plan = self._restricted(slice(len(self.rails.integers.token_to_home_row)))
         regions = self.rails.integers.regions[0]
-        vars(own)["regions"] = (_region(own, slice(None), regions[self._topology.node]),)
-        return own
+        vars(own_plan)["regions"] = (_region(own_plan, slice(None), regions[self._topology.node]),)
+        return own_plan
 
     @functools.cached_property
-    def foreign(self) -> P:
+    def foreign_plan(self) -> P:
         """The plan of the foreign tokens inside this node."""
-        foreign = self._restricted(slice(len(self.rails.integers.home_row_to_token), None))
+        foreign_plan = self._restricted(slice(len(self.rails.integers.home_row_to_token), None))
         regions = self.rails.integers.regions[1]
         _, from_nodes = self.rails.node_slices
-        vars(foreign)["regions"] = tuple(
-            _region(foreign, tokens, regions[node])
+        vars(foreign_plan)["regions"] = tuple(
+            _region(foreign_plan, tokens, regions[node])
             for node, tokens in from_nodes
             if tokens.stop > tokens.start
         )
-        return foreign
+        return foreign_plan
 
     def _restricted(self, rows: slice) -> P:
         """The plan with only these rows of the maps."""
         integers = self.rails.integers
         plan = copy.copy(self._plan)
         maps = [getattr(integers, name)[rows] for name in _MAPS]
-        # These take precedence over views of the storage, which belong to the plan over all ranks.
+        # These maps take precedence over views of the storage, which belong to the plan over all ranks.
         vars(plan).update(zip(_MAPS, maps, strict=True), num_tokens=len(maps[0]))
         vars(plan)["arrivals"] = arrivals_in_node(self.rails.heap)
         if self._topology.is_in_order:
@@ -307,7 +308,7 @@ def plan_in_node(
     def launch() -> list[torch.Tensor]:
         in_node = in_storage(InNodeIntegers, plan.storage.new_empty(numel), layout)
         all_ranks = in_storage(PlanIntegers, plan.storage, plan.layout)
-        numbers, token_to_rail_row_TN = RailRows.of(integers, topology.num_nodes)
+        numbers, token_to_rail_row_TN = RailRows.results_in(integers, topology.num_nodes)
         kernels.for_device(heap.device).plan_in_node(
             all_ranks, token_to_rail_row_TN, numbers, nodes.maps, in_node
         )
@@ -331,7 +332,7 @@ def slices_by_node(
 
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
-    """See Plan.arrivals: the ranks of this node, then those that represent ranks before it and after it."""
+    """See Plan.arrivals: the ranks of this node, then the ranks that represent all ranks before and after it."""
     ranks = heap.topology.ranks
     first = heap.topology.local_rank
     return [

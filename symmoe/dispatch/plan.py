@@ -185,7 +185,7 @@ class Plan(PlanIntegers):
     @property
     def in_node(self) -> Plan:
         """The plan inside the node: a separate plan between nodes, else this one."""
-        return self if self.nodes is None else self.nodes.own
+        return self if self.nodes is None else self.nodes.own_plan
 
     def parts_of_replicas(self, num_sms: int | None = None) -> Sequence[tuple[Part, ...]]:
         """Rows of replicas, in three groups: of the tokens of ranks before this one, of this rank (on num_sms SMs), and
@@ -432,8 +432,8 @@ def make_plan(
         rail_capacity: static capacity only, ignored on one node: the most tokens that a rank sends to another node,
             which is the size of its messages. None: max_tokens, or T. More tokens are an overflow: with "drop" a rank's
             last tokens lose their slots on that node, and do not count as load.
-        replicas_per_rank: S, the most replicas of other ranks' experts on a rank, equal on all ranks; 0: none. These
-            ranks are of its node, whose ranks must be consecutive.
+        replicas_per_rank: S, the most replicas of other ranks' experts on a rank, equal on all ranks; 0: none. The
+            other ranks are in its node, whose ranks must be consecutive.
         replica_slack: the rows above the mean that a rank may keep, as a share of the mean.
 
     Returns:
@@ -464,7 +464,7 @@ def make_plan(
     plan = plan_call(topk_idx, heap, options)
     if heap.nodes is not None:
         with heap.one_call:  # an earlier error of any rank reaches all ranks now, not in a trip
-            heap.nodes.meet(control.PHASE_NODES_PLAN)
+            heap.nodes.rendezvous(control.PHASE_NODES_PLAN)
             heap.barrier(control.PHASE_NODES_PLAN)
     return plan
 
@@ -560,7 +560,7 @@ def _sizes_of(
     capacity = options.capacity
     max_tokens = options.max_tokens
     num_replica_slots = options.replicas_per_rank
-    most_tokens = num_tokens if capacity is not None and max_tokens is None else max_tokens
+    token_limit = num_tokens if capacity is not None and max_tokens is None else max_tokens
     limit = capacity if budget is None else budget.rows
     packed_limit = None if budget is None else budget.packed_rows
     words = {
@@ -569,7 +569,7 @@ def _sizes_of(
         control.HEAD_NUM_EXPERTS: options.num_experts,
         control.HEAD_CAPACITY: -1 if limit is None else limit,
         control.HEAD_PACKED_CAPACITY: -1 if packed_limit is None else packed_limit,
-        control.HEAD_MAX_TOKENS: -1 if most_tokens is None else most_tokens,
+        control.HEAD_MAX_TOKENS: -1 if token_limit is None else token_limit,
         control.HEAD_OVERFLOW: _OVERFLOW[options.overflow if budget is None else "repeat"],
         control.HEAD_HIDDEN: -1 if options.hidden is None else options.hidden,
         control.HEAD_DTYPE: -1 if options.dtype is None else control.DTYPES.index(options.dtype),
@@ -584,14 +584,14 @@ def _sizes_of(
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     _, layout = plan_layout(num_tokens, top_k, options.num_experts, num_ranks, num_replica_slots)
     rows = words[control.HEAD_CAPACITY]
-    most_tokens = words[control.HEAD_MAX_TOKENS]
+    token_limit = words[control.HEAD_MAX_TOKENS]
     packed_rows = words[control.HEAD_PACKED_CAPACITY]
-    if most_tokens >= 0:
-        packed_rows = max(1, min(rows, num_ranks * most_tokens))
+    if token_limit >= 0:
+        packed_rows = max(1, min(rows, num_ranks * token_limit))
     if budget is not None:
         expected_rows = budget.expected_rows
     else:
-        expected_rows = 0 if rows < 0 else rounded_up(max(1, min(rows, most_tokens * top_k)))
+        expected_rows = 0 if rows < 0 else rounded_up(max(1, min(rows, token_limit * top_k)))
     return _PlanSizes(header, layout, rows, packed_rows, expected_rows)
 
 
@@ -601,9 +601,9 @@ def _rail_options(
     """The last arguments of RailRows, and a static capacity's number of tokens in a message; 0 for exact capacity."""
     if options.capacity is None:
         return (num_tokens if budget is None else budget.rail_rows, False), 0
-    most_tokens = num_tokens if options.max_tokens is None else options.max_tokens
-    rail_rows = options.rail_capacity or max(1, most_tokens)
-    return (rail_rows, options.overflow == "drop" and rail_rows < most_tokens), rail_rows
+    token_limit = num_tokens if options.max_tokens is None else options.max_tokens
+    rail_rows = options.rail_capacity or max(1, token_limit)
+    return (rail_rows, options.overflow == "drop" and rail_rows < token_limit), rail_rows
 
 
 def _make_between_nodes(
@@ -649,7 +649,7 @@ def plan_problem(
     if topk_idx.numel() >= 2**31:  # slots have int32 numbers
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
     is_in_order = heap.nodes is None or heap.topology.is_in_order
-    # MoEConfig has checked a layer's options: they can be hashed.
+    # MoEConfig has checked a layer's options, which can be hashed.
     if not (options.config and _are_valid(options, heap.num_ranks, is_in_order)):
         error = _options_problem(options, heap.num_ranks, is_in_order)
     if error is not None:

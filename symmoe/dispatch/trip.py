@@ -128,12 +128,12 @@ def _token_sources(
 ) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
     """Yields tensors [T, .] to send to the ranks of a node, with the plan of their tokens: this rank's own tokens, and
     between nodes the foreign ones. The last trip of a call (`agreed` is not None) ends with a barrier of nodes, see
-    RemoteNodes.meet, before its last barrier."""
+    RemoteNodes.rendezvous, before its last barrier."""
     yield plan.in_node, tensors
     if plan.nodes is not None and wait_for_foreign is not None:
-        yield plan.nodes.foreign, wait_for_foreign()
+        yield plan.nodes.foreign_plan, wait_for_foreign()
         if agreed is not None:
-            plan.nodes.rails.meet(control.PHASE_NODES_OUT, agreed)
+            plan.nodes.rails.rendezvous(control.PHASE_NODES_OUT, agreed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,12 +257,12 @@ class _Trip:
     def arriving(self) -> Iterator[Iterator[Part]]:
         """The parts. By the end of the context all rows have been sent and received, even after an exception: peers
         wait for this rank's rows, and their rows must not arrive in memory that has been leased again. Between nodes
-        this holds for the rows of this node; for the others the peers wait at a barrier, which can signal an error."""
+        this holds for the rows of this node; for other rows the peers wait at a barrier, which can signal an error."""
         heap = self._heap
         mark(MUST_ABORT)
         try:
             with heap._timed("dispatch"):
-                self._own, self._x_TH = next(self._tokens())
+                self._own_plan, self._x_TH = next(self._tokens())
                 # With all SMs, and before the signals of its arrival.
                 if self._extra_payload is not None:
                     self._extra_payload.send(self._ready)
@@ -293,17 +293,17 @@ class _Trip:
 
     def _parts(self) -> Iterator[Part]:
         """Yields the rows of each source rank, ready on the current stream."""
-        plan = self._own
+        plan = self._own_plan
         num_sms = None if self._division is None else self._division.num_sms
-        own, *peers = plan.arrivals
+        own_source, *peers = plan.arrivals
         before, own_replicas, after = self._plan.parts_of_replicas(num_sms)
         with self._heap._timed("dispatch"):
             if self._layout == "packed":
                 self._push(self._x_TH, plan, to=self._rank)
             else:
                 self._place_own(self._x_TH, plan)
-            self._receive(own, self._ready, self._num_ctas)
-        yield Part(plan.source_to_rows[own], num_sms)
+            self._receive(own_source, self._ready, self._num_ctas)
+        yield Part(plan.source_to_rows[own_source], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._exchange()
@@ -331,13 +331,13 @@ class _Trip:
                 with must_complete():
                     # Once: after the signal the peer may reuse its buffer.
                     if step > self._num_sent:
-                        self._push(self._x_TH, self._own, to=to, num_ctas=self._num_ctas)
+                        self._push(self._x_TH, self._own_plan, to=to, num_ctas=self._num_ctas)
                         heap._send_signal(to)
                         self._num_sent = step
                     arrived = heap._wait_for_signal(
                         peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer
                     )
-                source = self._own.arrivals[step]
+                source = self._own_plan.arrivals[step]
                 self._signalled = self._branch.point()
                 if self._indexes_rows:
                     self._receive(source, arrived, self._num_ctas)
@@ -355,7 +355,7 @@ class _Trip:
             arrived = self._heap.barrier(
                 control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed
             )
-            for source in self._own.arrivals[self._num_ranks :]:
+            for source in self._own_plan.arrivals[self._num_ranks :]:
                 self._receive(source, arrived, None)
                 self._complete[source] = self._branch.point()
 

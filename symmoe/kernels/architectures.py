@@ -32,8 +32,8 @@ TRITON_VERSIONS = (
     (3, 8),
     (3, 9),
 )  # supported internals and Gluon, which change in every version
-LEAST: Capability = (8, 0)  # multiplies bf16
-LEAST_E4M3: Capability = (
+MIN_CAPABILITY: Capability = (8, 0)  # multiplies bf16
+MIN_E4M3_CAPABILITY: Capability = (
     8,
     9,
 )  # converts to E4M3; every recipe needs it, for numbers or scales
@@ -41,11 +41,17 @@ LEAST_E4M3: Capability = (
 
 def status(capability: Capability) -> str:
     """The support status of such GPUs, as text for users."""
-    if capability < LEAST:
+    if capability < MIN_CAPABILITY:
         return "refused: no bf16 products"
     kind = ARCHITECTURES.get(capability)
-    known = "not compiled" if kind is None else "measured" if kind.is_measured else "compiled only"
-    return known if capability >= LEAST_E4M3 else f"{known}; FP8, MXFP8 and NVFP4 are refused"
+    support = (
+        "not compiled" if kind is None else "measured" if kind.is_measured else "compiled only"
+    )
+    return (
+        support
+        if capability >= MIN_E4M3_CAPABILITY
+        else f"{support}; FP8, MXFP8 and NVFP4 are refused"
+    )
 
 
 @functools.cache
@@ -61,8 +67,14 @@ def multiplies_shared(device: torch.device) -> bool:
 
 def e4m3_problem(precision: object, device: torch.device) -> ArgumentError | None:
     """Why a device cannot compute with a precision (None: the working dtype), or None if it can."""
-    if precision is None or torch.compiler.is_compiling() or capability(device) >= LEAST_E4M3:
+    if (
+        precision is None
+        or torch.compiler.is_compiling()
+        or capability(device) >= MIN_E4M3_CAPABILITY
+    ):
         return None
-    needed, found = (".".join(map(str, each)) for each in (LEAST_E4M3, capability(device)))
-    text = f"precision ({precision}) needs a GPU of compute capability {needed} or more; {device} has {found}"
+    needed, actual = (
+        ".".join(map(str, version)) for version in (MIN_E4M3_CAPABILITY, capability(device))
+    )
+    text = f"precision ({precision}) needs a GPU of compute capability {needed} or more; {device} has {actual}"
     return ArgumentError(text)

@@ -137,16 +137,22 @@ OVERFLOW_RAISE, OVERFLOW_DROP, OVERFLOW_REPEAT = 0, 1, 2
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8
-STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = (
-    range(7)
-)
+(
+    STATUS_KIND,
+    STATUS_PHASE,
+    STATUS_PEER,
+    STATUS_EXPECTED,
+    STATUS_ACTUAL,
+    STATUS_EPOCH,
+    STATUS_WHERE,
+) = range(7)
 STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_ABORT, STATUS_RAIL = (
     range(7)
 )
-# A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
+# A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, ACTUAL = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED is rank
-# 0's call, SEEN is PEER's call. Of kind STATUS_ABORT: PEER is the rank that aborted, SEEN the word that it wrote. Of
-# kind STATUS_RAIL, which the host writes: the host treats a rank of another node as lost, see
+# 0's call, ACTUAL is PEER's call. Of kind STATUS_ABORT: PEER is the rank that aborted, ACTUAL the word that it wrote.
+# Of kind STATUS_RAIL, which the host writes: the host treats a rank of another node as lost, see
 # symm_mem/several_nodes.py.
 
 # The reports that the host reads: int64[REPORT_SLOTS, SUMMARY_WORDS]; row generation % REPORT_SLOTS has the report of
@@ -353,7 +359,7 @@ class Peers:
 class RankMaps:
     """The placement of ranks on nodes, for kernels. Made once, because a host that copies numbers to a GPU waits."""
 
-    here: int  # the node of this rank
+    own_node: int  # the node of this rank
     first: int  # its first rank, if the ranks of a node follow each other
     to_node: (
         torch.Tensor
@@ -552,9 +558,9 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _laid_out(kind: type, sizes: Mapping[str, int]) -> tuple[int, PlanLayout]:
     unit = ACCESS_BYTES // torch.int32.itemsize
     first, layout = 0, {}
-    for name, each in vars(kind).items():
-        if isinstance(each, _Integers):
-            shape = tuple(sizes[size] if isinstance(size, str) else size for size in each.shape)
+    for name, field in vars(kind).items():
+        if isinstance(field, _Integers):
+            shape = tuple(sizes[size] if isinstance(size, str) else size for size in field.shape)
             layout[name] = first, contiguous_strides(shape), shape
             first += -(-math.prod(shape) // unit) * unit
     return first, layout

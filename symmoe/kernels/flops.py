@@ -1,8 +1,8 @@
 """The sizes of products, for FLOP counters: torch.utils.flop_counter and the tools that use it.
 
-A dispatch mode does not see a kernel, because a kernel is not an operator of torch. It would see a twin's own products,
-but these are larger than the kernel's. So while a mode is active, every product reports its size through an operator
-that does nothing, and then runs hidden from the mode.
+A dispatch mode does not see a kernel, because a kernel is not an operator of torch. The mode would see the products
+inside a twin, but these are larger than the kernel's. So while a mode is active, every product reports its size through
+an operator that does nothing, and then runs hidden from the mode.
 """
 
 import inspect
@@ -27,13 +27,13 @@ class Product(NamedTuple):
     """The size of a kernel's product: each row takes `features` multiplications and additions."""
 
     row_range: Any  # int32 [2, G], which rows; None: all
-    most_rows: int
+    max_rows: int
     features: int
 
     @property
-    def most_flops(self) -> int:
+    def max_flops(self) -> int:
         """FLOPs if every row is multiplied."""
-        return 2 * self.most_rows * self.features
+        return 2 * self.max_rows * self.features
 
 
 def arguments_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,17 +73,17 @@ def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any)
 
 
 @torch.library.custom_op("symmoe::product", mutates_args=())
-def _product(row_range: torch.Tensor | None, most_rows: int, features: int) -> None:
+def _product(row_range: torch.Tensor | None, max_rows: int, features: int) -> None:
     """Does nothing. See Product."""
 
 
 @_product.register_fake
-def _(row_range: torch.Tensor | None, most_rows: int, features: int) -> None: ...
+def _(row_range: torch.Tensor | None, max_rows: int, features: int) -> None: ...
 
 
 @register_flop_formula(torch.ops.symmoe.product, get_raw=True)
-def _(row_range: torch.Tensor | None, most_rows: int, features: int, *, out_val: None) -> int:
+def _(row_range: torch.Tensor | None, max_rows: int, features: int, *, out_val: None) -> int:
     """FLOPs. Waits for the device to read the number of rows."""
     if row_range is not None:
-        most_rows = int((row_range[1] - row_range[0]).clamp(min=0).sum())
-    return Product(None, most_rows, features).most_flops
+        max_rows = int((row_range[1] - row_range[0]).clamp(min=0).sum())
+    return Product(None, max_rows, features).max_flops

@@ -96,7 +96,7 @@ class BlockFormat:
 def max_tiles(num_rows: int, num_groups: int) -> int:
     """The most tiles of TILE rows that num_rows rows in num_groups groups need, if every group begins at a new tile.
 
-    The first tile of a group is the one after the last tile of the group before; tiles past the last one stay unused.
+    The first tile of a group follows the last tile of the group before; tiles past the last one stay unused.
     """
     return (num_rows + num_groups * (TILE - 1)) // TILE
 

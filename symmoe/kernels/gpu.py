@@ -10,13 +10,15 @@ _MODULES = {
     "triton": "activation bias gemm gemm_act nodes plan pointers replicas route router_products sync tokens",
 }
 _NAMES = [
-    f"symmoe.kernels.{room}.{name}" for room, names in _MODULES.items() for name in names.split()
+    f"symmoe.kernels.{folder}.{name}"
+    for folder, names in _MODULES.items()
+    for name in names.split()
 ]
 _KERNELS = {
-    name: each
+    name: kernel
     for module in map(import_module, _NAMES)
-    for name, each in vars(module).items()
-    if name in twin.__all__ and each.__module__ == module.__name__
+    for name, kernel in vars(module).items()
+    if name in twin.__all__ and kernel.__module__ == module.__name__
 }
 globals().update(_KERNELS)
 

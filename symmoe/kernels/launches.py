@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in (*self.reads, *self.writes))
+        return sum(argument.num_bytes for argument in (*self.reads, *self.writes))
 
     def __str__(self) -> str:
         sizes = f"{self.num_bytes / 1e6:10.3f} {self.flops / 1e9:10.3f}"
@@ -102,7 +102,7 @@ class Launches:
 @contextmanager
 def record_launches() -> Iterator[Launches]:
     """A context that records the programs that this process runs: of all heaps, of grouped layers and of routers,
-    except inside a nested context. It omits calls without a program, e.g. the first calls of a size. The cost is
+    except inside a nested context. Calls without a program are omitted, e.g. the first calls of a size. The cost is
     negligible; the table is made on access."""
     before = Programs.recorded
     recorded = Programs.recorded = list[Recorded]()
@@ -118,8 +118,8 @@ class _Places:
     def __init__(self, program: Program, num_inputs: int) -> None:
         self._of_slot = {slot: f"input {slot}" for slot in range(num_inputs)}
         if (leases := program.leases) is not None:
-            its = {slot: f"lease '{name}'" for slot, name in leases.names.items()}
-            self._of_slot.update(its)
+            names = {slot: f"lease '{name}'" for slot, name in leases.names.items()}
+            self._of_slot.update(names)
         self._numbers = itertools.count()
         # Leases of peers, by the slot of a barrier's result and the column.
         self._published: dict[int | None, dict[int, str]] = {}
@@ -143,11 +143,11 @@ class _Places:
             arguments = {"args": args, **kwargs, "result": result}
         reads, writes = list[Argument](), list[Argument]()
         for name, value in in_parts(arguments, written):
-            found = (
+            tensors = (
                 self._peers(kernel, arguments) if name == "peers" else self._tensors(name, value)
             )
-            (writes if name in written else reads).extend(found)
-        flops, stream = 0 if product is None else product.most_flops, "branch" * is_on_branch
+            (writes if name in written else reads).extend(tensors)
+        flops, stream = 0 if product is None else product.max_flops, "branch" * is_on_branch
         return Launch(kernel, tuple(reads), tuple(writes), flops, " and ".join(waits), stream)
 
     def _ranks(self, kernel: str, arguments: dict[str, Any]) -> list[str]:
@@ -169,23 +169,25 @@ class _Places:
         elif not columns and "nan_on_failure" not in arguments:
             yield Argument("peers", "count tables")
         for column in columns:
-            if place := self._published.get(arguments["received"].slot, {}).get(column):
-                yield Argument("peers", f"peers' {place}")
+            if lease := self._published.get(arguments["received"].slot, {}).get(column):
+                yield Argument("peers", f"peers' {lease}")
 
     def _tensors(self, name: str, value: Any) -> Iterator[Argument]:
         """The tensors of an argument, or the leases that a barrier publishes."""
         if isinstance(value, TensorTable):
             pointers: Any = value.pointers
-            yield Argument(name, f"{self._place(pointers)}, by address", value.shape, value.dtype)
+            yield Argument(
+                name, f"{self._place_of(pointers)}, by address", value.shape, value.dtype
+            )
         elif isinstance(value, (tuple, list)):
             for part in value:
                 yield from self._tensors(name, part)
         elif isinstance(value, TensorRef) and 0 not in value.shape:
-            yield Argument(name, self._place(value), value.shape, value.dtype)
+            yield Argument(name, self._place_of(value), value.shape, value.dtype)
         elif name == "words" and value >= SLOT_BYTES:
             yield Argument(name, self._of_slot[value // SLOT_BYTES])
 
-    def _place(self, memory: TensorRef) -> str:
+    def _place_of(self, memory: TensorRef) -> str:
         if memory.slot is None:
             return "the heap"
         if memory.slot not in self._of_slot:
@@ -193,10 +195,10 @@ class _Places:
         return self._of_slot[memory.slot]
 
 
-def _text(found: Sequence[Argument]) -> str:
+def _text(tensors: Sequence[Argument]) -> str:
     places: dict[str, dict[str, None]] = {}
-    for each in found:
-        if each.name != "status":  # only failures write it
-            places.setdefault(each.name, {})[each.place] = None
-    texts = [f"{name}: {', '.join(its)}" for name, its in places.items()]
+    for tensor in tensors:
+        if tensor.name != "status":  # only failures write it
+            places.setdefault(tensor.name, {})[tensor.place] = None
+    texts = [f"{name}: {', '.join(parameter_places)}" for name, parameter_places in places.items()]
     return "; ".join(texts).replace("peers: peers'", "peers'")

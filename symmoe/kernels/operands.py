@@ -1,7 +1,7 @@
 """Operands of kernels: combined operands, the declaration of written operands, and checks.
 
-Terms: twin/__init__.py. Operands are tuples, because programs search tuples for tensors. A table holds only addresses:
-it does not keep its matrices alive.
+Terms: twin/__init__.py. Operands are tuples, because programs search tuples for tensors. A table has only addresses:
+a table does not keep its matrices alive.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,7 +33,7 @@ class ScaleTable(NamedTuple):
     shapes: torch.Tensor  # each matrix's index into `extents`, int32 [G]
     # int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes
     extents: torch.Tensor
-    most_tiles: tuple[int, int]  # the largest (rows of tiles, tiles of a row) of any matrix
+    max_tiles: tuple[int, int]  # the largest (rows of tiles, tiles of a row) of any matrix
 
 
 MaybeTensor = torch.Tensor | None
@@ -93,11 +93,13 @@ def check_column_scale(name: str, scale: torch.Tensor) -> None:
     """ArgumentError unless scales of columns [C features, blocks] have the kernels' layout: contiguous bytes, or
     block-major fp32, strides (1, C): neighbouring features of the same tokens are adjacent."""
     num_features, num_blocks = scale.shape
-    wanted = (1, num_features) if scale.dtype == torch.float32 else (num_blocks, 1)
-    strides = zip(scale.shape, scale.stride(), wanted, strict=True)
-    if scale.numel() and any(size > 1 and stride != want for size, stride, want in strides):
+    expected = (1, num_features) if scale.dtype == torch.float32 else (num_blocks, 1)
+    strides = zip(scale.shape, scale.stride(), expected, strict=True)
+    if scale.numel() and any(
+        size > 1 and stride != expected_stride for size, stride, expected_stride in strides
+    ):
         raise ArgumentError(
-            f"{name} {list(scale.shape)} must have strides {list(wanted)}, got {list(scale.stride())}"
+            f"{name} {list(scale.shape)} must have strides {list(expected)}, got {list(scale.stride())}"
         )
 
 
@@ -108,10 +110,10 @@ def require_tensor(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def check_multiple(what: str, number: int, unit: int) -> None:
-    """ArgumentError unless the number of `what` is a multiple of the unit."""
+def check_multiple(noun: str, number: int, unit: int) -> None:
+    """ArgumentError unless the number of `noun` is a multiple of the unit."""
     if number % unit:
-        raise ArgumentError(f"the number of {what} must be a multiple of {unit}, got {number}")
+        raise ArgumentError(f"the number of {noun} must be a multiple of {unit}, got {number}")
 
 
 def packed_and_table(
@@ -125,8 +127,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def writes(*names: str) -> Callable[[F], F]:
-    """Decorator of a kernel: names the arguments that it writes and may read; it only reads the others. name.n: part n
-    of a tuple; a name without a number: all parts. "peers": other ranks' memory for this kernel."""
+    """Decorator of a kernel: names the arguments that the kernel writes and may read; other arguments are only
+    read. name.n: part n of a tuple; a name without a number: all parts. "peers": other ranks' memory for the kernel."""
 
     def decorate(kernel: F) -> F:
         kernel.writes = names  # type: ignore[attr-defined]  # callers read it from the twins

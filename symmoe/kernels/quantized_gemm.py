@@ -156,10 +156,10 @@ def _check_global_scale(
     name: str, scale: MaybeTensor, block_format: BlockFormat, num_groups: int
 ) -> None:
     if (scale is not None) != block_format.has_global_scale:
-        given = "None" if scale is None else list(scale.shape)
-        wanted = f"[{num_groups}]" if block_format.has_global_scale else "None"
+        actual = "None" if scale is None else list(scale.shape)
+        expected = f"[{num_groups}]" if block_format.has_global_scale else "None"
         raise ArgumentError(
-            f"{name} must be {wanted} where numbers are {block_format.element}, got {given}"
+            f"{name} must be {expected} where numbers are {block_format.element}, got {actual}"
         )
     if scale is not None:
         check_operand(name, scale, (num_groups,), SCALE)

@@ -33,22 +33,22 @@ class _Hooked:
         self._kernels, self._hook = kernels, hook
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._kernels, name)
-        return functools.partial(self._hook, name, found) if callable(found) else found
+        kernel = getattr(self._kernels, name)
+        return functools.partial(self._hook, name, kernel) if callable(kernel) else kernel
 
 
 def for_device(device: torch.device) -> Kernels:
     """The kernels for tensors on `device`: Triton on CUDA, empty kernels on "meta", the PyTorch twins elsewhere.
 
     An active dispatch mode sees their products (kernels/flops.py). Look kernels up at each call: hooks change."""
-    found = _current.get(device.type) or _look_up(device.type)
+    kernels = _current.get(device.type) or _look_up(device.type)
     if not num_dispatch_modes():
-        return found
+        return kernels
     if (current := builder()) is not None:  # a builder is a mode, too
-        return cast(Kernels, _Hooked(found, current.kernel))
+        return cast(Kernels, _Hooked(kernels, current.kernel))
     from symmoe.kernels.flops import counted  # flops imports torch's counter, which imports Triton
 
-    return cast(Kernels, _Hooked(found, counted))
+    return cast(Kernels, _Hooked(kernels, counted))
 
 
 @contextmanager
@@ -79,15 +79,15 @@ def kernel_getter(device: torch.device) -> Callable[[], Kernels]:
 
 
 def _look_up(device_type: str) -> Kernels:
-    found: Any
+    kernels: Any
     if device_type == "cuda":
-        from symmoe.kernels import gpu as found
+        from symmoe.kernels import gpu as kernels
     else:
-        from symmoe.kernels import twin as found
+        from symmoe.kernels import twin as kernels
     hooks = [_without_memory] if device_type == "meta" else []
     for hook in (*hooks, *_hooks.get(device_type, ())):
-        found = _Hooked(found, hook)
-    _current[device_type] = found
+        kernels = _Hooked(kernels, hook)
+    _current[device_type] = kernels
     return _current[device_type]
 
 

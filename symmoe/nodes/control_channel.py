@@ -30,7 +30,7 @@ _LONGER_S = {
 }  # more wait after such a header: its sender will name the missing rank
 ANSWER_S = 0.4  # the longest time in which a live host reports its device's count
 _ABORT_MESSAGE_S = (
-    2.0  # for a disconnected rail peer to send the reason, if it lives; it takes no time
+    2.0  # for a disconnected rail peer to send the reason, if it lives; without load, at once
 )
 
 
@@ -105,8 +105,8 @@ class ControlChannel:
 
     def announce_once(self, header: Header, but: Collection[int] = ()) -> None:
         """Sends a message that no node waits for, the first of its kind, to all nodes but these. WAITS: this rank waits
-        for a rank of its own node, which may wait for its rail. COUNTED: see Header; requests the others' numbers. Does
-        not wait. From any thread."""
+        for a rank of its own node, which may wait for its rail. COUNTED: see Header; requests the numbers of the other
+        nodes. Does not wait. From any thread."""
         if header.kind not in self._kinds_sent_once:
             self._kinds_sent_once.add(header.kind)
             self._send(header, but)
@@ -136,8 +136,8 @@ class ControlChannel:
                     abort_header = header
         return lost, abort_header
 
-    def give_up(self, origin: int, message: bytes) -> None:
-        """Sends the abort message, once, to all nodes with an open connection; the others need none. Local; does not
+    def abort(self, origin: int, message: bytes) -> None:
+        """Sends the abort message, once, to all nodes with an open connection; other nodes need none. Local; does not
         wait. From any thread."""
         self.announce_once(
             Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0]
@@ -165,7 +165,7 @@ class ControlChannel:
             for node in [node for node in self._links if node not in but]:
                 try:
                     self._links[node].sends.sendall(packed)
-                except OSError as error:  # the others may stand
+                except OSError as error:  # other connections may be open
                     problem = problem or RailBroken(
                         node, is_late=isinstance(error, TimeoutError), problem=error
                     )

@@ -58,7 +58,7 @@ class NcclError(Exception):
 
 
 class Nccl:
-    """The library. BackendUnavailable: it is missing."""
+    """The library NCCL. BackendUnavailable: the library is missing."""
 
     def __init__(self) -> None:
         try:
@@ -81,7 +81,7 @@ class Nccl:
         return bytes(unique_id)
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
-        """A communicator on the current GPU. Collective; waits for the others without a bound."""
+        """A communicator on the current GPU. Collective; waits for the other ranks without a bound."""
         communicator = ctypes.c_void_p()
         self.call(
             "ncclCommInitRank",
@@ -106,7 +106,7 @@ class Nccl:
         return str(self._library.ncclGetErrorString(result), errors="replace")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of the library. NcclError: it has failed."""
+        """Calls a function of the library. NcclError: the function has failed."""
         result = getattr(self._library, name)(*arguments)
         if result != _SUCCESS:
             raise NcclError(f"{name}: {self._text(result)}; NCCL_DEBUG=INFO says why")
@@ -183,7 +183,7 @@ class NcclRail(Payload):
         if has_turn:
             self._turn.release()
         if communicator:
-            # In a thread of its own: it ends the kernels at once, and then waits until no graph uses the communicator.
+            # In a separate thread: the abort ends the kernels at once, then waits until no graph uses the communicator.
             thread = threading.Thread(target=self._library.abort, args=(communicator,), daemon=True)
             thread.start()
             thread.join(_MOMENT_S)
@@ -247,8 +247,8 @@ def connect_together(
     timeout_s: float,
 ) -> None:
     """Calls connect(id, is_given_up) in a separate thread, and waits for its end. Collective over the rail. NCCL itself
-    has no bound, and does not inform the others when one rank fails. An abandoned thread ends when NCCL returns, and
-    must undo its work. make_id: on one of the ranks, makes the id by which they find each other; None on the others.
+    has no bound, and does not inform the other ranks when one rank fails. An abandoned thread ends when NCCL returns,
+    and must undo its work. make_id: on one rank, makes the id by which ranks find each other; None on other ranks.
     store: of torch, for this rail and this attempt. BackendUnavailable: one of both functions has failed, here or on
     another rank, or needs longer."""
     is_given_up = threading.Event()

@@ -97,13 +97,13 @@ class Payload:
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         """Begins to send and to receive messages. Messages to a node keep their order. Does not wait. On GPUs the
         transfer is work of the stream (None: the current one), and no error is raised. sends, receives: contiguous
-        tensors of matching sizes, which must stay unchanged until :meth:`wait` has returned. Empty ones, and those of
-        this node, are skipped. RailBroken: a connection has closed."""
+        tensors of matching sizes, which must stay unchanged until :meth:`wait` has returned. Empty tensors, and
+        tensors for this node, are skipped. RailBroken: a connection has closed."""
         raise NotImplementedError
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        """Returns when the transfer has ended; on GPUs at once: later work of its stream comes after it. RailBroken: it
-        takes longer, or a connection has closed."""
+        """Returns when the transfer has ended; on GPUs at once: later work of its stream follows the transfer.
+        RailBroken: the transfer takes longer, or a connection has closed."""
 
     def problem(self) -> str:
         """The network's error in exchanges on the device, or ""."""
@@ -148,7 +148,7 @@ class GlooRail(Payload):
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
             try:
-                # Gloo counts milliseconds; it must not return before the deadline.
+                # Gloo counts milliseconds, and must not return before the deadline.
                 work.wait(timedelta(milliseconds=math.ceil(left_s * 1e3)))
             except RuntimeError as error:
                 raise RailBroken(

@@ -1,6 +1,6 @@
 """Connections between hosts of ranks on several nodes: each to every other, before gloo or NCCL do ("Start" in
 docs/design/nodes.md). Each rank listens where gloo will, and its rail peers connect to it. A rank sends on the
-connections that it has made, and receives on those that it has accepted. So the sending side never has unread data, and
+connections that it has made, and receives on accepted connections. So the sending side never has unread data, and
 messages arrive even if the rank closes right after them."""
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
     def accept(
         self, ranks: Collection[int], token: bytes, timeout_s: float
     ) -> dict[int, socket.socket]:
-        """The connections of these ranks, by rank, after each has sent :func:`hello`; closes all others. OSError: it
-        takes longer."""
+        """The connections of these ranks, by rank, after each has sent :func:`hello`; closes all other connections.
+        OSError: the ranks need longer."""
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         accepted: dict[int, socket.socket] = {}
@@ -97,7 +97,7 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
 
 
 class Link(NamedTuple):
-    """Two connections with a rank of another node: this rank has made the one on which it sends."""
+    """Two connections with a rank of another node: this rank has made the connection on which it sends."""
 
     sends: socket.socket
     receives: socket.socket
@@ -109,10 +109,10 @@ def hello(token: bytes, rank: int) -> bytes:
 
 
 def connect(
-    others: Mapping[int, Endpoint], timeout_s: float, first: bytes = b""
+    endpoints: Mapping[int, Endpoint], timeout_s: float, first: bytes = b""
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """Connections to the others, by rank, and the reasons for those that failed. Local; takes at most timeout_s. first:
-    a message for each, see :func:`hello`."""
+    """Connections to the endpoints, by rank, and the reasons for failed connections. Local; takes at most timeout_s.
+    first: a message for each connection, see :func:`hello`."""
 
     def attempt(endpoint: Endpoint) -> socket.socket | str:
         if not endpoint.port:
@@ -126,8 +126,8 @@ def connect(
             return error.strerror or f"no answer within {timeout_s:g} s"
         return connection
 
-    with ThreadPoolExecutor(max(1, len(others))) as threads:
-        results = dict(zip(others, threads.map(attempt, others.values()), strict=True))
+    with ThreadPoolExecutor(max(1, len(endpoints))) as threads:
+        results = dict(zip(endpoints, threads.map(attempt, endpoints.values()), strict=True))
     connected = {
         rank: result for rank, result in results.items() if isinstance(result, socket.socket)
     }

@@ -130,28 +130,29 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
     nodes = topology.nodes
-    own = topology.ranks
-    num_ranks = len(nodes) * len(own)
+    own_ranks = topology.ranks
+    num_ranks = len(nodes) * len(own_ranks)
     to_local = [
         ranks.index(rank) if rank in ranks else -1
         for ranks in nodes
         for rank in range(num_ranks + 1)
     ]
     first_with = [
-        own[0] if rank < own[0] else min(rank, own[-1] + 1) for rank in range(1, num_ranks)
+        own_ranks[0] if rank < own_ranks[0] else min(rank, own_ranks[-1] + 1)
+        for rank in range(1, num_ranks)
     ]
     with torch.inference_mode(False):
         return RankMaps(
-            here=topology.node,
-            first=own[0] if topology.is_in_order else 0,
+            own_node=topology.node,
+            first=own_ranks[0] if topology.is_in_order else 0,
             to_node=torch.tensor(
                 [*map(topology.node_of, range(num_ranks)), topology.node], device=device
             ),
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
-            own_ranks=torch.tensor(own, device=device),
+            own_ranks=torch.tensor(own_ranks, device=device),
             other_ranks=torch.tensor(
-                [ranks for ranks in nodes if ranks != own], device=device
+                [ranks for ranks in nodes if ranks != own_ranks], device=device
             ).flatten(),
             first_with=torch.tensor([0, *first_with, num_ranks], device=device),
         )

@@ -126,7 +126,7 @@ class Quantized:
         begin, end = self._row_range
         tiles = (end - begin + formats.TILE - 1) // formats.TILE
         first = formats.TILE * (tiles.cumsum(0) - tiles)
-        place = (first - begin)[groups] + torch.arange(self.num_rows, device=self.data.device)
+        position = (first - begin)[groups] + torch.arange(self.num_rows, device=self.data.device)
         width = self.data.shape[1] * self.block_format.elements_per_byte
         token = torch.arange(width, device=self.data.device)
         # By the group of each padded token; for tiles of no group, any group.
@@ -135,7 +135,7 @@ class Quantized:
             from symmoe.kernels.twin.block_scaled import inverse_hadamard
 
             values = inverse_hadamard(values, self.signs)
-        return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
+        return values.T[position.where(belongs, 0)].where(belongs[:, None], 0.0)
 
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The group of every row, 0 if it has none, and whether it has one."""

@@ -301,16 +301,16 @@ def _quantize_weights(
         )
         for layout, out in layout_to_out.items()
     ]
-    one, other = results[0], results[-1]
-    if math.prod(weight.shape) and one is not other:
-        ops.quantize_weight_pairs(weight, one.buffers, other.buffers, weight_format, amax=amax)
+    first, last = results[0], results[-1]
+    if math.prod(weight.shape) and first is not last:
+        ops.quantize_weight_pairs(weight, first.buffers, last.buffers, weight_format, amax=amax)
     elif math.prod(weight.shape):
         lines = (
             weight.mT
-            if isinstance(weight, torch.Tensor) and one.layout == "weight_transposed"
+            if isinstance(weight, torch.Tensor) and first.layout == "weight_transposed"
             else weight
         )
-        ops.quantize_weights(lines, one.buffers, weight_format, amax=amax)
+        ops.quantize_weights(lines, first.buffers, weight_format, amax=amax)
     return results
 
 

@@ -1,8 +1,8 @@
 """Quantised rows on the wire: the data and the scales of each row, as one row of bytes.
 
 The sender quantises a token once for all destination ranks; kernels that move rows do not interpret the bytes. The
-receiver separates data and scales for its GEMM. It gets the same numbers as if it had quantised the row itself, so the
-wire supports only recipes whose blocks lie within a row.
+receiver separates data and scales for its GEMM. The numbers are the same as if the receiver had quantised the row, so
+the wire supports only recipes whose blocks lie within a row.
 """
 
 from __future__ import annotations

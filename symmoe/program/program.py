@@ -20,7 +20,7 @@ MUST_ABORT = (
 MUST_SIGNAL = "must signal"  # from here on, owed work can be launched without the rest
 CLEAN = "clean"  # no more work is owed
 STREAM = 0  # index of the current stream among a call's values
-# The last slots: what an interruption means from here on, and the values of sections (kernels/launch/player.py).
+# The last slots: the meaning of an interruption from here on, and the values of sections (kernels/launch/player.py).
 MARK, VALUES = -1, -2
 
 
@@ -65,11 +65,11 @@ class ObjectSlot:
 class Address:
     """The address of a tensor."""
 
-    of: TensorRef | ObjectSlot
+    tensor: TensorRef | ObjectSlot
 
     @property
     def slot(self) -> int | None:
-        return self.of.slot
+        return self.tensor.slot
 
 
 @dataclass(frozen=True, slots=True)

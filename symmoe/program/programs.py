@@ -28,9 +28,9 @@ from symmoe.program.steps import run_steps, with_steps
 from symmoe.torch_internals import current_stream, num_dispatch_modes
 
 MODES = ("on", "off")
-_MAX_PROGRAMS = 256  # that are kept
+_MAX_PROGRAMS = 256  # in the cache
 _MAX_KIND_NUMBERS = 4096
-_MAX_SEEN = 1 << 16
+_MAX_KINDS = 1 << 16
 
 Function = Callable[[], Sequence[Any]]
 Recorded = tuple[tuple[Hashable, ...], Program, int]  # a call: its key, program, number of inputs
@@ -41,7 +41,7 @@ class Programs:
 
     Args:
         device: device of the tensors.
-        give_up: called with an error of a running program that cannot be reported to the peers.
+        abort: called with an error of a running program that cannot be reported to the peers.
         constants: tensors of functions that are the same in every call.
         kernels: returns the kernels for the device.
         compiled: makes the runnable form of a program.
@@ -57,7 +57,7 @@ class Programs:
     def __init__(
         self,
         device: torch.device,
-        give_up: Callable[[BaseException], None],
+        abort: Callable[[BaseException], None],
         constants: Sequence[torch.Tensor],
         kernels: Callable[[], object],
         compiled: Callable[[Program], Program],
@@ -71,14 +71,14 @@ class Programs:
         self._programs = dict[Hashable, Program]()
         self._numbers = dict[Hashable, int]()
         self._device = device
-        self._give_up = give_up
+        self._abort = abort
         self._fills = fills
         self._type = device.type  # torch makes a new string on every read
         self._constants = tuple(constants)
         self._kernels = kernels
         self._compiled = compiled
         self._counter = itertools.count()
-        self._seen = set[int]()
+        self._kinds = set[int]()
         self.num_built = self.num_runs = 0
 
     def run(
@@ -163,10 +163,10 @@ class Programs:
         """The program of a call of this kind, or None if the kind is new: a build takes as long as many calls, and
         sizes may come only once. None also if inputs share memory: then a use does not identify its input."""
         kind = hash(key)
-        if kind not in self._seen or _share_memory(inputs):
-            if len(self._seen) == _MAX_SEEN:
-                self._seen.clear()
-            self._seen.add(kind)
+        if kind not in self._kinds or _share_memory(inputs):
+            if len(self._kinds) == _MAX_KINDS:
+                self._kinds.clear()
+            self._kinds.add(kind)
             return None
         with Builder(inputs, numbers, self._constants, fills=self._fills) as builder:
             outputs = function()
@@ -178,10 +178,10 @@ class Programs:
     def _finish_obligations(
         self, steps: Iterable[Step], slot_values: list[Any], error: BaseException
     ) -> None:
-        """Launches the work owed to the peers: they wait for it, and memory that they write to must not be leased again
-        before it. steps: those that have not ended."""
+        """Launches the work owed to the peers: the peers wait for it, and memory that they write to must not be leased
+        again before it. steps: the steps that have not ended."""
         if slot_values[MARK] == MUST_ABORT:
-            self._give_up(error)
+            self._abort(error)
         owes = slot_values[MARK] == MUST_SIGNAL
         try:
             for step in steps:
@@ -191,7 +191,7 @@ class Programs:
                     with suppress(SymmoeError):
                         run_steps([step], slot_values, self._kernels)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised
-            self._give_up(problem)
+            self._abort(problem)
 
 
 def _share_memory(inputs: Sequence[torch.Tensor]) -> bool:

@@ -62,7 +62,7 @@ def run_steps(steps: Iterable[Step], slot_values: list[Any], kernels: Callable[[
 
 class _Steps:
     """Steps in order, and the values of the slots before the first one. must_complete: of new steps. No two uses of an
-    operand share a step: what is owed to the peers depends on nothing else, and no two outputs are one tensor."""
+    operand share a step: work owed to the peers depends on nothing else, and no two outputs are one tensor."""
 
     def __init__(self, program: Program) -> None:
         self.steps: list[Step] = []
@@ -119,7 +119,7 @@ class _Steps:
                 if slot in self._leased:
                     base = ObjectSlot(self._derive(operator.attrgetter("tensor"), base))
                 return self._derive(partial(_view, value), base)
-            case Address(of=tensor):
+            case Address(tensor=tensor):
                 return self._derive(torch.Tensor.data_ptr, tensor)
             case LeaseOffset(slot=slot, offset_bytes=inside):
                 start = self._derive(operator.attrgetter("offset"), ObjectSlot(slot))

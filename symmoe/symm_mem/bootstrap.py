@@ -74,11 +74,11 @@ class Bootstrap:
 
     def within(self, timeout_s: float, phase: int) -> Bootstrap:
         """A bootstrap for work of another phase, whose waits are bounded by the heap's timeout_s. Not collective."""
-        other = copy.copy(self)
-        other._phase = phase
-        other._timeout_s = min(timeout_s, MAX_S)
-        other._num_exchanges = 0
-        return other
+        bounded = copy.copy(self)
+        bounded._phase = phase
+        bounded._timeout_s = min(timeout_s, MAX_S)
+        bounded._num_exchanges = 0
+        return bounded
 
     @property
     def global_ranks(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""A heap for dry steps: it records the leases that a step makes and ends, and has no memory for them."""
+"""A heap for dry steps, which records the leases that a step makes and ends, and has no memory for them."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class _DryMemory:
     def take(self, num_bytes: int, name: str) -> Span:
         """Records the begin of a lease."""
         number = len(self._events)
-        place = cast(Arena, None), (0, number)
-        self._events.append((num_bytes, place[1]))
-        return Span(cast(Memory, self), name, number, place)
+        location = cast(Arena, None), (0, number)
+        self._events.append((num_bytes, location[1]))
+        return Span(cast(Memory, self), name, number, location)
 
     def give_back(self, arena: Any, span: tuple[int, int]) -> None:
         """Records the end of a lease."""

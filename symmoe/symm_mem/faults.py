@@ -2,10 +2,10 @@
 docs/design/faults.md and docs/design/nodes.md explain why all ranks of all nodes raise each error once.
 
 A rank may leave a failed call by another exception and enter the next plan. Its peers may have raised the error
-already, and wait in that plan's barrier: if only this rank raised it now, they would wait in vain. So the rank keeps
-the error, enters the barrier, and publishes this. If all ranks keep the error, all raise it; else it is over. Between
-nodes a rank reports each error to its rail once, and whether it keeps the error. Only if the whole rail keeps it, the
-rank publishes so in its node.
+already, and wait in that plan's barrier: if only this rank raised it now, the peers would wait in vain. So the rank
+keeps the error, enters the barrier, and publishes this. If all ranks keep the error, all raise it; else the error is
+over. Between nodes a rank reports each error to its rail once, and whether it keeps the error. Only if the whole rail
+keeps it, the rank publishes so in its node.
 
 On each rail either all ranks exchange an error or none does. A rank that receives it in a barrier reports it to the
 rail. A rank that receives it from the rail enters its node's next barrier with it. On GPUs a rank may have entered
@@ -62,7 +62,7 @@ class NoRemoteNodes:
         """The node of a rank of the group, for error texts; None: there is one node, or no such rank."""
 
     def announce(self, fault: Fault) -> None:
-        """Announces an error for the next meeting with other nodes, by :meth:`exchange`. Does not wait."""
+        """Announces an error for the next rendezvous with other nodes, by :meth:`exchange`. Does not wait."""
 
     def exchange(self, fault: Fault) -> Fault | Report:
         """Exchanges an error with other nodes, also if :meth:`announce` has sent it. Returns the error that all ranks
@@ -163,13 +163,13 @@ class Faults:
         )
 
     def take(
-        self, own: SymmoeError | None = None, *, rail_answer: Fault | None = None
+        self, own_error: SymmoeError | None = None, *, rail_answer: Fault | None = None
     ) -> SymmoeError:
         """Returns the error on record and ends it: the next barrier counts again, unless a peer is gone. Synchronises.
-        own, rail_answer: see _agree."""
+        own_error, rail_answer: see _agree."""
         words, error = self._end_call()
         if error is None:
-            error, _ = self._agree(words, own, rail_answer=rail_answer)
+            error, _ = self._agree(words, own_error, rail_answer=rail_answer)
         return error
 
     def _end_call(self) -> tuple[list[int], SymmoeError | None]:
@@ -198,7 +198,7 @@ class Faults:
     def _agree(
         self,
         words: list[int],
-        own: SymmoeError | None = None,
+        own_error: SymmoeError | None = None,
         *,
         rail_answer: Fault | None = None,
         is_unraised: bool = False,
@@ -206,7 +206,7 @@ class Faults:
         """The error of the record `words`, on which the rail agrees, and whether no rank of the rail raises it now.
 
         Args:
-            own: the error by which this rank has failed the call.
+            own_error: the error by which this rank has failed the call.
             rail_answer: the error that the rail has exchanged already, or None. After an UNKNOWN error it exchanges
                 again.
             is_unraised: whether this rank has left the call and is about to make a plan.
@@ -224,7 +224,7 @@ class Faults:
                 first=self._waits.peers.in_group(0),
                 call=words[control.STATUS_EXPECTED],
                 peer=self._waits.peers.in_group(words[control.STATUS_PEER]),
-                other_call=words[control.STATUS_SEEN],
+                other_call=words[control.STATUS_ACTUAL],
             )
             fault = Fault(-1, encode(mismatch))
         fault = fault._replace(is_unraised=is_unraised)
@@ -239,8 +239,8 @@ class Faults:
         # Otherwise the record names the error.
         if rail_answer is None or UNKNOWN in (rail_answer.origin, fault.origin):
             fault = answer
-        if own is not None and fault.origin == self._rank:
-            error = own
+        if own_error is not None and fault.origin == self._rank:
+            error = own_error
         else:
             error = plan_error(words) if kind == control.STATUS_PLAN else fault.error
         self._forget()
@@ -254,7 +254,7 @@ class Faults:
         return error, is_unraised
 
     def resolve_answer(self, answer: Fault | Report | None, call: int) -> SymmoeError | None:
-        """The error that this rank raises after the meeting of its rail that enters `call`; None: all continue."""
+        """The error that this rank raises after the rendezvous of its rail that enters `call`; None: all continue."""
         if answer is None or isinstance(answer, Report):
             return None if answer is None else self.poison_with(answer)
         if self._is_captured:
@@ -309,7 +309,7 @@ class Faults:
         return error
 
     def _peer_error(self, report: Report) -> PeerError:
-        """The error of a report from its sender or from this rank; it names the missing rank if the report does."""
+        """The error of a report from its sender or from this rank, with the missing rank if the report names one."""
         sender = report.sender if report.sender >= 0 else None
         # The missing rank learns which rank reported it.
         if sender is not None and report.missing in (-1, self._rank):
@@ -338,10 +338,14 @@ class Faults:
         overdue = self._remote_nodes.overdue
         if kind == control.STATUS_RAIL and overdue is not None:
             return self.poison_with(overdue, words, lambda _: None)  # the peers have the report
-        phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
+        phase, peer, expected, actual, epoch = words[
+            control.STATUS_PHASE : control.STATUS_EPOCH + 1
+        ]
         if kind == control.STATUS_TIMEOUT and not self._remote_nodes.has_reported_cause(peer):
             first = self._waits.startup_grace.was_first(epoch, phase, peer)
-            report = Report("", self._waits.peers.in_group(peer), phase, expected, seen, int(first))
+            report = Report(
+                "", self._waits.peers.in_group(peer), phase, expected, actual, int(first)
+            )
             return self.poison_with(report, words)
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
@@ -393,7 +397,7 @@ class Faults:
         self.poison_with(Report(reason), error=SymmoeError(f"this rank gave up: {reason}"))
 
     def _report_abort(self, report: Report) -> None:
-        """Reports to the peers. With a broken GPU, or in a capture, they wait until their bounds instead."""
+        """Reports to the peers. With a broken GPU, or in a capture, the peers wait until their bounds instead."""
         if self._is_captured:
             return
         sender = report.sender if report.sender >= 0 else self._rank

@@ -1,5 +1,5 @@
 """The flight record: this rank's last collective calls, to find out why ranks hang ("Flight records" in
-docs/reliability.md). It contains counts, indices, times and the text of the error, but no values of tokens."""
+docs/reliability.md). The record contains counts, indices, times and the text of the error, but no values of tokens."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
     wall_s = time.time()
     calls = waits.flight.calls
     peers = waits.peers
-    here = replace(peers, rank=0, views=(peers.control_block.cpu(),))
+    local_peers = replace(peers, rank=0, views=(peers.control_block.cpu(),))
     plan_epoch = next(
         (call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None
     )
     tokens = (
         []
         if plan_epoch is None
-        else here.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
+        else local_peers.count_table(0, plan_epoch)[:, control.HEAD_NUM_TOKENS].tolist()
     )
-    known = {
+    details = {
         name: getattr(error, name)
         for name in ("rank", "phase", "expected", "seen", "reported_by")
         if hasattr(error, name)
@@ -57,20 +57,22 @@ def describe(waits: Waits, error: SymmoeError, status: Sequence[int]) -> dict[st
         "backend": "host" if waits.device.type == "cpu" else "nvshmem",
         "timeout_s": waits.timeout_s,
         "written_unix_s": wall_s,
-        "error": {"type": type(error).__name__, "text": str(error), **known},
+        "error": {"type": type(error).__name__, "text": str(error), **details},
         "status": {
             "kind": _STATUS_KINDS[status[control.STATUS_KIND]],
             "phase": control.PHASES[status[control.STATUS_PHASE]],
             "peer": status[control.STATUS_PEER],
             "expected": status[control.STATUS_EXPECTED],
-            "seen": status[control.STATUS_SEEN],
+            "seen": status[control.STATUS_ACTUAL],
             "epoch": status[control.STATUS_EPOCH],
             "where": status[control.STATUS_WHERE],
         },
-        "barrier_epoch": here.epoch,
+        "barrier_epoch": local_peers.epoch,
         # The last epoch that each rank has sent here, even if an aborting rank has written over it.
-        "epoch_of_rank": ((here.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1).amax(0).tolist(),
-        "signal_of_rank": (here.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
+        "epoch_of_rank": ((local_peers.mailbox(0)[..., 0] & control.EPOCH_MASK) >> 1)
+        .amax(0)
+        .tolist(),
+        "signal_of_rank": (local_peers.signals(0)[:, 0] & control.EPOCH_MASK).tolist(),
         **({"num_tokens_of_rank": tokens} if tokens else {}),
         "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in calls],
     }
@@ -119,7 +121,7 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     elif call & 0xFF not in (control.PHASE_PLAN, control.PHASE_NODES_PLAN) and (
         fields["hidden"] or fields["probs"] or fields["replicas"]
     ):  # a trip; with replicas, as of a plan, the other fields are the number of a configuration
-        others = ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule")
-        for name in (*(() if fields["replicas"] else others), "plan"):
+        names = ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule")
+        for name in (*(() if fields["replicas"] else names), "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
     return {**described, **(counts or {})}

@@ -67,11 +67,12 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
         start_timeout_s: bound, if longer, of waits for a peer that may be doing one-time work: during construction, and
             on GPUs in the first calls of each kind, which compile kernels.
         ranks_per_node: number of ranks that share memory; the others are reached over the network. None: all ranks on
-            one machine, or in one NVLink domain. It may split these into nodes, for trials, but joins none.
+            one machine, or in one NVLink domain. A number may split these into nodes, for trials, but joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when a barrier's error is raised
     (docs/reliability.md). `SYMMOE_PROGRAMS=off` disables programs (docs/design/programs.md). With
-    `SYMMOE_FILL_MEMORY=1`, leases and memory of programs start as NaN (docs/troubleshooting.md). All are read here.
+    `SYMMOE_FILL_MEMORY=1`, leases and memory of programs start as NaN (docs/troubleshooting.md). The constructor reads
+    all variables.
 
     Attributes:
         rank, num_ranks: this rank in the group, and the group's size.
@@ -126,7 +127,7 @@ class SymmetricHeap(HeapParts, AbstractContextManager["SymmetricHeap"]):
             self.waits.wait(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
         if self.nodes is not None:
-            self.nodes.meet(control.PHASE_START)
+            self.nodes.rendezvous(control.PHASE_START)
         self.waits.compiles = self.device.type == "cuda"
 
     def _begin(self) -> None:

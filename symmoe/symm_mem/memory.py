@@ -128,7 +128,7 @@ def positions_inside(addresses: bytes) -> list[int]:
     return [*np.flatnonzero(positions & 1).tolist()]
 
 
-_Place = tuple[Arena, tuple[int, int]]  # the arena of a span, and its (offset, size) there
+_Location = tuple[Arena, tuple[int, int]]  # the arena of a span, and its (offset, size) there
 
 
 @dataclass
@@ -142,14 +142,14 @@ class HeapStatistics:
 
 @dataclass(eq=False, repr=False)
 class Span:
-    """A lease's part of the arena. It lives as long as the lease or any tensor over its memory, which finds it through
-    its storage: views share that. Attributes: as in Lease, and memory, None once it was released; place: its arena, and
-    (offset, size) there."""
+    """A lease's part of the arena, alive as long as the lease or any tensor over its memory. A tensor finds the span
+    through its storage, which views share. Attributes: as in Lease, and memory, None after the release; location: the
+    arena, and (offset, size) in it."""
 
     memory: Memory | None
     name: str
     generation: int
-    place: _Place
+    location: _Location
 
     @property
     def end(self) -> str:
@@ -163,12 +163,12 @@ class Span:
         memory = self.memory
         self.memory = None
         if memory is not None:
-            memory.give_back(*self.place)
+            memory.give_back(*self.location)
 
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
         if self.memory is not None:
-            self.memory.dropped.append(self.place)
+            self.memory.dropped.append(self.location)
 
 
 class Memory:
@@ -197,22 +197,22 @@ class Memory:
         *,
         fills: bool,
     ) -> None:
-        own = peers.views[peers.rank]
+        arena_bytes = peers.views[peers.rank]
         self.peers = peers
         self.arenas = arenas
         self.fills = fills
         self._start = peers.layout.num_bytes
-        self._end = own.numel()
+        self._end = arena_bytes.numel()
         self.arena = Arena(self._start, self._end)
         self.lock = threading.RLock()
         self.statistics = HeapStatistics()
-        self.dropped: deque[_Place] = deque()
+        self.dropped: deque[_Location] = deque()
         self._access = access
         self._streams = streams
-        self._device = own.device
-        self.base = own.data_ptr()
+        self._device = arena_bytes.device
+        self.base = arena_bytes.data_ptr()
         self.is_closed = False
-        add_range(self.base, own.numel())
+        add_range(self.base, arena_bytes.numel())
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, only for their calls
         # Offset to size and name (None: in a graph) of every lease; the dict does not keep the leases alive.
         self._live: dict[int, tuple[int, str | None]] = {}
@@ -264,13 +264,13 @@ class Memory:
 
     def shrink(self, span: Span, num_bytes: int) -> None:
         """Frees the part of a span after its first bytes."""
-        arena, (offset, size) = span.place
+        arena, (offset, size) = span.location
         kept_bytes = aligned(num_bytes)
         if arena is self.arena and self._access.is_usable and 0 < kept_bytes < size:
             with self.lock:
                 self.give_back(arena, (offset + kept_bytes, size - kept_bytes))
                 self._live[offset] = num_bytes, span.name
-                span.place = arena, (offset, kept_bytes)
+                span.location = arena, (offset, kept_bytes)
 
     def release_graphs(self, *captures: int) -> None:
         """Frees the memory of these captured graphs; some may have none. By default of all graphs."""
@@ -307,8 +307,9 @@ class Memory:
             )
 
     def _collect_garbage(self) -> bool:
-        """Collects leases that only cycles of dead objects keep; whether there may be room now. It takes 0.1 s or more,
-        so it is skipped if no lease is live, and for a while after a vain search if the leases stay."""
+        """Collects leases that only cycles of dead objects keep alive; returns whether memory may be free now. A search
+        takes 0.1 s or more, so none is made without live leases, and for a while after a vain one if the leases
+        stay."""
         with self.lock:
             leases = tuple(self._live)
         if not leases or (
@@ -390,7 +391,7 @@ class Lease(AbstractContextManager["Lease"]):
     ) -> None:
         self.name = span.name
         self.generation = span.generation
-        self.offset = span.place[1][0]
+        self.offset = span.location[1][0]
         self.shape = shape
         self.dtype = dtype
         self.num_bytes = num_bytes
@@ -460,7 +461,7 @@ class _LeaseSpec(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, call: Call) -> _LeaseSpec:
+    def from_call(cls, call: Call) -> _LeaseSpec:
         """The lease that this entry takes."""
         _, shape, dtype, name, _ = call.template[0]
         return cls(cast(int, call.slot), name, shape, dtype, dtype.itemsize * math.prod(shape))
@@ -493,8 +494,8 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
     """The program with its leases separated. take: the function that an entry calls for a lease."""
     calls = [entry for entry in program.entries if isinstance(entry, Call)]
     ended = {call.template[0][0].slot for call in calls if call.function is _RELEASE}
-    leases = [_LeaseSpec.of(call) for call in calls if call.function is take]
-    kept = [lease for lease in leases if lease.slot not in ended]
+    leases = [_LeaseSpec.from_call(call) for call in calls if call.function is take]
+    leased = [lease for lease in leases if lease.slot not in ended]
     names = {lease.slot: lease.name for lease in leases}
     entries = [entry for entry in program.entries if getattr(entry, "function", None) is not take]
     if ended:
@@ -503,11 +504,11 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
         starts, num_bytes = _layout_of(events, overlap=not memory.fills)
         name = ", ".join(names[slot] for slot in starts)
         shared_lease = _LeaseSpec(program.num_slots, name, (num_bytes,), torch.uint8, num_bytes)
-        kept.append(shared_lease)
+        leased.append(shared_lease)
 
         def in_shared_lease(operand: Any) -> Any:
             if isinstance(operand, Address):
-                return Address(in_shared_lease(operand.of))
+                return Address(in_shared_lease(operand.tensor))
             start = starts.get(getattr(operand, "slot", None) or -1)
             if start is None:
                 return operand
@@ -527,7 +528,7 @@ def with_leases_first(program: Program, take: Any, memory: Memory) -> Program:
         program,
         num_slots=program.num_slots + 1,
         entries=tuple(entries),
-        leases=Leases(memory, kept, names),
+        leases=Leases(memory, leased, names),
     )
 
 
@@ -538,7 +539,7 @@ def _layout_of(events: Sequence[Call], *, overlap: bool) -> tuple[dict[int, int]
     spans = dict[int, tuple[int, int]]()
     for call in events:
         if call.function is not _RELEASE:
-            lease = _LeaseSpec.of(call)
+            lease = _LeaseSpec.from_call(call)
             spans[lease.slot] = cast(tuple[int, int], arena.take(lease.num_bytes))
         elif overlap:
             # Without overlap, each lease starts with the NaN of the whole one.
@@ -560,7 +561,7 @@ def lease_in_build(
         peers=SimpleNamespace(rank=0, num_ranks=1),
         is_closed=False,
         dropped=[],
-        give_back=lambda *place: None,
+        give_back=lambda *location: None,
     )
-    place: Any = None, (current.reserve(), num_bytes)
-    return Lease(memory, Span(memory, name, 0, place), shape, dtype, num_bytes)
+    location: Any = None, (current.reserve(), num_bytes)
+    return Lease(memory, Span(memory, name, 0, location), shape, dtype, num_bytes)

@@ -4,8 +4,8 @@ NVSHMEM only allocates memory that every rank of the group can address. Kernels 
 addresses; no NVSHMEM device library is linked.
 
 CUDA graphs and programs keep addresses. NVSHMEM returns memory to the driver only when it ends, and uses other
-addresses when it starts again. So its memory is mapped a second time, in a range that we have reserved: these addresses
-stay valid.
+addresses when it starts again. So its memory is mapped a second time, in a reserved range whose addresses stay
+valid.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class NvshmemBackend:
         self._topology = topology
         self._num_bytes, self._num_machines = num_bytes, self._check_peers(bootstrap)
         self.bases = self._start(bootstrap)
-        self._own = list[OwnAddresses]()
+        self._ranges = list[OwnAddresses]()
         self.suspend_problem = ""
         if topology.num_nodes == 1:
             try:
                 for base in self.bases:
-                    self._own.append(OwnAddresses(base, num_bytes, self.device.index))
-                    self._own[-1].map(base)
-                self.bases = [each.address for each in self._own]
+                    self._ranges.append(OwnAddresses(base, num_bytes, self.device.index))
+                    self._ranges[-1].map(base)
+                self.bases = [addresses.address for addresses in self._ranges]
             except (SymmoeError, OSError) as error:
                 self.suspend_problem = f"NVSHMEM's memory cannot be mapped again: {error}"
                 self._free_addresses()
@@ -119,7 +119,7 @@ class NvshmemBackend:
         _agree(bootstrap, "" if is_started else problem)
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
-        bases = [bindings.ptr(self._address, each) for each in range(len(ranks))]
+        bases = [bindings.ptr(self._address, local_rank) for local_rank in range(len(ranks))]
         missing = [rank for rank, base in zip(ranks, bases, strict=True) if base == 0]
         problem = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
         if (number := self._num_machines) > 1:
@@ -131,8 +131,8 @@ class NvshmemBackend:
         """Zeroes and frees the arena, and ends NVSHMEM in this process: only this returns the memory. Collective."""
         self.arenas[self._topology.local_rank]().zero_()
         torch.cuda.synchronize(self.device)
-        for each in self._own:
-            each.unmap()
+        for addresses in self._ranges:
+            addresses.unmap()
         self._bindings.free(self._address)
         self._core.finalize()
         self._address = 0
@@ -140,25 +140,25 @@ class NvshmemBackend:
     def resume(self, bootstrap: Bootstrap) -> None:
         """Starts NVSHMEM again, maps its memory at the old addresses, and zeroes this rank's arena. Collective."""
         rank = self._topology.local_rank
-        _agree(bootstrap, preflight(self._own[rank].size))
+        _agree(bootstrap, preflight(self._ranges[rank].size))
         bases = self._start(bootstrap)
         bootstrap.attempt(
-            partial(list, map(OwnAddresses.map, self._own, bases))
+            partial(list, map(OwnAddresses.map, self._ranges, bases))
         )  # list: it maps them
         self.arenas[rank]().zero_()
 
     def close(self, *, together: bool) -> None:
         """Suspends for good: tensors over the arena dangle afterwards. Collective, if `together`. Else it is the local
-        end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively. It is not
-        zeroed, because a peer may be about to read it. A suspended heap has none."""
+        end after a failure: the memory stays until the process ends, because NVSHMEM frees only collectively. The
+        memory is not zeroed, because a peer may be about to read it. A suspended heap has none."""
         if together:
             self.suspend()
         if not self._address:
             self._free_addresses()
 
     def _free_addresses(self) -> None:
-        while self._own:
-            self._own.pop().close()
+        while self._ranges:
+            self._ranges.pop().close()
 
     def _check_peers(self, bootstrap: Bootstrap) -> int:
         """The number of machines of this node. Raises on all ranks unless the node's ranks use different GPUs that can
@@ -184,10 +184,14 @@ class NvshmemBackend:
         elif (
             len(set(views)) == 1
         ):  # all number the GPUs equally: a peer's index means something here
-            others = {
-                i for i, of in zip(indices, machines, strict=True) if of == machine and i != index
+            peer_indices = {
+                i
+                for i, peer_machine in zip(indices, machines, strict=True)
+                if peer_machine == machine and i != index
             }
-            blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
+            blocked = [
+                i for i in sorted(peer_indices) if not torch.cuda.can_device_access_peer(index, i)
+            ]
             if blocked:
                 problem = f"GPU {index} cannot address GPUs {blocked}"
         _agree(bootstrap, problem)
@@ -202,11 +206,11 @@ def _agree(bootstrap: Bootstrap, problem: str) -> None:
 @contextmanager
 def _files_of_this_user() -> Iterator[None]:
     """Restricts files created in this context to this user: NVSHMEM requests shared memory that all may write."""
-    old = os.umask(0o077)
+    old_mask = os.umask(0o077)
     try:
         yield
     finally:
-        os.umask(old)
+        os.umask(old_mask)
 
 
 class OwnAddresses:

@@ -126,9 +126,9 @@ def read_fault(peers: control.Peers, sender: int, *, epoch: int) -> Fault:
 def end_waits(peers: control.Peers, report: Report, *, turn: int, kept_bits: int) -> None:
     """Ends every wait of the group, this rank's own included: see control.ABORT. Local, does not wait. turn: as in
     :func:`send_fault`. kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: received epochs count. 0: none
-    count. This is needed if this rank has sent an epoch whose end it has not seen: a late peer would continue."""
+    count, as is needed if this rank has sent an epoch whose end it has not seen: a late peer would continue."""
     word = _word_of(peers.rank)
-    # This comes first: barriers still on this rank's stream would send epochs over these words.
+    # The flag is set first: barriers still on this rank's stream would send epochs over the next words.
     write_word(peers.counters(peers.rank)[control.ABORTED], 1)
     _send(peers, _WORD.pack(word) + report.pack(), turn)
     for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
@@ -200,22 +200,31 @@ class Configurations:
         return number
 
     def mismatch(
-        self, first: int, number: int, peer: int, other: int, where: str = ""
+        self, first: int, number: int, peer: int, peer_number: int, where: str = ""
     ) -> ConfigMismatch:
         """The error of ranks `first` and `peer`, which have these numbers; number 0 stands for make_plan."""
-        if not (number and other):
-            one, two = ("that of a layer" if n else "make_plan" for n in (number, other))
-            return ConfigMismatch(
-                f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}"
+        if not (number and peer_number):
+            first_call, peer_call = (
+                "that of a layer" if n else "make_plan" for n in (number, peer_number)
             )
-        here = self._fields(number)
-        there = self._fields(other)
-        name = next((name for name in here if name in there and here[name] != there[name]), None)
+            return ConfigMismatch(
+                f"ranks are in different calls: rank {first} in {first_call}, rank {peer} in {peer_call}"
+            )
+        first_fields = self._fields(number)
+        peer_fields = self._fields(peer_number)
+        name = next(
+            (
+                name
+                for name in first_fields
+                if name in peer_fields and first_fields[name] != peer_fields[name]
+            ),
+            None,
+        )
         if name is None:
             return ConfigMismatch(
                 f"the configurations of a layer differ{where} on rank {first} and rank {peer}"
             )
-        return _difference(name, where, first, here[name], peer, there[name])
+        return _difference(name, where, first, first_fields[name], peer, peer_fields[name])
 
     def _fields(self, number: int) -> dict[str, str]:
         """The fields of a configuration of any rank; empty if they cannot be found."""
@@ -279,16 +288,18 @@ def mismatch_error(
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
     first_fields = control.unpack_call(call)
     peer_fields = control.unpack_call(other_call)
-    here, there = (control.PHASES[fields["phase"]] for fields in (first_fields, peer_fields))
-    if here != there:
+    first_phase, peer_phase = (
+        control.PHASES[fields["phase"]] for fields in (first_fields, peer_fields)
+    )
+    if first_phase != peer_phase:
         return ConfigMismatch(
-            f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'"
+            f"ranks are in different calls: rank {first} at '{first_phase}', rank {peer} at '{peer_phase}'"
         )
     field = next(
         (name for name in control.CALL_FIELDS if first_fields[name] != peer_fields[name]), "config"
     )
     is_of_plan = first_fields["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN)
-    where = "" if is_of_plan else f" at '{here}'"
+    where = "" if is_of_plan else f" at '{first_phase}'"
     if is_of_plan or (first_fields["replicas"] and field not in ("replicas", "plan")):
         return configurations.mismatch(
             first, call >> control.CONFIG_SHIFT, peer, other_call >> control.CONFIG_SHIFT, where
@@ -297,13 +308,15 @@ def mismatch_error(
 
 
 def _difference(
-    field: str, where: str, first: int, here: str, peer: int, there: str
+    field: str, where: str, first: int, first_value: str, peer: int, peer_value: str
 ) -> ConfigMismatch:
     """The error of ranks `first` and `peer` with different values of a field (in CHOICES: indices)."""
-    if field in CHOICES and here.isdigit():
-        here, there = (str(CHOICES[field][int(index)]) for index in (here, there))
+    if field in CHOICES and first_value.isdigit():
+        first_value, peer_value = (
+            str(CHOICES[field][int(index)]) for index in (first_value, peer_value)
+        )
     return ConfigMismatch(
-        f"{field} differs{where}: rank {first} has {here}, rank {peer} has {there}"
+        f"{field} differs{where}: rank {first} has {first_value}, rank {peer} has {peer_value}"
     )
 
 

@@ -62,10 +62,10 @@ class RowHistory:
         windows[-1] = num_calls + 1, *map(max, largest, (rows, packed_rows, rail_rows))
 
     def budget(
-        self, num_tokens: int, most_rows: int | None, factor: float | None = None
+        self, num_tokens: int, max_rows: int | None, factor: float | None = None
     ) -> RowBudget | None:
-        """The budget of the next call, at most `most_rows` rows; None if there is no history, on all ranks. factor: the
-        budget is this multiple of the largest recent need, unless that exceeds `most_rows`."""
+        """The budget of the next call, at most `max_rows` rows; None if there is no history, on all ranks. factor: the
+        budget is this multiple of the largest recent need, unless that exceeds `max_rows`."""
         if self._last_rows is None:
             return None
         expected_rows = rounded_up(self._last_rows)
@@ -77,7 +77,7 @@ class RowHistory:
                 why_it_waits=f"has {num_tokens} tokens, and no earlier call had about as many",
             )
         _, *needs = map(max, zip(*windows, strict=True))
-        limit = sys.maxsize if most_rows is None else most_rows
+        limit = sys.maxsize if max_rows is None else max_rows
         if factor is not None and with_margin(needs[0], factor) > limit:
             factor = None
         rows, packed_rows, rail_rows = map(with_margin, needs, [factor] * 3)
@@ -86,7 +86,7 @@ class RowHistory:
             return RowBudget(
                 expected_rows,
                 rail_rows,
-                why_it_waits=f"needs {needs[0]} rows, as earlier ones did, more than max_row_budget ({most_rows})",
+                why_it_waits=f"needs {needs[0]} rows, as earlier ones did, more than max_row_budget ({max_rows})",
             )
         rows = min(rows, limit)
         return RowBudget(expected_rows, rail_rows, rows, min(rows, packed_rows))
@@ -94,7 +94,7 @@ class RowHistory:
 
 @functools.lru_cache(maxsize=1024)
 def rounded_up(num_rows: int) -> int:
-    """The number, rounded up to four significant bits: exact capacities change every step, what they decide rarely."""
+    """The number, rounded up to four significant bits: exact capacities change every step, rounded ones rarely."""
     step = 1 << max(0, num_rows.bit_length() - 4)
     return -(-num_rows // step) * step
 

@@ -1,5 +1,5 @@
-"""A heap's part for a group that spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
-each other node (docs/design/nodes.md). A heap on one node has :class:`faults.NoRemoteNodes` instead.
+"""A heap's part for a group that spans several nodes: rendezvous and exchanges with the ranks of this rank's rail, one
+of each other node (docs/design/nodes.md). A heap on one node has :class:`faults.NoRemoteNodes` instead.
 
 Waits are a little longer than those in a node: a peer that waits for a rank of its own node stops waiting first, and
 reports it. In turn, a rank that misses a rank of its own node, which is waiting for its rail, lets that rank find out
@@ -57,7 +57,7 @@ _HINT = (
 )
 _PATIENCE = 1.25  # times the bound of a wait in a node
 _OF_PAYLOAD = (
-    0.9  # of that: a rank that has its rows learns at the next meeting which rank its peers miss
+    0.9  # of that: a rank that has its rows learns at the next rendezvous which rank its peers miss
 )
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
@@ -69,8 +69,8 @@ _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that are 
 class RemoteNodes(NoRemoteNodes):
     """The nodes of a heap that spans several, from one rank's point of view: the ranks of each node, also as tensors on
     the device (maps); the channel between the hosts of this rank's rail, and the payload for tensors of the heap's
-    device. rail_rows: by node, the `rail_rows` of the rank with this rank's index, from the last :meth:`meet` that had
-    them."""
+    device. rail_rows: by node, the `rail_rows` of the rank with this rank's index, from the last :meth:`rendezvous`
+    that had them."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class RemoteNodes(NoRemoteNodes):
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
     @noted(is_in_order=True)
-    def meet(
+    def rendezvous(
         self,
         phase: int,
         *,
@@ -138,8 +138,8 @@ class RemoteNodes(NoRemoteNodes):
         **agreed: Any,
     ) -> None:
         """The host waits for the hosts of its rail, with a bound a little longer than a barrier's. Collective over the
-        group. If the last barrier of a call comes right after a meeting, an earlier error of any rank reaches all ranks
-        of all nodes. Does not wait for the device.
+        group. If the last barrier of a call comes right after a rendezvous, an earlier error of any rank reaches all
+        ranks of all nodes. Does not wait for the device.
 
         Args:
             sizes: a number for the lengths of messages, on which these ranks must agree, as on the other arguments.
@@ -153,11 +153,11 @@ class RemoteNodes(NoRemoteNodes):
 
     @contextmanager
     def transfer(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
-        """A context after :meth:`meet` in which tensors go to and come from every other node (see Payload.begin), while
-        the host, and on GPUs the current stream, do other work. Collective over the group; one at a time. At its end
-        all tensors have arrived, also after an exception, unless a peer is lost. Yields a function that waits for them,
-        on GPUs for later work of the current stream. Received tensors are valid only after the next barrier, or if the
-        kernel `other_counts` has found no failure."""
+        """A context after :meth:`rendezvous` in which tensors go to and come from every other node (see Payload.begin),
+        while the host, and on GPUs the current stream, do other work. Collective over the group; one at a time. At its
+        end all tensors have arrived, also after an exception, unless a peer is lost. Yields a function that waits for
+        them, on GPUs for later work of the current stream. Received tensors are valid only after the next barrier, or
+        if the kernel `other_counts` has found no failure."""
         with self.turn:
             self.begin(sends, receives)
         try:
@@ -301,7 +301,7 @@ class RemoteNodes(NoRemoteNodes):
     def reporting_abort(self, sender: int, report: Report) -> Iterator[None]:
         """See NoRemoteNodes. GPU work of the context may wait for running work, such as an exchange that only the
         payload's end ends."""
-        self.channel.give_up(sender, report.pack())
+        self.channel.abort(sender, report.pack())
         timer = threading.Timer(_MOMENT_S, self.payload.end)
         timer.daemon = True
         timer.start()
@@ -343,7 +343,7 @@ class RemoteNodes(NoRemoteNodes):
         self._ends.set()
         self.payload.close()
         self.channel.close()
-        self._started.clear()  # it would keep connections open
+        self._started.clear()  # these tensors would keep connections open
 
     def _check_exchange(self) -> bool:
         """Records an overdue exchange, and shows this node's peers whether this rank waits for its rail. Whether to go
@@ -379,7 +379,7 @@ class RemoteNodes(NoRemoteNodes):
     def _find_missing(self, is_lost: bool) -> Report:
         """The report of the rank that is missing in an exchange on the device, found here or by another rank. NCCL does
         not name it. So hosts exchange the progress of their devices: missing is a host without an answer, or else the
-        one that is behind, the first of several. is_lost: whether the network reports a closed connection."""
+        host whose device is behind, the first of several. is_lost: whether the network reports a closed connection."""
         self.channel.announce_once(Header(COUNTED, sum(self.payload.moved)))
         counted = self.channel.counted
         deadline = time.monotonic() + ANSWER_S
@@ -490,9 +490,9 @@ def start_rail(
     bootstrap: Bootstrap, topology: Topology, device: torch.device, timeout_s: float
 ) -> tuple[ControlChannel, Payload]:
     """The channel between the hosts of this rank's rail, and the payload for tensors of `device`. Collective over the
-    group. Connections of hosts have half of the bound, and so do those of GPUs, so that connected ranks still wait when
-    others abort. BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to
-    check."""
+    group. Connections of hosts and connections of GPUs each have half of the bound, so that connected ranks still wait
+    when other ranks abort. BackendUnavailable: on every rank, if two ranks cannot connect. The text names both ranks,
+    and what to check."""
     token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
     with ExitStack() as unused:
@@ -513,10 +513,10 @@ def _connect_hosts(
     bootstrap: Bootstrap, topology: Topology, token: bytes, timeout_s: float
 ) -> dict[int, Link]:
     """The links by node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
-    others = [rank for rank in topology.rail if rank != topology.rank]
+    peers = [rank for rank in topology.rail if rank != topology.rank]
     with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
         gathered = bootstrap.gather(listener.endpoint)
-        endpoints = {rank: Endpoint(*gathered[rank]) for rank in others}
+        endpoints = {rank: Endpoint(*gathered[rank]) for rank in peers}
         connected, failed = connect(endpoints, timeout_s, hello(token, topology.rank))
         problem = None
         for connection in connected.values():
@@ -528,9 +528,9 @@ def _connect_hosts(
                 f"{topology.node_of(rank)} at {endpoints[rank]}: {reason}; {_HINT}"
             )
         bootstrap.agree(problem)
-        accepted = bootstrap.attempt(lambda: listener.accept(others, token, timeout_s))
+        accepted = bootstrap.attempt(lambda: listener.accept(peers, token, timeout_s))
         unused.pop_all()
-    return {topology.node_of(rank): Link(connected[rank], accepted[rank]) for rank in others}
+    return {topology.node_of(rank): Link(connected[rank], accepted[rank]) for rank in peers}
 
 
 def _make_payload(

@@ -42,7 +42,7 @@ from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Str
 from symmoe.symm_mem.waits import Waits
 
 _PROTOCOL_VERSION = 6
-_MOST_NAMED = 5  # leases; an error for peers has few bytes
+_MAX_NAMED = 5  # leases; an error for peers has few bytes
 START_TIMEOUT_S = 300.0
 
 
@@ -68,26 +68,27 @@ class HeapParts:
         self.backend_reason = "asked for"
         if backend == "auto":
             has_gpu = torch.cuda.is_available()
-            seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
+            device_name = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
             self.backend = "nvshmem" if has_gpu else "host"
-            self.backend_reason = f"auto: torch sees {seen}"
-        # Every rank has a bound, even if the argument is wrong: without one, messages would not match those of peers.
+            self.backend_reason = f"auto: torch sees {device_name}"
+        # Every rank has a bound, even if the argument is wrong: without one, its messages would not match the peers'
+        # messages.
         problem = _timeout_problem("start_timeout_s", start_timeout_s)
         start_s = min(start_timeout_s, MAX_S) if problem is None else START_TIMEOUT_S
         self.bootstrap = Bootstrap(group)
-        whole = Bootstrap(group, start_s)
-        self.rank = whole.rank
-        self.num_ranks = whole.num_ranks
+        bootstrap = Bootstrap(group, start_s)
+        self.rank = bootstrap.rank
+        self.num_ranks = bootstrap.num_ranks
         is_on_host = self.backend == "host"
-        self._program_mode, fills, self.expert_ranks = whole.attempt(
+        self._program_mode, fills, self.expert_ranks = bootstrap.attempt(
             partial(
                 _check,
-                *(whole, expert_group, num_bytes, self.backend, ranks_per_node),
+                *(bootstrap, expert_group, num_bytes, self.backend, ranks_per_node),
                 {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s},
             )
         )
         _agree_on(
-            whole,
+            bootstrap,
             num_bytes=num_bytes,
             backend=self.backend,
             timeout_s=timeout_s,
@@ -99,22 +100,22 @@ class HeapParts:
             if is_on_host
             else str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         )
-        domains = whole.gather(whole.attempt(partial(find_domain, gpu)))  # by rank
-        self.topology = topology = find_topology(domains, whole.rank, ranks_per_node)
+        domains = bootstrap.gather(bootstrap.attempt(partial(find_domain, gpu)))  # by rank
+        self.topology = topology = find_topology(domains, bootstrap.rank, ranks_per_node)
         node = topology.ranks
         is_single = topology.num_nodes == 1
-        logger.info("rank %d: backend %s (%s)", whole.rank, self.backend, self.backend_reason)
+        logger.info("rank %d: backend %s (%s)", bootstrap.rank, self.backend, self.backend_reason)
         backend_class = host_backend.HostBackend if is_on_host else nvshmem_backend.NvshmemBackend
         # Whole units, so that the arena can be viewed as any dtype.
         arena_bytes = num_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._arenas = arenas = backend_class(whole, topology, arena_bytes)
+        self._arenas = arenas = backend_class(bootstrap, topology, arena_bytes)
         device = arenas.device
         self.peers = peers = Peers(
             rank=topology.local_rank,
             num_ranks=len(node),
             bases=torch.tensor(arenas.bases, dtype=torch.int64, device=device),
             views=tuple(make() for make in arenas.arenas),
-            layout=ControlLayout(len(node), whole.num_ranks),
+            layout=ControlLayout(len(node), bootstrap.num_ranks),
             group_ranks=() if is_single else node,
         )
         self._access = access = Access()
@@ -125,7 +126,7 @@ class HeapParts:
             if isinstance(self.streams, NoStreams)
             else OneCall(access, self.memory.lock, self.streams)
         )
-        self.configurations = Configurations(whole)
+        self.configurations = Configurations(bootstrap)
         self.row_histories = defaultdict[Hashable, RowHistory](RowHistory)
         self.waits = Waits(peers, self.configurations, timeout_s, start_timeout_s)
         self.nodes = None
@@ -134,7 +135,7 @@ class HeapParts:
             from symmoe.symm_mem import several_nodes
 
             try:
-                rail = several_nodes.start_rail(whole, topology, device, start_s)
+                rail = several_nodes.start_rail(bootstrap, topology, device, start_s)
             except (BackendUnavailable, PeerError) as error:
                 # BackendUnavailable is raised on every rank: they free the memory together.
                 arenas.close(together=isinstance(error, BackendUnavailable))
@@ -154,7 +155,7 @@ class HeapParts:
             self.nodes.start(self.faults)
         peers.control_block.zero_()
         self.streams.synchronize()
-        whole.barrier()  # no rank may signal into a control block that is not zeroed yet
+        bootstrap.barrier()  # no rank may signal into a control block that is not zeroed yet
 
     def _free_memory(self) -> None:
         """Frees the arenas after the last call of all ranks; if one rank cannot, all keep theirs. Collective."""
@@ -175,7 +176,7 @@ class HeapParts:
     def _suspend_problem(self) -> SymmoeError | None:
         """The error if this rank cannot return its memory, or None."""
         if leases := self.memory.live_leases():
-            named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MOST_NAMED])
+            named = ", ".join(f"'{name}' of {size} bytes" for name, size in leases[:_MAX_NAMED])
             return ArgumentError(
                 f"suspend: {len(leases)} leases of {sum(size for _, size in leases)} bytes are live, the largest are "
                 f"{named}: suspend when no backward pass is to come, and drop what keeps them"
@@ -215,13 +216,13 @@ def _check(
 ) -> tuple[str, bool, list[int]]:
     """Raises errors of this rank's arguments; returns the mode of programs, whether new memory is filled, and the ranks
     with this rank's experts in the default group."""
-    least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
+    min_bytes = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
     if backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({backend!r}) must be 'auto', 'host' or 'nvshmem'")
-    if not isinstance(num_bytes, int) or not least <= num_bytes < 1 << 63:
+    if not isinstance(num_bytes, int) or not min_bytes <= num_bytes < 1 << 63:
         raise ArgumentError(
-            f"num_bytes ({num_bytes!r}) must be an int of at least {least} for {bootstrap.num_ranks} ranks, and less "
-            "than 2**63"
+            f"num_bytes ({num_bytes!r}) must be an int of at least {min_bytes} for {bootstrap.num_ranks} ranks, and "
+            "less than 2**63"
         )
     for name, timeout_s in timeouts.items():
         raise_for(_timeout_problem(name, timeout_s))

@@ -35,7 +35,7 @@ class _Order:
 
 
 class Branch:
-    """A stream that forks from the current stream and joins it again. Without a stream, it changes no order."""
+    """A stream that forks from the current stream and joins it again. A branch without a stream changes no order."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
@@ -239,7 +239,7 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
     return stream.cuda_stream, stream.record_event()
 
 
-# On first use: it needs Triton, which is optional on CPUs.
+# Imported on first use: the driver's module needs Triton, which is optional on CPUs.
 _driver = functools.cache(functools.partial(import_module, "symmoe.kernels.launch.driver"))
 
 
@@ -293,11 +293,11 @@ class Access:
         if not self.is_open and not even_suspended:
             self.check()
         if not self._turn.acquire(blocking=False):
-            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(
+            owner = {thread.ident: thread.name for thread in threading.enumerate()}.get(
                 self._thread, self._thread
             )
             raise ConcurrentUse(
-                f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
+                f"thread '{threading.current_thread().name}' calls a heap on which thread '{owner}' "
                 "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
             )
         self._thread = threading.get_ident()

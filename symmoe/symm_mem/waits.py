@@ -32,8 +32,8 @@ class StartupGrace:
     """Finds the waits for peers that follow one-time work, and may take `start_timeout_s`.
 
     A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. All
-    ranks make the same calls in the same order, so the others do this work between the same two waits. So a wait is a
-    first one if no wait of its kind has followed one of the last kind, or if this process has compiled or imported
+    ranks make the same calls in the same order, so all do this work between the same two waits. So a wait is a first
+    one if no wait of its kind has followed a wait of the last kind, or if this process has compiled or imported
     anything since then. num_compiled: the number of kernel variants that this process has compiled or found in a cache.
     """
 
@@ -59,7 +59,10 @@ class StartupGrace:
             first |= not any(
                 earlier == last and kind[0] & 0xFF == phase for earlier, kind in self._stretches
             )
-        elif phase not in (control.PHASE_CLOSE, control.PHASE_SUSPEND):  # they may follow any call
+        elif phase not in (
+            control.PHASE_CLOSE,
+            control.PHASE_SUSPEND,
+        ):  # these phases may follow any call
             self._last = call & ALL_BUT_PLAN if peer == BARRIER else last[0], peer
             first |= (last, self._last) not in self._stretches
             self._stretches.add((last, self._last))
@@ -118,7 +121,7 @@ class Waits:
         flight: the record of launched waits. Other attributes are as in SymmetricHeap.
         compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first wait.
         startup_grace: finds the waits that `start_timeout_s` bounds.
-        is_inside: whether this rank waits. It stays true if a signal handler raises in a wait of the host.
+        is_inside: whether this rank waits; also after a signal handler has raised in a wait of the host.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class Waits:
             timeout_ns, call = self._record(call, plan or 0, fault, peer)
         else:
             ops = kernels.for_device(self.device)
-            # Only the last bits of a plan are in the call: they may be 0.
+            # Only the last bits of a plan are in the call, and may be 0.
             changes = plan is not None and "plan" in current.numbers
             generation = current.numbers["plan"] if changes else plan or 0
             current.launches_with(

@@ -10,7 +10,7 @@ from __future__ import annotations
 _TABLE = {
     "route": ("router_gemm choose_experts choose_experts_grad router_losses_grad", "router_gemm_grads router_losses",
               "bf16_parts router_dgrad router_wgrad router_loss router_loss_sums"),
-    "plan": ("count_slots send_counts lay_out assign_rows post_report rail_rows tell_header own_counts other_counts"
+    "plan": ("count_slots send_counts lay_out assign_rows post_report rail_rows publish_header own_counts other_counts"
              " plan_in_node place_replicas route_to_replicas", "", "assign_packed_rows"),
     "wait": ("barrier wait_for_signal count_exchange receive_fault_flags", "", ""),
     "push": ("push_rows place_rows push_slots send_signal take_rows", "", "hopper_push"),

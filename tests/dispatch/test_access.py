@@ -1,4 +1,4 @@
-"""Who may use a heap: one thread in a call at a time, and no process but the one that made it."""
+"""Access to a heap: one thread in a call at a time, and only the process that made the heap."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ Step = tuple[torch.Tensor, torch.Tensor]  # y and dx
 
 
 def train(layer: MoELayer, seed: int) -> list[Step | str]:
-    """Every step's results, or the name of its error."""
+    """The results of every step, or the name of its error."""
     generator = torch.Generator().manual_seed(seed)
     steps: list[Step | str] = []
     for step in range(NUM_STEPS):
@@ -48,8 +48,8 @@ def train(layer: MoELayer, seed: int) -> list[Step | str]:
 
 
 def in_threads(*functions: Callable[[], object]) -> list:
-    """Runs them at the same time; what they return. Threads are interrupted after some microseconds: what they do to
-    each other shows in few steps."""
+    """Runs the functions at the same time and returns their results. Threads are interrupted after some microseconds,
+    so that few steps show races."""
     start = threading.Barrier(len(functions))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -61,7 +61,7 @@ def in_threads(*functions: Callable[[], object]) -> list:
 
 
 def layers_on(*heaps: SymmetricHeap) -> list[MoELayer]:
-    """One for each heap, alike on all ranks and different from each other."""
+    """A layer for each heap, the same on all ranks and different between heaps."""
     layers = []
     for seed, heap in enumerate(heaps):
         torch.manual_seed(seed)
@@ -93,10 +93,10 @@ def test_two_threads_on_one_heap_have_no_wrong_results(heap: SymmetricHeap):
 
 def test_a_heap_per_thread_works():
     with (
-        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as one,
-        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as other,
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as first,
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as second,
     ):
-        layers = layers_on(one, other)
+        layers = layers_on(first, second)
         want = [train(layer, seed) for seed, layer in enumerate(layers)]
         got = in_threads(partial(train, layers[0], 0), partial(train, layers[1], 1))
         assert all(map(is_same, got[0] + got[1], want[0] + want[1]))
@@ -114,8 +114,10 @@ def test_threads_may_take_turns(heap: SymmetricHeap):
 
 
 @run_on(2)
-def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: Findings) -> None:
-    """Two threads on each rank: whatever comes, no result is wrong."""
+def test_two_threads_on_two_ranks_have_no_wrong_results(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """Two threads on each rank: calls may raise, but no result is wrong."""
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     [layer] = layers_on(heap)
     want = train(layer, 0)
@@ -128,7 +130,7 @@ def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: F
             findings.check(is_same(result, want[step]), f"step {step} is wrong")
     names = {step for steps in got for step in steps if isinstance(step, str)}
     findings.check(bool(names), "nothing was raised")
-    known = {
+    allowed = {
         "ConcurrentUse",
         "ConfigMismatch",
         "PeerTimeout",
@@ -136,7 +138,7 @@ def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: F
         "HeapPoisoned",
         "SymmoeError",
     }
-    findings.check(names <= known, f"{names} were raised")
+    findings.check(names <= allowed, f"{names} were raised")
     heap.abort("the test is over")
     heap.close()
     dist.barrier()
@@ -144,25 +146,25 @@ def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: F
         findings.check(round_trip(again), "a new heap does not work")
 
 
-def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
-    """None overlaps another, and none is lost: neither what a thread gives back, nor what the garbage collector drops,
-    which may run in any thread, in the middle of the arena's own work too."""
+def test_any_thread_may_make_and_end_leases(heap: SymmetricHeap):
+    """No lease overlaps another, and no memory is lost, whether a thread releases a lease or the garbage collector
+    drops it. The collector may run in any thread, also in the middle of the arena's work."""
     wrong: list[str] = []
 
     def churn(value: int) -> None:
-        kept = []
+        leases = []
         for turn in range(150):
             lease = heap.lease((64 + turn % 5,), torch.int64, name=f"of {value}")
             lease.tensor.fill_(value)
             if not heap.owns(lease.tensor) or heap._offset_of(lease.tensor) != lease.offset:
                 wrong.append("a lease is not found")
-            kept = [*kept[-15:], lease]
-            if not all(bool((each.tensor == value).all()) for each in kept):
+            leases = [*leases[-15:], lease]
+            if not all(bool((live.tensor == value).all()) for live in leases):
                 wrong.append("a lease is written to by another thread")
             if turn % 3 == 0:
-                kept.pop().release()
+                leases.pop().release()
             elif turn % 3 == 1:
-                holder = {"lease": kept.pop()}
+                holder = {"lease": leases.pop()}
                 holder["self"] = holder  # only the collector can free it
 
     def collect() -> None:
@@ -176,7 +178,7 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
 
 
 def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
-    """A second thread that looks while the first is in a call does not take its error away."""
+    """A second thread that calls check while the first is in a call does not raise the first thread's error."""
     ids, names = torch.zeros(8, 1, dtype=torch.int64), []
 
     def look() -> None:
@@ -191,7 +193,7 @@ def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
     assert set(names) == {"CapacityError"}
 
 
-def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
+def test_another_thread_may_abort_a_heap_in_a_call_but_not_close_it():
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     inside = threading.Event()
     over = threading.Event()
@@ -227,7 +229,7 @@ def outcome_of(step: Callable[[], object]) -> object:
 
 
 def in_a_fork(step: Callable[[], object]) -> object:
-    """What `step` returns in a child process, which ends without cleaning up, as a DataLoader's worker does."""
+    """The result of `step` in a child process, which ends without a cleanup, as a DataLoader's worker does."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -254,10 +256,10 @@ WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
 
 
 @run_on(1, pytest.param(2, marks=pytest.mark.slow))
-def test_a_forked_process_does_nothing_to_the_heap(
+def test_a_forked_process_does_not_change_the_heap(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
-    """One rank forks between forward and backward; the child leaves the heap in every way. Nobody notices."""
+    """One rank forks between forward and backward; the child leaves the heap in every way, without effect."""
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
         [layer] = layers_on(heap)
         holder = [heap]
@@ -268,8 +270,8 @@ def test_a_forked_process_does_nothing_to_the_heap(
         y, _ = layer(x)
         y.square().sum().backward()
         gradient = x.grad
-        for how, leave in WAYS.items():
-            findings.where = f"{how} in a child of rank {rank}"
+        for name, leave in WAYS.items():
+            findings.where = f"{name} in a child of rank {rank}"
             x.grad = None
             y, _ = layer(x)
             lease = heap.lease((100,), torch.int64, name="of the parent")
@@ -285,7 +287,7 @@ def test_a_forked_process_does_nothing_to_the_heap(
         findings.check(all(map(is_same, train(layer, rank), want)), "later steps are wrong")
 
 
-def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
+def test_calls_of_a_forked_process_name_the_owner_of_the_heap(heap: SymmetricHeap):
     [layer] = layers_on(heap)
     x = torch.ones(3, CONFIG["hidden"], requires_grad=True)
     loss = layer(x)[0].sum()
@@ -299,16 +301,16 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
             lambda: heap.barrier(0),
             lambda: round_trip(heap),
         )
-        found = [outcome(use) for use in (*uses, lambda: layer(x), loss.backward)]
+        outcomes = [outcome(use) for use in (*uses, lambda: layer(x), loss.backward)]
         lease.release()  # giving back does no harm
-        return [*found, ("", repr(heap.owns(x)))]
+        return [*outcomes, ("", repr(heap.owns(x)))]
 
-    *found, last = in_a_fork(use)
+    *errors, last = in_a_fork(use)
     if (
-        found[-1][0] == "RuntimeError"
+        errors[-1][0] == "RuntimeError"
     ):  # torch has started threads for an earlier test, and refuses any backward pass
-        assert "fork-based multiprocessing" in found.pop()[1]
-    for name, text in found:
+        assert "fork-based multiprocessing" in errors.pop()[1]
+    for name, text in errors:
         assert name == HeapClosed.__name__
         assert f"is that of process {parent}, of which this process (" in text
     assert (last, heap._offset_of(lease.tensor)) == (("", "False"), lease.offset)

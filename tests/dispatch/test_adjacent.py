@@ -1,4 +1,4 @@
-"""Discrete weights and gradients that lie like a packed tensor are handed to the kernels as one; others as a table."""
+"""Kernels get discrete weights and gradients that lie like a packed tensor as one tensor, and others as a table."""
 
 import copy
 import io
@@ -21,60 +21,60 @@ G = cases.TINY.num_groups
 
 
 def kinds(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, list[str]]:
-    """How the kernels of these names will be given matrices: "packed" or "table", by name."""
-    seen: dict[str, list[str]] = {name: [] for name in names}
+    """The forms of matrices in later calls of these kernels: "packed" or "table", by name."""
+    calls: dict[str, list[str]] = {name: [] for name in names}
 
     def recording(
         name: str, kernel: Callable[..., object], *args: object, **kwargs: object
     ) -> object:
         matrices = args[3 if name == "grouped_gemm_wgrad" else 1]
-        seen[name].append("table" if isinstance(matrices, TensorTable) else "packed")
+        calls[name].append("table" if isinstance(matrices, TensorTable) else "packed")
         assert isinstance(matrices, TensorTable) or matrices.is_contiguous()
         return kernel(*args, **kwargs)
 
     for name in names:
         monkeypatch.setattr(twin, name, partial(recording, name, getattr(twin, name)))
-    return seen
+    return calls
 
 
 def scatter(layer: GroupedLinear) -> None:
-    """Every weight into memory of its own."""
+    """Moves every weight into separate memory."""
     for weight in layer.weight_parameters():
         weight.data = weight.data.clone()
 
 
 def descend(layer: GroupedLinear) -> None:
-    """Side by side, but the last one first: as Megatron's buffers hold parameters that were registered in order."""
+    """Moves weights side by side, but the last one first, like parameters in Megatron's buffers."""
     weights = layer.weight_parameters()
-    whole = torch.stack([weight.data for weight in reversed(weights)])
-    for weight, part in zip(reversed(weights), whole, strict=True):
+    packed = torch.stack([weight.data for weight in reversed(weights)])
+    for weight, part in zip(reversed(weights), packed, strict=True):
         weight.data = part
 
 
 def leave_gaps(layer: GroupedLinear) -> None:
-    """At equal distances, but not one after the other."""
+    """Moves weights to equal distances, with gaps."""
     weights = layer.weight_parameters()
-    whole = torch.stack(
+    packed = torch.stack(
         [part for weight in weights for part in (weight.data, torch.full_like(weight, 7.0))]
     )
-    for weight, part in zip(weights, whole[::2], strict=True):
+    for weight, part in zip(weights, packed[::2], strict=True):
         weight.data = part
 
 
 def move_one(layer: GroupedLinear) -> None:
-    """All in place but one in the middle."""
+    """Moves one weight in the middle."""
     layer.weight2.data = layer.weight2.data.clone()
 
 
 def join_others(layer: GroupedLinear) -> None:
-    """Into the middle of a larger storage, as trainers' buffers are."""
+    """Moves weights into the middle of a larger storage, like a trainer's buffer."""
     weights = layer.weight_parameters()
-    whole = torch.cat(
+    memory = torch.cat(
         [torch.zeros(64), *(weight.data.flatten() for weight in weights), torch.zeros(64)]
     )
     size = weights[0].numel()
     for g, weight in enumerate(weights):
-        weight.data = whole[64 + g * size : 64 + (g + 1) * size].view(weight.shape)
+        weight.data = memory[64 + g * size : 64 + (g + 1) * size].view(weight.shape)
 
 
 MOVES = {
@@ -91,25 +91,25 @@ MOVES = {
 @pytest.mark.parametrize(
     ("kind", "move"), [(kind, move) for kind, moves in MOVES.items() for move in moves]
 )
-def test_linear_is_given_what_the_weights_are(monkeypatch, kind, move, main_grad):
-    """And the bits are those of a packed weight either way."""
+def test_linear_passes_adjacent_weights_as_packed(monkeypatch, kind, move, main_grad):
+    """Packed or as a table, the bits are those of a packed weight."""
     case = cases.Case(main_grad=main_grad, buffers=())
     inputs = cases.linear_inputs(case)
     want = cases.run_linear(case, inputs)
     layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     move(layer)
-    seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
+    calls = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
     got = cases.run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
-    assert seen == {"grouped_gemm": [kind], "grouped_gemm_dgrad": [kind]}
+    assert calls == {"grouped_gemm": [kind], "grouped_gemm_dgrad": [kind]}
     cases.assert_same_results(got, want, cases.TINY)
     cases.assert_near_oracle(got, cases.linear_oracle(inputs, case), case, cases.TINY)
 
 
-def test_weights_that_move_between_forward_and_backward(monkeypatch):
+def test_weights_may_move_between_forward_and_backward(monkeypatch):
     case = cases.Case(buffers=())
     inputs = cases.linear_inputs(case)
     layer = cases.make_linear(case, inputs.w1, inputs.b1, weights="discrete")
-    seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
+    calls = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
     x = inputs.x.clone().requires_grad_()
     y = layer(x, inputs.splits)
     scatter(layer)
@@ -117,56 +117,56 @@ def test_weights_that_move_between_forward_and_backward(monkeypatch):
     first, x.grad = x.grad, None
     layer(x, inputs.splits).backward(inputs.d_y)
     cases.assert_same_bits(x.grad[: cases.TINY.num_used], first[: cases.TINY.num_used])
-    assert (seen["grouped_gemm"], seen["grouped_gemm_dgrad"][1]) == (["packed", "table"], "table")
+    assert (calls["grouped_gemm"], calls["grouped_gemm_dgrad"][1]) == (["packed", "table"], "table")
 
 
 @pytest.mark.parametrize("moved", [(), ("fc1",), ("fc2",), ("fc1", "fc2")], ids=str)
-def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
+def test_layers_of_an_mlp_are_packed_separately(monkeypatch, moved):
     case = cases.Case(buffers=())
     inputs = cases.make_inputs(case)
     call, layers = cases.make_way("mlp", case, inputs, weights="discrete")
     for name in moved:
         scatter(layers[name])
-    seen = kinds(
+    calls = kinds(
         monkeypatch, "grouped_gemm_act", "grouped_gemm", "grouped_gemm_dact", "grouped_gemm_dgrad"
     )
     ran = cases.run(lambda x, scale: call(x, scale, inputs.splits), layers, inputs, case)
-    of = {name: ["table" if name in moved else "packed"] for name in layers}
-    assert [*seen.values()] == [of["fc1"], of["fc2"], of["fc2"], of["fc1"]]
+    expected = {name: ["table" if name in moved else "packed"] for name in layers}
+    assert [*calls.values()] == [expected["fc1"], expected["fc2"], expected["fc2"], expected["fc1"]]
     cases.assert_near_oracle(ran, cases.mlp_oracle(inputs, case), case, cases.TINY)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("where", ["fresh", "side by side", "anywhere", "descending"])
-def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
+def test_adjacent_gradients_are_written_as_packed(monkeypatch, where, delayed):
     case = cases.Case(main_grad=where != "fresh", delayed=delayed, buffers=())
     inputs = cases.linear_inputs(case)
     packed, layer = (
         cases.make_linear(case, inputs.w1, inputs.b1, weights=form)
         for form in ("packed", "discrete")
     )
-    whole = torch.full((G, *layer.weight0.shape), 0.5)
+    gradients = torch.full((G, *layer.weight0.shape), 0.5)
     if where in ("side by side", "descending"):
         order = layer.weight_parameters()
         for weight, part in zip(
-            order if where == "side by side" else reversed(order), whole, strict=True
+            order if where == "side by side" else reversed(order), gradients, strict=True
         ):
             weight.main_grad = part
     elif where == "anywhere":
         layer.weight2.main_grad = torch.full_like(layer.weight2, 0.5)
-    seen = kinds(monkeypatch, "grouped_gemm_wgrad")
+    calls = kinds(monkeypatch, "grouped_gemm_wgrad")
     want, got = (
         cases.run(
-            lambda x, _, each=each: each(x, inputs.splits),
-            {"fc": each},
+            lambda x, _, module=module: module(x, inputs.splits),
+            {"fc": module},
             inputs,
             case,
-            finish=each.backward_dw,
+            finish=module.backward_dw,
         )
-        for each in (packed, layer)
+        for module in (packed, layer)
     )
-    assert seen["grouped_gemm_wgrad"] == [
+    assert calls["grouped_gemm_wgrad"] == [
         "packed",
         "packed" if where in ("fresh", "side by side") else "table",
     ]
@@ -175,7 +175,7 @@ def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
         assert packed_view([weight.grad for weight in layer.weight_parameters()]) is not None
 
 
-# -- where weights come to lie ----------------------------------------------------------------------------------------
+# -- moves of weights -------------------------------------------------------------------------------------------------
 def saved(layer: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(layer, file)
@@ -184,27 +184,31 @@ def saved(layer: nn.Module) -> nn.Module:
 
 
 def loaded(layer: nn.Module) -> nn.Module:
-    other = GroupedLinear(G, 8, 16, weights="discrete")
-    other.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()})
-    return other
+    layer_to_load = GroupedLinear(G, 8, 16, weights="discrete")
+    layer_to_load.load_state_dict(
+        {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    )
+    return layer_to_load
 
 
 def assigned(layer: nn.Module) -> nn.Module:
-    other = GroupedLinear(G, 8, 16, weights="discrete", device="meta")
-    other.load_state_dict(
+    layer_to_load = GroupedLinear(G, 8, 16, weights="discrete", device="meta")
+    layer_to_load.load_state_dict(
         {name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True
     )
-    return other
+    return layer_to_load
 
 
 def from_meta(layer: nn.Module) -> nn.Module:
-    other = GroupedLinear(G, 8, 16, weights="discrete", device="meta").to_empty(device="cpu")
-    other.load_state_dict(layer.state_dict())
-    return other
+    layer_to_load = GroupedLinear(G, 8, 16, weights="discrete", device="meta").to_empty(
+        device="cpu"
+    )
+    layer_to_load.load_state_dict(layer.state_dict())
+    return layer_to_load
 
 
 @pytest.mark.parametrize(
-    ("way", "stays"),
+    ("move", "stays"),
     [
         (lambda layer: layer, True),
         (lambda layer: layer.to("cpu"), True),
@@ -232,7 +236,7 @@ def from_meta(layer: nn.Module) -> nn.Module:
         "assigned",
     ],
 )
-def test_ways_that_weights_take(way, stays):
+def test_results_do_not_depend_on_moves_of_weights(move, stays):
     torch.manual_seed(0)
     layer = GroupedLinear(G, 8, 16, weights="discrete")
     with torch.no_grad():
@@ -241,13 +245,13 @@ def test_ways_that_weights_take(way, stays):
     layer.bias.data.zero_()
     x = torch.randn(12, 8)
     want = layer(x, [3, 0, 2, 7])
-    after = way(layer)
+    after = move(layer)
     cases.assert_same_bits(after(x, [3, 0, 2, 7]), want)
     if stays is not None:
         assert (packed_view(after.weight_parameters()) is not None) == stays
 
 
-def test_what_does_not_move_stays_in_a_trainers_buffer():
+def test_unmoved_weights_stay_in_a_trainers_buffer():
     """A `.to()` that changes nothing must not take parameters out of the buffer that an optimizer writes to."""
     layer = GroupedLinear(G, 8, 16, weights="discrete")
     descend(layer)
@@ -264,29 +268,31 @@ def test_optimizers_keep_their_parameters():
     layer = GroupedLinear(G, 8, 16, weights="discrete")
     before = layer.weight_parameters()
     layer.to(torch.float64)
-    assert all(old is new for old, new in zip(before, layer.weight_parameters(), strict=True))
+    assert all(
+        earlier is later for earlier, later in zip(before, layer.weight_parameters(), strict=True)
+    )
     assert all(weight.is_leaf and weight.requires_grad for weight in before)
 
 
 # -- packed_view ------------------------------------------------------------------------------------------------------
 def test_packed_view_is_the_same_memory_without_history():
-    whole = torch.randn(3, 4, 8)
-    matrices = [nn.Parameter(part) for part in whole]
+    packed = torch.randn(3, 4, 8)
+    matrices = [nn.Parameter(part) for part in packed]
     view = packed_view(matrices)
     assert (view.data_ptr(), tuple(view.shape), view.stride()) == (
-        whole.data_ptr(),
+        packed.data_ptr(),
         (3, 4, 8),
         (32, 8, 1),
     )
-    assert torch.equal(view, whole)
+    assert torch.equal(view, packed)
     assert not view.requires_grad
     assert view.grad_fn is None
-    assert torch.equal(packed_view(matrices[1:]), whole[1:])
-    assert torch.equal(packed_view(matrices[2:]), whole[2:])
+    assert torch.equal(packed_view(matrices[1:]), packed[1:])
+    assert torch.equal(packed_view(matrices[2:]), packed[2:])
 
 
 def test_neighbours_in_different_storages_are_not_packed():
-    """Nothing would keep the second alive as long as a view over the first one's storage."""
+    """A view over the first storage would not keep the second one alive."""
     memory = bytearray(2 * 4 * 8 * 4 + 64)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16
     parts = [
@@ -296,30 +302,30 @@ def test_neighbours_in_different_storages_are_not_packed():
     matrices = [part.view(4, 8) for part in parts]
     assert matrices[1].data_ptr() == matrices[0].data_ptr() + matrices[0].nbytes
     assert packed_view(matrices) is None
-    whole = torch.frombuffer(memory, dtype=torch.float32, count=64, offset=offset).view(2, 4, 8)
-    assert packed_view(list(whole)) is not None
+    both = torch.frombuffer(memory, dtype=torch.float32, count=64, offset=offset).view(2, 4, 8)
+    assert packed_view(list(both)) is not None
 
 
 @pytest.mark.parametrize(
     "matrices",
     [
-        lambda whole: [whole[1], whole[0]],
-        lambda whole: [whole[0], whole[2]],
-        lambda whole: [whole[0], whole[0]],
-        lambda whole: [whole[0], whole[1], whole[1]],
-        lambda whole: [whole[0].t(), whole[1].t()],
-        lambda whole: [part[:, :4] for part in whole],
-        lambda whole: list(whole.flatten()[1:65].view(2, 4, 8)),
-        lambda whole: [whole[0], torch.empty(4, 8, device="meta")],
+        lambda tensor: [tensor[1], tensor[0]],
+        lambda tensor: [tensor[0], tensor[2]],
+        lambda tensor: [tensor[0], tensor[0]],
+        lambda tensor: [tensor[0], tensor[1], tensor[1]],
+        lambda tensor: [tensor[0].t(), tensor[1].t()],
+        lambda tensor: [part[:, :4] for part in tensor],
+        lambda tensor: list(tensor.flatten()[1:65].view(2, 4, 8)),
+        lambda tensor: [tensor[0], torch.empty(4, 8, device="meta")],
     ],
     ids=["descending", "gap", "same", "repeated", "transposed", "columns", "misaligned", "meta"],
 )
-def test_what_is_not_packed(matrices):
+def test_other_views_are_not_packed(matrices):
     assert packed_view(matrices(torch.zeros(3, 4, 8))) is None
 
 
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_misaligned_weights(weights: str):
+def test_misaligned_weights_are_refused(weights: str):
     layer = GroupedLinear(G, 8, 16, weights=weights)
     for parameter in layer.parameters():
         memory = torch.zeros(parameter.numel() + 4)

@@ -9,15 +9,15 @@ from symmoe.moe.router import drop_over_capacity
 EXPERTS, TOP_K = 4, 2
 
 
-def kept_slots(ids: list[int], probs: list[float], capacity: int, policy: str) -> set[int]:
-    """The slots that stay; of equal probs those of the first tokens."""
-    kept: set[int] = set()
+def remaining_slots(ids: list[int], probs: list[float], capacity: int, policy: str) -> set[int]:
+    """The slots that are not dropped; of equal probs the slots of the first tokens."""
+    slots_kept: set[int] = set()
     for expert in range(EXPERTS):
         slots = [slot for slot, chosen in enumerate(ids) if chosen == expert]
         if policy == "probs":
             slots.sort(key=lambda slot: -probs[slot])  # stable
-        kept |= set(slots[:capacity])
-    return kept
+        slots_kept |= set(slots[:capacity])
+    return slots_kept
 
 
 SLOTS = st.tuples(st.integers(-1, EXPERTS - 1), st.sampled_from([0.125, 0.25, 0.5]))
@@ -25,7 +25,7 @@ SLOTS = st.tuples(st.integers(-1, EXPERTS - 1), st.sampled_from([0.125, 0.25, 0.
 
 @given(st.lists(st.tuples(SLOTS, SLOTS), max_size=20), st.integers(0, 12), st.data())
 def test_drop_equals_a_loop(tokens, capacity: int, data: st.DataObject):
-    """Of no tokens too, and of probs that are equal."""
+    """Also without tokens, and with equal probs."""
     policy = data.draw(st.sampled_from(["probs", "position"]))
     slots = [slot for token in tokens for slot in token]
     ids = [chosen for chosen, _ in slots]
@@ -38,14 +38,16 @@ def test_drop_equals_a_loop(tokens, capacity: int, data: st.DataObject):
         capacity=capacity,
         policy=policy,
     )
-    kept = kept_slots(ids, probs, capacity, policy)
+    remaining = remaining_slots(ids, probs, capacity, policy)
     found_probs.sum().backward()
     empty = {slot for slot, chosen in enumerate(ids) if chosen < 0}
     every = range(len(slots))
-    assert found_ids.flatten().tolist() == [ids[slot] if slot in kept else -1 for slot in every]
-    assert found_probs.flatten().tolist() == [
-        probs[slot] if slot in kept | empty else 0.0 for slot in every
+    assert found_ids.flatten().tolist() == [
+        ids[slot] if slot in remaining else -1 for slot in every
     ]
-    assert leaf.grad.flatten().tolist() == [float(slot in kept | empty) for slot in every]
-    assert dropped.tolist() == [len(slots) - len(empty) - len(kept)]
+    assert found_probs.flatten().tolist() == [
+        probs[slot] if slot in remaining | empty else 0.0 for slot in every
+    ]
+    assert leaf.grad.flatten().tolist() == [float(slot in remaining | empty) for slot in every]
+    assert dropped.tolist() == [len(slots) - len(empty) - len(remaining)]
     assert dropped.dtype == found_ids.dtype == torch.int32

@@ -1,5 +1,5 @@
 """NaN and Inf in a token reach its own output and gradients and the weight gradients of its experts, and nothing else.
-The same step is run with the tokens' rows replaced by zeros; whatever is not theirs has to have the same bits."""
+The same step is run with the tokens' rows replaced by zeros; all other results have the same bits."""
 
 from itertools import product
 
@@ -22,12 +22,12 @@ WAYS = [*product(("packed", "expert-major"), ("serial", "always-overlapped"), ("
 
 
 def bad_tokens(rank: int) -> list[int]:
-    """Few, at the edges of blocks too; none on rank 1."""
+    """A few tokens, also at the edges of blocks; none on rank 1."""
     return [] if rank == 1 else [0, 7, T - 1]
 
 
 def routing(rank: int, num_experts: int) -> torch.Tensor:
-    """[T, K]: tokens that are to be bad go to even experts only, so that odd ones see none."""
+    """[T, K]: bad tokens go to even experts only, so that odd experts get none."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)])
     for token in bad_tokens(rank):
@@ -65,15 +65,15 @@ def run(
         rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs)
         y = combine_tokens(experts(rows, plan.splits, row_probs), handle, order=order)
     else:
-        way = {"order": order, "layout": layout, "schedule": schedule}
-        y = expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire, **way)
+        options = {"order": order, "layout": layout, "schedule": schedule}
+        y = expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire, **options)
     y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
-    return found | {"dW1": experts.fc1.weight.grad, "dW2": experts.fc2.weight.grad}
+    results = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
+    return results | {"dW1": experts.fc1.weight.grad, "dW2": experts.fc2.weight.grad}
 
 
 def check_isolation(
-    rank: int, num_ranks: int, findings: Findings, what: str, dtype: torch.dtype
+    rank: int, num_ranks: int, findings: Findings, text: str, dtype: torch.dtype
 ) -> None:
     with open_heap("cpu") as heap:
         for layout, schedule, order in [
@@ -82,17 +82,17 @@ def check_isolation(
             (None, "in parts", "slot"),
         ]:
             findings.where = (
-                f"{what} {dtype}, {layout}, {schedule}, {order}, rank {rank} of {num_ranks}"
+                f"{text} {dtype}, {layout}, {schedule}, {order}, rank {rank} of {num_ranks}"
             )
             clean = run(heap, 0.0, layout, schedule, order, dtype)
-            dirty = run(heap, BAD[what], layout, schedule, order, dtype)
-            compare(findings, rank, what, clean, dirty, same=("y", "dx", "dprobs"))
+            dirty = run(heap, BAD[text], layout, schedule, order, dtype)
+            compare(findings, rank, text, clean, dirty, same=("y", "dx", "dprobs"))
 
 
 def compare(
-    findings: Findings, rank: int, what: str, clean: dict, dirty: dict, *, same: tuple[str, ...]
+    findings: Findings, rank: int, text: str, clean: dict, dirty: dict, *, same: tuple[str, ...]
 ) -> None:
-    """same: of which results other tokens have the same bits. The rest is finite."""
+    """same: the results of which other tokens have the same bits. All other results are finite."""
     bad = torch.zeros(T, dtype=torch.bool)
     bad[bad_tokens(rank)] = True
     for name in ("y", "dx", "dprobs"):
@@ -105,7 +105,7 @@ def compare(
                 torch.equal(clean[name][~bad], dirty[name][~bad]), f"{name} of other tokens differs"
             )
     findings.check(bool((~dirty["y"][bad].isfinite()).any(1).all()), "y of a bad token is finite")
-    if what == "NaN":
+    if text == "NaN":
         findings.check(bool(dirty["y"][bad].isnan().all()), "y of a NaN token is not NaN")
     first = rank * len(clean["dW1"])
     for name in ("dW1", "dW2"):
@@ -120,42 +120,42 @@ def compare(
                 )
 
 
-def check_recipe(rank, num_ranks, findings, heap, what: str, recipe: Recipe, wire: str) -> None:
-    """Stochastic rounding draws its seeds from all gradients of an expert: there, dx has other bits."""
+def check_recipe(rank, num_ranks, findings, heap, text: str, recipe: Recipe, wire: str) -> None:
+    """With stochastic rounding, whose seeds depend on all gradients of an expert, dx has other bits."""
     same = ("y", "dprobs") if recipe.stochastic_gradients else ("y", "dx", "dprobs")
     for layout in ("packed", "expert-major"):
-        findings.where = f"{what}, {recipe}, {wire}, {layout}, rank {rank} of {num_ranks}"
+        findings.where = f"{text}, {recipe}, {wire}, {layout}, rank {rank} of {num_ranks}"
         options = layout, "always-overlapped", "slot", torch.bfloat16, recipe, wire
         compare(
             findings,
             rank,
-            what,
+            text,
             run(heap, 0.0, *options),
-            run(heap, BAD[what], *options),
+            run(heap, BAD[text], *options),
             same=same,
         )
 
 
 @pytest.mark.parametrize(
-    ("what", "dtype"),
+    ("text", "dtype"),
     [("NaN", torch.float32), ("Inf", torch.bfloat16), ("-Inf", torch.float32)],
     ids=str,
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_bad_tokens_stay_alone(cluster, num_ranks: int, what: str, dtype: torch.dtype):
-    assert cluster(num_ranks).findings(check_isolation, what, dtype) == []
+def test_bad_tokens_change_no_other_token(cluster, num_ranks: int, text: str, dtype: torch.dtype):
+    assert cluster(num_ranks).findings(check_isolation, text, dtype) == []
 
 
-@pytest.mark.parametrize("what", ["NaN", "Inf"])
+@pytest.mark.parametrize("text", ["NaN", "Inf"])
 @pytest.mark.parametrize("recipe", [*RECIPES, NVFP4(stochastic_gradients=False)], ids=str)
-def test_bad_tokens_stay_alone_in_low_precision(cluster, recipe: Recipe, what: str):
+def test_bad_tokens_change_no_other_token_in_low_precision(cluster, recipe: Recipe, text: str):
     """Also where a token shares blocks of columns, and a group's scale, with others."""
     for wire in ("none", "both") if recipe.row_format.element == "e4m3" else ("none",):
-        assert cluster(2).findings(check_recipe, what, recipe, wire) == []
+        assert cluster(2).findings(check_recipe, text, recipe, wire) == []
 
 
-def test_the_check_notices(heap: SymmetricHeap):
-    """A step in which a token reaches its neighbour is found out."""
+def test_the_check_notices_a_token_that_changes_its_neighbour(heap: SymmetricHeap):
+    """Negative control: in this step a token changes its neighbour."""
     clean, dirty = (
         run(heap, value, "packed", "serial", "rank", torch.float32) for value in (0.0, BAD["NaN"])
     )

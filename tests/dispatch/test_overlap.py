@@ -1,4 +1,4 @@
-"""How rows are cut into parts by arrival, and how SMs are divided."""
+"""Parts of rows by arrival, and the division of SMs."""
 
 import math
 from dataclasses import replace
@@ -59,7 +59,7 @@ def check_parts(
             assert all(row_to_source[row - first] in arrived for row in rows)
             assert begin >= stop or (begin - first) % PART_ROWS == 0
             computed |= rows
-            # No tile whose rows have all arrived is left for later (unless it is a rank without rows that comes later).
+            # No part leaves out a tile whose rows have all arrived (except parts of ranks without rows).
             for tile in range(first, end, PART_ROWS) if all(counts) else ():
                 rows = set(range(tile, min(tile + PART_ROWS, end)))
                 if all(row_to_source[row - first] in arrived for row in rows):
@@ -78,8 +78,8 @@ def check_parts(
 def draw_rows(data: st.DataObject, num_ranks: int) -> list[list[int]]:
     """Rows of some experts by source."""
     of_expert = st.lists(st.integers(0, 300), min_size=num_ranks, max_size=num_ranks)
-    found: list[list[int]] = data.draw(st.lists(of_expert, min_size=1, max_size=3))
-    return found
+    rows: list[list[int]] = data.draw(st.lists(of_expert, min_size=1, max_size=3))
+    return rows
 
 
 @settings(max_examples=50)
@@ -98,22 +98,22 @@ def zeros(places):
     return torch.zeros(places[0], dtype=torch.int32), places[1]
 
 
-def found_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InNodeIntegers:
-    """What plan_in_node says of a plan without tokens."""
+def integers_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InNodeIntegers:
+    """The integers of plan_in_node for a plan without tokens."""
     num_nodes = topology.num_nodes
     num_ranks = len(source_to_rows)
     num_local = source_to_rows.shape[2]
     plan = PlanIntegers(*zeros(plan_layout(0, 1, num_ranks * num_local, num_ranks)))
     plan.source_to_rows.copy_(source_to_rows)
     plan.source_to_packed_start.copy_(source_to_packed_start)
-    found = InNodeIntegers(
+    integers = InNodeIntegers(
         *zeros(in_node_layout(0, 1, num_local, (num_nodes, len(topology.ranks)), 0, 0))
     )
     rail_rows, numbers = (
         torch.zeros(shape, dtype=torch.int32) for shape in ((0, num_nodes), num_nodes + 2)
     )
-    twin.plan_in_node(plan, rail_rows, numbers, maps, found)
-    return found
+    twin.plan_in_node(plan, rail_rows, numbers, maps, integers)
+    return integers
 
 
 @settings(max_examples=50)
@@ -133,21 +133,23 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     heap = SimpleNamespace(topology=topology, num_ranks=num_ranks, nodes=SimpleNamespace(maps=maps))
     rows = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
     split_rows(starts_of(experts), rows, rank, topology.ranks)
-    found = found_in_node(topology, maps, rows, packed_start)
+    integers = integers_in_node(topology, maps, rows, packed_start)
     ranks, arrivals = topology.ranks, nodes.arrivals_in_node(heap)
     assert arrivals[: len(ranks)] == [
         ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))
     ]
-    others = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
-    ends = [(source, others[source]) for source in arrivals[len(ranks) :]]
-    assert [end for end in others.values() if end] == [end for _, end in ends]
+    ranks_of_ends = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
+    ends = [(source, ranks_of_ends[source]) for source in arrivals[len(ranks) :]]
+    assert [end for end in ranks_of_ends.values() if end] == [end for _, end in ends]
     check_parts(experts, rows, [*((source, {source}) for source in arrivals[: len(ranks)]), *ends])
     # With all ranks of the node as one part, and the packed rows of each.
-    check_parts(experts, torch.cat([rows, found.own_rows[None]]), [(num_ranks, set(ranks)), *ends])
+    check_parts(
+        experts, torch.cat([rows, integers.own_rows[None]]), [(num_ranks, set(ranks)), *ends]
+    )
     for source in arrivals:
-        sources = sorted(others[source] if source not in ranks else {source})
-        wanted = packed_start[sources[0]], packed_start[sources[-1] + 1]
-        assert tuple(found.source_to_packed_start[source : source + 2]) == wanted
+        sources = sorted(ranks_of_ends[source] if source not in ranks else {source})
+        expected = packed_start[sources[0]], packed_start[sources[-1] + 1]
+        assert tuple(integers.source_to_packed_start[source : source + 2]) == expected
 
 
 RATES = overlap.Rates(
@@ -166,17 +168,17 @@ LAYERS = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8), (4096, 
 
 def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> overlap.Sizes:
     hidden, ffn, num_experts, top_k = layer
-    given = {
+    arguments = {
         "num_rows": 8192 * top_k,
         "hidden": hidden,
         "ffn": ffn,
         "top_k": top_k,
         "num_experts": num_experts,
     }
-    return overlap.Sizes(**{**given, "num_ranks": num_ranks, "item_bytes": 2, **changes})
+    return overlap.Sizes(**{**arguments, "num_ranks": num_ranks, "item_bytes": 2, **changes})
 
 
-def test_layout_by_width():
+def test_the_layout_depends_on_the_width():
     assert (
         overlap.received_layout("auto", 768, None)
         == overlap.received_layout("auto", 14336, None)
@@ -191,11 +193,11 @@ def test_layout_by_width():
 
 Times = dict[
     str, tuple[float, list[float]]
-]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs
+]  # of each trip, with the work that may run beside it: apart, and with 1, 2, ... SMs
 
 
 def chance(num_experts: int, num_parts: int, top_k: int) -> float:
-    """That a token has an expert in a given part."""
+    """The probability that a token has an expert in a given part."""
     missed = (
         Fraction(num_experts - num_experts // num_parts - i, num_experts - i) for i in range(top_k)
     )
@@ -207,7 +209,7 @@ def gemm_s(flops: float, n: int, per_s: float) -> float:
 
 
 def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
-    """By plain arithmetic from the documented formulas: nothing of `sizes` is used but what it was made of."""
+    """Times by plain arithmetic from the documented formulas, from the arguments of `sizes` only."""
     counts, ranks, row_bytes = range(1, 67), sizes.num_ranks, sizes.hidden * sizes.item_bytes
     num_pushed = (
         (ranks - 1) * sizes.num_rows / sizes.top_k * chance(sizes.num_experts, ranks, sizes.top_k)
@@ -215,7 +217,7 @@ def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     num_foreign = sizes.num_rows * (ranks - 1) / ranks
     fc2_flops = 2 * sizes.num_rows * sizes.hidden * sizes.ffn
     fc1_flops = 2 * fc2_flops  # gate and up
-    found = {}
+    results = {}
 
     def link(num_bytes: float, n: int) -> float:
         return num_bytes / min(n * rates.program_push_bytes, rates.link_bytes)
@@ -229,11 +231,11 @@ def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
             (num_foreign - num_pushed) * (sent_bytes or row_bytes) if sizes.is_expert_major else 0.0
         )
         copies = {n: copied / rates.program_copy_bytes / n for n in counts}
-        whole = gemm_s(flops, 0, rates.flops)
-        others = whole / ranks + (ranks - 1) * rates.part_s
+        gemm_time_s = gemm_s(flops, 0, rates.flops)
+        further_parts_s = gemm_time_s / ranks + (ranks - 1) * rates.part_s
         gemms = {n: gemm_s(flops, n, rates.flops) * (1 - 1 / ranks) for n in counts}
-        times = [max(gemms[n], link(pushed, n) + copies[n]) + others for n in counts]
-        found[name] = pushed / rates.link_bytes + copied / rates.memory_bytes + whole, times
+        times = [max(gemms[n], link(pushed, n) + copies[n]) + further_parts_s for n in counts]
+        results[name] = pushed / rates.link_bytes + copied / rates.memory_bytes + gemm_time_s, times
     pushed, summed = num_pushed * row_bytes, num_foreign * row_bytes
     at_home = sizes.num_rows / ranks * row_bytes + pushed
     sending = {n: max(link(pushed, n), summed / rates.program_sum_bytes / n) for n in counts}
@@ -242,15 +244,15 @@ def brute_force(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
     )
     # R parts: sums of the first R - 1 travel under the last R - 1; nothing runs with the first, nor with sums at home.
     part, later = fc2_flops / ranks, (ranks - 1) * fc2_flops / ranks
-    others = (
+    further_parts_s = (
         gemm_s(part, 0, rates.flops) + at_home / rates.memory_bytes + (ranks - 1) * rates.launch_s
     )
-    times = [max(gemm_s(later, n, rates.flops), sending[n]) + others for n in counts]
-    found["combine"] = serial + gemm_s(fc2_flops, 0, rates.flops), times
+    times = [max(gemm_s(later, n, rates.flops), sending[n]) + further_parts_s for n in counts]
+    results["combine"] = serial + gemm_s(fc2_flops, 0, rates.flops), times
     weights = {n: gemm_s(fc1_flops, n, rates.wgrad_flops) for n in (0, *counts)}
     times = [max(weights[n], sending[n] + at_home / rates.program_sum_bytes / n) for n in counts]
-    found["gradient_combine"] = serial + weights[0], times
-    return found
+    results["gradient_combine"] = serial + weights[0], times
+    return results
 
 
 def rail_sms(sizes: overlap.Sizes, rates: overlap.Rates) -> tuple[float, int]:
@@ -260,9 +262,9 @@ def rail_sms(sizes: overlap.Sizes, rates: overlap.Rates) -> tuple[float, int]:
 
 
 def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Times:
-    """The same where rails have a rate of their own."""
+    """Like brute_force, with a separate rate of the rails."""
     ranks, nodes, (rail_rate, m) = sizes.num_ranks, sizes.num_nodes, rail_sms(sizes, rates)
-    token_bytes, own, counts = (
+    token_bytes, own_tokens, counts = (
         sizes.num_rows / sizes.top_k * 2 * sizes.hidden,
         1 / nodes,
         range(1, 67 - m // 2),
@@ -274,17 +276,17 @@ def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Tim
     def dispatch(flops: int) -> tuple[float, list[float]]:
         times, parts, push_s = [], ranks // nodes - 1 + ends, pushed / rates.link_bytes
         for n in counts:
-            own_push_s = own * pushed / min(n * rates.program_push_bytes, rates.link_bytes)
-            first_s = max(rail_s, own_push_s, gemm_s(own * flops, n + m, rates.flops))
-            last_s = (1 - own) * push_s + gemm_s((1 - own) * flops, 0, rates.flops)
+            own_push_s = own_tokens * pushed / min(n * rates.program_push_bytes, rates.link_bytes)
+            first_s = max(rail_s, own_push_s, gemm_s(own_tokens * flops, n + m, rates.flops))
+            last_s = (1 - own_tokens) * push_s + gemm_s((1 - own_tokens) * flops, 0, rates.flops)
             times.append(first_s + last_s + parts * rates.part_s)
         return rail_s + push_s + gemm_s(flops, 0, rates.flops), times
 
     def combine(flops: int, wgrad_flops: int) -> tuple[float, list[float]]:
         times = []
-        first_s = gemm_s((1 - own) * flops, 0, rates.flops) + ends * rates.launch_s
+        first_s = gemm_s((1 - own_tokens) * flops, 0, rates.flops) + ends * rates.launch_s
         for n in counts:
-            own_s = gemm_s(own * flops, n + m, rates.flops) + gemm_s(
+            own_s = gemm_s(own_tokens * flops, n + m, rates.flops) + gemm_s(
                 wgrad_flops, n + m, rates.wgrad_flops
             )
             times.append(first_s + max(rail_s, own_s))
@@ -301,7 +303,7 @@ def brute_force_between_nodes(sizes: overlap.Sizes, rates: overlap.Rates) -> Tim
 
 
 def check_choice(sizes: overlap.Sizes, rates: overlap.Rates, times_of: Times) -> None:
-    """What pays is overlapped, with the best division."""
+    """A call is overlapped where that is faster, with the best division."""
     chosen = overlap.overlap(sizes, 132, rates)
     for name, (exclusive_s, times) in times_of.items():
         division = getattr(chosen, name)
@@ -323,7 +325,7 @@ SENT = ({}, {"is_expert_major": True}, {"sent_row_bytes": 1040, "sent_gradient_r
     ANY_RATES,
     st.sampled_from(SENT),
 )
-def test_what_pays_is_overlapped(layer, num_ranks, num_rows, rates, sent):
+def test_calls_are_overlapped_where_it_pays(layer, num_ranks, num_rows, rates, sent):
     sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
     check_choice(sizes, rates, brute_force(sizes, rates))
 
@@ -335,7 +337,7 @@ def test_what_pays_is_overlapped(layer, num_ranks, num_rows, rates, sent):
     ANY_RATES,
     st.sampled_from([math.inf, 42e9]),
 )
-def test_what_pays_between_nodes_is_overlapped(layer, group, num_rows, rates, rail_rate):
+def test_calls_between_nodes_are_overlapped_where_it_pays(layer, group, num_rows, rates, rail_rate):
     num_ranks, num_nodes = group
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
@@ -358,24 +360,24 @@ def test_small_calls_and_single_sms_are_not_overlapped():
     assert overlap.overlap(sizes_of(LAYERS[0], 2, num_rows=64), 132).dispatch is None
 
 
-def test_rows_that_peers_read_go_home_when_all_are_complete():
-    """With order "slot" nothing is sent before the barrier; a dispatch is what it was."""
+def test_order_slot_sends_no_row_before_the_barrier():
+    """With order "slot" a combine sends nothing before the barrier; a dispatch is the same in both orders."""
     sizes = sizes_of(LAYERS[2], 4)
     slot = replace(sizes, sums_travel=False)
-    for one, other in (
+    for actual, expected in (
         (overlap.overlap(sizes, 132), overlap.overlap(slot, 132)),
         (overlap.overlap_everything(sizes, 132), overlap.overlap_everything(slot, 132)),
     ):
-        assert None not in (one.combine, one.gradient_combine)
-        assert other == replace(one, combine=None, gradient_combine=None)
+        assert None not in (actual.combine, actual.gradient_combine)
+        assert expected == replace(actual, combine=None, gradient_combine=None)
 
 
 FEWER = {"capacity": 64, "max_tokens": 40}
 PLAN = torch.tensor([[0, 1]], dtype=torch.int32).expand(
     16, 2
 )  # 16 tokens with two slots each, all of them for rank 0
-# (precision, what travels quantised, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows
-# are those that are expected, not the capacity, which is larger.
+# (precision, quantised wire, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows are the
+# expected rows, not the capacity, which is larger.
 FORMULAS_GET = [
     (None, "none", {}, (64, overlap.H200, None, None)),
     (None, "none", {"capacity": 100, "max_tokens": 16}, (32, overlap.H200, None, None)),
@@ -387,13 +389,13 @@ FORMULAS_GET = [
 
 
 @run_on(2)
-def test_what_formulas_get(rank: int, num_ranks: int) -> None:
-    """Of a call for each of FORMULAS_GET, the same on all ranks."""
-    found = []
+def test_formulas_get_the_sizes_of_the_call(rank: int, num_ranks: int) -> None:
+    """The formulas of a call get the sizes in FORMULAS_GET, the same on all ranks."""
+    results = []
     chosen = formulas.overlap
 
     def noting(sizes: overlap.Sizes, num_sms: int, rates: overlap.Rates) -> overlap.Overlap:
-        found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
+        results.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
         return chosen(sizes, num_sms, rates)
 
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
@@ -405,11 +407,11 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
             expert_parallel_mlp(
                 torch.randn(16, 160), torch.full((16, 2), 0.5), experts, plan, quantized_wire=wire
             )
-    assert found == [wanted for *_, wanted in FORMULAS_GET]
+    assert results == [expected for *_, expected in FORMULAS_GET]
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "is_known"),
+    ("name", "expected", "is_known"),
     [
         ("NVIDIA H200", overlap.H200, True),
         ("NVIDIA H100 80GB HBM3", overlap.H100, True),
@@ -417,13 +419,13 @@ def test_what_formulas_get(rank: int, num_ranks: int) -> None:
         ("NVIDIA B200", overlap.H200, False),
     ],
 )
-def test_rates_of_another_gpu_are_not_taken_in_silence(name, wanted, is_known, monkeypatch, caplog):
+def test_rates_of_another_gpu_are_logged(name, expected, is_known, monkeypatch, caplog):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name)
     )
     overlap.gpu_of.cache_clear()
     for _ in range(2):
-        assert overlap.gpu_of(torch.device("cuda", 0)) == wanted
+        assert overlap.gpu_of(torch.device("cuda", 0)) == expected
     overlap.gpu_of.cache_clear()
     assert [name in record.getMessage() for record in caplog.records] == [True] * (not is_known)
     assert overlap.gpu_of(torch.device("cpu")) == overlap.H200

@@ -1,5 +1,5 @@
-"""Replicas of experts: which rows move where, and that nobody sees it in what is computed. Workloads are those of a
-public benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by side, a hot rank, hot
+"""Replicas of experts: the moves of rows, and results that do not depend on replicas. The workloads are of a public
+benchmark of imbalance (Megatron-LM pull request 7488): balanced, hot experts side by side, a hot rank, hot
 experts spread out, ranks with few tokens, idle ranks, a hot spot that moves, and bursts."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def workload(number: int, num_ranks: int, num_experts: int, step: int) -> np.nda
 def placed(
     counts: np.ndarray, num_replica_slots: int, slack: int, num_near: int = 0
 ) -> list[PlanIntegers]:
-    """What place_replicas leaves on each rank for these counts [R, E]."""
+    """The result of place_replicas on each rank for these counts [R, E]."""
     (num_ranks, num_experts), plans = counts.shape, []
     for peers in peers_of_tables(counts):
         numel, layout = plan_layout(0, 1, num_experts, num_ranks, num_replica_slots)
@@ -59,7 +59,7 @@ def placed(
 
 
 def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> bool:
-    """Checks all that twin/replicas.py says of it. Whether all ranks keep within the limit."""
+    """Checks the properties in twin/replicas.py; returns whether all ranks stay within the limit."""
     num_ranks, num_experts = counts.shape
     plans = placed(counts, num_replica_slots, slack)
     home = np.arange(num_experts) // (num_experts // num_ranks)
@@ -73,29 +73,29 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
     assert (slots >= 0).all()
     assert (slots.sum(2) == counts.T).all()
     assert (plans[0].expert_load.numpy() == counts.sum(0)).all()
-    wanted = np.zeros((num_experts, num_ranks), dtype=int)
+    expected = np.zeros((num_experts, num_ranks), dtype=int)
     for rank, replica_slot in np.argwhere(experts >= 0):
         expert = experts[rank, replica_slot]
         assert home[expert] != rank
         assert rows[rank, replica_slot] > 0
         assert plans[0].expert_to_replica_slot[expert, rank] == replica_slot
-        wanted[expert, rank] = rows[rank, replica_slot]
+        expected[expert, rank] = rows[rank, replica_slot]
     assert (rows[experts < 0] == 0).all()
     assert (
         (plans[0].expert_to_replica_slot >= 0).sum()
         == (experts >= 0).sum()
-        == np.count_nonzero(wanted)
+        == np.count_nonzero(expected)
     )
-    wanted[np.arange(num_experts), home] = counts.sum(0) - wanted.sum(1)
-    assert (slots.sum(1) == wanted).all()
+    expected[np.arange(num_experts), home] = counts.sum(0) - expected.sum(1)
+    assert (slots.sum(1) == expected).all()
     for rank in range(num_ranks):  # rows stay where their tokens are
-        assert (slots[:, rank, rank] >= np.minimum(counts[rank], wanted[:, rank])).all()
+        assert (slots[:, rank, rank] >= np.minimum(counts[rank], expected[:, rank])).all()
     before = counts.sum(0).reshape(num_ranks, -1).sum(1)
-    after = wanted.sum(0)
+    after = expected.sum(0)
     limit = math.ceil(counts.sum() * (1000 + slack) / (1000 * num_ranks))
     mean = math.ceil(counts.sum() / num_ranks)
-    assert (after <= np.maximum(before, mean)).all()  # nobody gets too many
-    assert (after >= np.minimum(before, mean)).all()  # nor gives too many
+    assert (after <= np.maximum(before, mean)).all()  # no rank gets too many rows
+    assert (after >= np.minimum(before, mean)).all()  # no rank loses too many
     is_full = (experts >= 0).all(1)
     assert (
         after.max() <= limit or is_full[after < mean].all()
@@ -107,7 +107,7 @@ def check_placement(counts: np.ndarray, num_replica_slots: int, slack: int) -> b
 
 @pytest.mark.parametrize("number", WORKLOADS)
 def test_ranks_keep_within_the_limit(number: int):
-    kept = most = 0
+    num_within = num_steps = 0
     for num_ranks, num_experts in ((1, 4), (2, 8), (4, 128), (8, 64), (64, 256)):
         for step in range(3 if num_ranks <= 8 else 1):
             counts = workload(number, num_ranks, num_experts, step)
@@ -115,13 +115,13 @@ def test_ranks_keep_within_the_limit(number: int):
                 assert check_placement(
                     counts, num_experts, slack=0
                 )  # enough replica slots for everything
-            kept += check_placement(counts, 2, slack=50)
-            most += 1
+            num_within += check_placement(counts, 2, slack=50)
+            num_steps += 1
     # A rank whose 32 experts are all warm would need more than two replica slots: the plan says so.
-    assert kept == most if number in (0, 1, 3, 4) else kept >= most // 2
+    assert num_within == num_steps if number in (0, 1, 3, 4) else num_within >= num_steps // 2
 
 
-def test_random_loads():
+def test_placements_of_random_loads_follow_the_rule():
     rng = np.random.default_rng(11)
     for _ in range(200):
         num_ranks = int(rng.integers(1, 9))
@@ -136,8 +136,10 @@ def test_random_loads():
 
 
 @run_on(1, 2, 4, on_gpus=(2,))
-def test_nobody_sees_replicas(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """Plans with replicas are those of calls whose experts are the copies, and sums are as without replicas."""
+def test_results_do_not_depend_on_replicas(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """Plans with replicas are equal to plans of calls whose experts are the copies; sums are the same as without."""
     with open_heap(device) as heap:
         for case in (
             case for case in routings.CASES if case.capacity == "exact" and case.number % 3 == 0
@@ -175,12 +177,12 @@ def test_nobody_sees_replicas(rank: int, num_ranks: int, findings: Findings, dev
                 y.backward(x)
                 results.append((y, tokens.grad, weights.grad))
             for name, with_replicas, without in zip(("y", "dx", "dprobs"), *results, strict=True):
-                got, want = (oracle.bits_of(each.detach()) for each in (with_replicas, without))
+                got, want = (oracle.bits_of(tensor.detach()) for tensor in (with_replicas, without))
                 findings.equal(name, got, want)
 
 
 def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findings) -> None:
-    """The copies that slots have got, and the rest of the plan against the oracle's for these copies."""
+    """Checks the copies of slots, and the rest of the plan against the oracle's for these copies."""
     heap, num_local, copies = (
         plan.heap,
         experts_per_rank + plan.num_replica_slots,
@@ -194,18 +196,19 @@ def check_copies(plan, ids: torch.Tensor, experts_per_rank: int, findings: Findi
         ],
         1,
     )
-    own = rank * experts_per_rank + local
-    expert = torch.where(local < experts_per_rank, own, replicas[rank.clamp(min=0), local])
+    own_expert = rank * experts_per_rank + local
+    expert = torch.where(local < experts_per_rank, own_expert, replicas[rank.clamp(min=0), local])
     findings.equal("experts of copies", torch.where(copies < 0, -1, expert), ids.int().numpy())
-    for each in ids.unique()[
+    for expert_id in ids.unique()[
         ids.unique() >= 0
     ]:  # the first slots of an expert go to the lowest rank
         findings.check(
-            bool((rank[ids == each].diff() >= 0).all()), f"slots of expert {each} are out of order"
+            bool((rank[ids == expert_id].diff() >= 0).all()),
+            f"slots of expert {expert_id} are out of order",
         )
     layout = oracle.lay_out(
-        [each.numpy() for each in oracle.gather(copies)], heap.num_ranks * num_local
+        [tensor.numpy() for tensor in oracle.gather(copies)], heap.num_ranks * num_local
     )
-    every = np.concatenate([each.flatten() for each in oracle.gather(ids + 1)])
+    every = np.concatenate([tensor.flatten() for tensor in oracle.gather(ids + 1)])
     layout.expert_load = np.bincount(every, minlength=heap.num_ranks * experts_per_rank + 1)[1:]
     check_maps(plan, layout, heap.rank, findings)

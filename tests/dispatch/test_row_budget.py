@@ -1,4 +1,4 @@
-"""A call with exact capacity gets a row budget before its routing is known. Results do not depend on that."""
+"""A call with exact capacity gets a row budget before its routing is known. Results do not depend on the budget."""
 
 import gc
 import itertools
@@ -23,18 +23,18 @@ H, I, E, K, CALLS = 16, 24, 8, 3, 12
 
 # -- how many rows ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [1, 7, 100, 65_536, 524_288])
-def test_there_is_a_margin_and_sizes_repeat(rows: int):
-    found = set()
-    for more in range(-(-rows // 200)):
+def test_budgets_have_a_margin_and_repeat(rows: int):
+    results = set()
+    for num_more in range(-(-rows // 200)):
         history = RowHistory()
-        history.note(8, rows + more, rows // 2)
+        history.note(8, rows + num_more, rows // 2)
         budget = history.budget(9, None)
-        assert budget.rows >= rows + more + rows // 32
-        assert budget.rows <= 1.1 * (rows + more + 4 * (rows + more) ** 0.5) + 2
+        assert budget.rows >= rows + num_more + rows // 32
+        assert budget.rows <= 1.1 * (rows + num_more + 4 * (rows + num_more) ** 0.5) + 2
         assert budget.packed_rows >= rows // 2
-        assert rows + more <= budget.expected_rows <= 1.125 * (rows + more) + 1
-        found.add(budget.rows)
-    assert len(found) <= 2
+        assert rows + num_more <= budget.expected_rows <= 1.125 * (rows + num_more) + 1
+        results.add(budget.rows)
+    assert len(results) <= 2
 
 
 def test_a_budget_shrinks_when_routing_does():
@@ -59,7 +59,7 @@ def test_the_first_call_measures_and_later_ones_get_no_more_than_the_user_allows
     assert "1000 rows" in too_much.why_it_waits
 
 
-def test_a_small_call_gets_little_room_after_a_large_one():
+def test_a_small_call_gets_a_small_budget_after_a_large_one():
     history = RowHistory()
     history.note(4096, 10_000, 5_000)
     unknown = history.budget(8, None)
@@ -72,14 +72,14 @@ def test_a_small_call_gets_little_room_after_a_large_one():
 
 # -- calls ------------------------------------------------------------------------------------------------------------
 def counted_repeats():
-    """A context that counts calls which are planned again, because they have had too small budgets."""
+    """A context that counts repeated plans of calls, whose budgets were too small."""
     return mock.patch.object(routed_experts, "plan_call", wraps=routed_experts.plan_call)
 
 
-def make_layers(heap, most: int | None = None, **options) -> list[MoELayer]:
-    """A layer that gets row budgets, at most so many, and the same one that waits for each plan."""
+def make_layers(heap, limit: int | None = None, **options) -> list[MoELayer]:
+    """A layer with row budgets of at most `limit`, and the same layer, which waits for each plan."""
     layers = []
-    for max_row_budget in (most, 1):
+    for max_row_budget in (limit, 1):
         torch.manual_seed(heap.rank)
         config = MoEConfig(
             hidden=H,
@@ -102,16 +102,16 @@ def make_calls(rank: int, seed: int, count: int = CALLS):
         skew = torch.randint(
             1, E + 1, (), generator=generator
         )  # tokens choose among so many experts
-        own = torch.Generator().manual_seed(
+        rank_generator = torch.Generator().manual_seed(
             int(torch.randint(1 << 30, (), generator=generator)) + rank
         )
-        ids = torch.rand(int(tokens), E, generator=own).argsort(1)[:, :K] % skew
-        x = torch.randn(int(tokens), H, generator=own)
+        ids = torch.rand(int(tokens), E, generator=rank_generator).argsort(1)[:, :K] % skew
+        x = torch.randn(int(tokens), H, generator=rank_generator)
         yield (
             x,
             ids,
-            torch.rand(int(tokens), K, generator=own),
-            torch.randn(int(tokens), H, generator=own),
+            torch.rand(int(tokens), K, generator=rank_generator),
+            torch.randn(int(tokens), H, generator=rank_generator),
         )
 
 
@@ -120,13 +120,15 @@ def few_fit_on_rails(rank: int):
     budget = RowHistory.budget
     calls = itertools.count(rank)
 
-    def found(*args) -> RowBudget | None:
-        its = budget(*args)
+    def limited(*args) -> RowBudget | None:
+        row_budget = budget(*args)
         return (
-            its if its is None or next(calls) % 5 else replace(its, rail_rows=min(1, its.rail_rows))
+            row_budget
+            if row_budget is None or next(calls) % 5
+            else replace(row_budget, rail_rows=min(1, row_budget.rail_rows))
         )
 
-    return mock.patch.object(RowHistory, "budget", found)
+    return mock.patch.object(RowHistory, "budget", limited)
 
 
 def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
@@ -166,7 +168,9 @@ def check_same_bits(
         layer, waits = make_layers(heap, **options)
         for number, call in enumerate(make_calls(rank, num_ranks, num_calls)):
             findings.where = f"rank {rank} of {num_ranks}, call {number}"
-            findings.same_bits(*(run(each, call, recomputes=recomputes) for each in (layer, waits)))
+            findings.same_bits(
+                *(run(module, call, recomputes=recomputes) for module in (layer, waits))
+            )
         findings.check(heap.leased_bytes == 0, "leases are left")
         return spy.call_count, findings.texts
 
@@ -177,24 +181,24 @@ NODES_OF_ONE = (2, 1)
 NONE_KEPT = {"stash": "none", "layout": "expert-major"}
 OVERLAPPED = {"schedule": "always-overlapped", "order": "slot"}
 # is_full: every third rank waits for the routing, and others have budgets, enough or too small.
-REPLICAS = {"most": 100, "balance": "replicas"}
+REPLICAS = {"limit": 100, "balance": "replicas"}
 QUICK = [
     ({}, ONE_NODE, False),
     (NONE_KEPT, ONE_NODE, False),
     (OVERLAPPED, NODES_OF_ONE, False),
-    ({"most": 24}, ONE_NODE, False),
-    ({**OVERLAPPED, "most": 200, "stash": "none"}, TWO_NODES, True),
+    ({"limit": 24}, ONE_NODE, False),
+    ({**OVERLAPPED, "limit": 200, "stash": "none"}, TWO_NODES, True),
 ]
 SLOW = [
     ({}, TWO_NODES, False),
     (NONE_KEPT, TWO_NODES, False),
     (OVERLAPPED, ONE_NODE, False),
     (OVERLAPPED, TWO_NODES, False),
-    ({"most": 24}, TWO_NODES, False),
+    ({"limit": 24}, TWO_NODES, False),
     *(
         (options, layout, True)
         for layout in (ONE_NODE, TWO_NODES, (4, 1))
-        for options in ({}, {"most": 24}, REPLICAS)
+        for options in ({}, {"limit": 24}, REPLICAS)
     ),
 ]
 
@@ -205,18 +209,20 @@ SLOW = [
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=str,
 )
-def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, is_full, recomputes):
+def test_results_do_not_depend_on_whether_a_call_fits(
+    cluster, options, layout, is_full, recomputes
+):
     num_calls = CALLS if (options, layout, is_full) in QUICK else 2 * CALLS
-    given = options, recomputes, layout[1], is_full, num_calls
-    results = cluster(layout[0]).run(check_same_bits, *given)
+    arguments = options, recomputes, layout[1], is_full, num_calls
+    results = cluster(layout[0]).run(check_same_bits, *arguments)
     assert [text for _, texts in results for text in texts] == []
     (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
     assert repeats > 2
 
 
 @pytest.mark.parametrize("layout", [ONE_NODE, TWO_NODES], ids=str)
-def test_after_errors(cluster, layout):
-    """Errors that only some rank makes, some of them after its plan: all ranks forget what they knew, and go on."""
+def test_calls_after_errors_have_the_same_bits(cluster, layout):
+    """One rank causes the errors, some of them after its plan: all ranks clear their histories, and continue."""
     assert cluster(layout[0]).findings(fail_at_times, layout[1]) == []
 
 
@@ -250,13 +256,15 @@ def fail_at_times(rank: int, num_ranks: int, ranks_per_node: int | None) -> list
                     fails if rank == 0 else nullcontext(),
                 ):
                     layer(x, topk_idx=ids, probs=probs)
-            findings.same_bits(*(run(each, call, recomputes=False) for each in (layer, waits)))
+            findings.same_bits(*(run(module, call, recomputes=False) for module in (layer, waits)))
     return findings.texts
 
 
 @run_on(2)
-def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) -> None:
-    """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
+def test_recomputed_calls_that_do_not_fit_have_the_same_bits(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """Between forward and backward of a checkpoint, the history has only much smaller calls."""
     with (
         open_heap("cpu", num_bytes=16 << 20) as heap,
         counted_repeats() as spy,
@@ -273,34 +281,34 @@ def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) 
             heap.row_histories.clear()
             heap.row_histories[E, K, 0].note(len(x), 1, 1)
             got = torch.autograd.grad(y, (x, *layer.parameters()), dy)
-            _, *wanted = run(waits, call, recomputes=False)
+            _, *expected = run(waits, call, recomputes=False)
             findings.where = f"rank {rank}, call {number}"
-            findings.same_bits(got, [wanted[0], *wanted[2:]])  # no gradient of probs here
+            findings.same_bits(got, [expected[0], *expected[2:]])  # no gradient of probs here
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert spy.call_count >= 4
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.slow)])
 @run_on(2)
-def test_a_call_with_room_needs_no_more_memory_than_one_without(
+def test_a_call_with_a_budget_needs_no_more_memory_than_one_without(
     rank: int, num_ranks: int, findings: Findings, ranks_per_node: int | None
 ) -> None:
-    """The last rank has less and less memory: a call fits with a budget where it does without, backward too."""
-    found = []
-    own = torch.Generator().manual_seed(rank)
-    ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
-    x, dy = (torch.randn(100, H, generator=own) for _ in range(2))
-    call = x, ids, torch.rand(100, K, generator=own), dy
+    """The last rank has less and less memory: a call fits with a budget if it fits without one, also backward."""
+    results = []
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.rand(100, E, generator=generator).argsort(1)[:, :K]
+    x, dy = (torch.randn(100, H, generator=generator) for _ in range(2))
+    call = x, ids, torch.rand(100, K, generator=generator), dy
     with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         layer, waits = make_layers(heap, stash="rows")
         is_last = rank == num_ranks - 1
         for num_bytes in range(24 << 10, 96 << 10, 8 << 10):
             findings.where = f"rank {rank}, {num_bytes} bytes"
-            wanted = run(waits, call, recomputes=False)
+            expected = run(waits, call, recomputes=False)
             run(layer, call, recomputes=False)  # after an error all measure
             outcomes = []
-            for each in (waits, layer):
-                gc.collect()  # what an error holds
+            for module in (waits, layer):
+                gc.collect()  # the memory that an error keeps
                 findings.check(heap.leased_bytes == 0, "leases are left")
                 with (
                     heap.lease((free_bytes(heap) - num_bytes,), torch.uint8)
@@ -308,23 +316,23 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(
                     else nullcontext()
                 ):
                     try:
-                        same = map(torch.equal, run(each, call, recomputes=False), wanted)
+                        same = map(torch.equal, run(module, call, recomputes=False), expected)
                         outcomes.append("right" if all(same) else "wrong")
                     except HeapExhausted:
                         outcomes.append("exhausted")
-            found.append(outcomes[0])
+            results.append(outcomes[0])
             findings.check(
                 outcomes[0] == outcomes[1] != "wrong", f"without and with a budget: {outcomes}"
             )
-    assert (found, {*found}) == (sorted(found), {"exhausted", "right"})
+    assert (results, {*results}) == (sorted(results), {"exhausted", "right"})
 
 
 @run_on(2)
-def test_a_small_call_holds_little_after_a_large_one(
+def test_a_small_call_keeps_few_bytes_after_a_large_one(
     rank: int, num_ranks: int, heap: SymmetricHeap
 ) -> None:
-    """Bytes that a small call holds for backward at first, and after a large one of another layer of these sizes."""
-    (large, small), held = (make_layers(heap)[0] for _ in range(2)), []
+    """Bytes that a small call keeps for backward at first, and after a large call of another layer of these sizes."""
+    (large, small), num_bytes = (make_layers(heap)[0] for _ in range(2)), []
 
     def call(layer: MoELayer, num_tokens: int) -> int:
         x = torch.randn(num_tokens, H)
@@ -337,5 +345,5 @@ def test_a_small_call_holds_little_after_a_large_one(
     for number in range(6):
         if number % 3 == 0:
             call(large, 2048 * (rank + 1))  # ranks have different budgets
-        held.append(call(small, 8))
-    assert max(held) <= alone <= 16 << 10
+        num_bytes.append(call(small, 8))
+    assert max(num_bytes) <= alone <= 16 << 10

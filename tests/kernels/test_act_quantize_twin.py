@@ -26,7 +26,7 @@ FFN = 288  # more than two blocks of 128, no multiple of them
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_against_numpy(name):
+def test_exact_results_have_the_bits_of_numpy(name):
     p = exact_problem(FFN)
     da = p.da.float().numpy()
     scale = p.row_scale.numpy()[:, None]
@@ -40,10 +40,10 @@ def test_bits_against_numpy(name):
         differences(forward(twin, p, name), named(*reference_operand(p, a, name, columns=False)))
         == []
     )
-    (found, sums), expected = backward(twin, p, name), {}
+    (actual, sums), expected = backward(twin, p, name), {}
     for prefix, x in (("rows ", dh), ("columns ", dh), ("a_columns ", a)):
         expected |= named(*reference_operand(p, x, name, columns="columns" in prefix), prefix)
-    assert differences(found, expected) == []
+    assert differences(actual, expected) == []
     dscale[p.num_rows :] = 0
     assert np.array_equal(sums["dscale"].numpy(), dscale)
     assert np.array_equal(sums["dbias"].numpy(), dbias)
@@ -55,9 +55,9 @@ def test_dequantised_results_are_near_float64(activation, name):
     p = Problem(ACTIVATIONS[activation], 256, splits=(0, 37, 20, 1))  # few enough rows to be finite
     n = p.num_rows
     a, dh, dscale = scaled(p.h[:n], p.row_scale[:n], p.da[:n], p.activation)
-    (grads, sums), found = backward(twin, p, name), forward(twin, p, name)
+    (grads, sums), actual = backward(twin, p, name), forward(twin, p, name)
     pairs = [
-        (a, found, ""),
+        (a, actual, ""),
         (dh, grads, "rows "),
         (dh, grads, "columns "),
         (a, grads, "a_columns "),
@@ -77,13 +77,13 @@ def test_dequantised_results_are_near_float64(activation, name):
         assert ((got - expected).abs() <= 0.07 * expected.abs() + 1e-4 * largest).all(), operand
     torch.testing.assert_close(sums["dscale"][: p.num_rows].double(), dscale, rtol=1e-4, atol=1e-3)
     floor = 1e-7 * dh.abs().max()  # 1 + erf(x) of a negative x has no more digits
-    for found, rows in zip(
+    for actual, rows in zip(
         sums["dbias"].double(), dh.split(p.splits), strict=True
     ):  # dh is rounded to bf16
-        assert ((found - rows.sum(dim=0)).abs() <= 2**-8 * rows.abs().sum(dim=0) + floor).all()
+        assert ((actual - rows.sum(dim=0)).abs() <= 2**-8 * rows.abs().sum(dim=0) + floor).all()
 
 
-def test_rows_of_no_group_are_left_alone():
+def test_rows_outside_of_groups_stay_unchanged():
     p = Problem(ACTIVATIONS["swiglu"], 256)
     for tensor in forward(twin, p, "float8_block").values():
         assert (as_bytes(tensor[p.num_rows :]) == FILL).all()
@@ -94,9 +94,9 @@ def test_rows_of_no_group_are_left_alone():
     assert not any(total.any() for total in sums.values())
 
 
-def test_what_is_taken():
-    taken = {name: takes_act_quantize(block_format) for name, block_format in FORMATS.items()}
-    assert taken == {
+def test_formats_and_widths_of_quantising_activations():
+    supported = {name: takes_act_quantize(block_format) for name, block_format in FORMATS.items()}
+    assert supported == {
         "float8_block": True,
         "float8_block_powers": True,
         "mxfp8": True,

@@ -1,4 +1,4 @@
-"""What kernels for Hopper keep in shared memory is written and read without bank conflicts."""
+"""Kernels for Hopper write and read shared memory without bank conflicts."""
 
 import pytest
 
@@ -34,7 +34,7 @@ CASES = {  # dtype, number of columns, layouts in registers and in shared memory
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_none_with_this_layout_and_some_with_a_plain_one(tmp_path, monkeypatch, case):
+def test_layouts_of_shared_memory_have_no_bank_conflicts(tmp_path, monkeypatch, case):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     *constants, num_warps = CASES[case]
     DTYPE, WIDTH, HELD, COPIED, SHARED = map(gl.constexpr, constants)
@@ -43,13 +43,13 @@ def test_none_with_this_layout_and_some_with_a_plain_one(tmp_path, monkeypatch, 
     @gluon.jit
     def kernel(out):
         shape: gl.constexpr = [128, WIDTH.value]
-        held: gl.constexpr = gl.distributed_type(DTYPE.value, shape, HELD)
+        read: gl.constexpr = gl.distributed_type(DTYPE.value, shape, HELD)
         copied: gl.constexpr = gl.distributed_type(DTYPE.value, shape, COPIED)
         shared: gl.constexpr = gl.shared_memory_descriptor_type(DTYPE.value, shape, SHARED, shape)
         plain: gl.constexpr = gl.shared_memory_descriptor_type(DTYPE.value, shape, PLAIN, shape)
-        gl.static_assert(gl.bank_conflicts(held, shared) == 0)
+        gl.static_assert(gl.bank_conflicts(read, shared) == 0)
         gl.static_assert(gl.bank_conflicts(copied, shared) == 0)
-        gl.static_assert(gl.bank_conflicts(held, plain) > 0)
+        gl.static_assert(gl.bank_conflicts(read, plain) > 0)
 
     source = GluonASTSource(kernel, {"out": "*i32"}, {}, {})
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})

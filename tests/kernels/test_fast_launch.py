@@ -62,7 +62,7 @@ def example_kernel(
 
 
 class CountingJIT(FakeJIT):
-    """A JIT that also counts which calls were to be launched."""
+    """A JIT that also counts calls with and without a launch."""
 
     def __init__(self, kernel, cuda):
         super().__init__(kernel, cuda)
@@ -92,7 +92,7 @@ class Example:
         )
 
     def described(self, desc, x=None, index=None):
-        """What the driver launches of a call whose first argument becomes a descriptor."""
+        """The driver's launches of a call whose first argument becomes a descriptor."""
         options = {"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])}
         constants = self.constants.setdefault("described", Constants(*options))
         before = len(self.cuda.launches)
@@ -103,7 +103,7 @@ class Example:
 
     @property
     def counts(self):
-        """How many calls the JIT has compiled without a launch, how many it has launched, and the driver's launches."""
+        """The numbers of the JIT's compilations without a launch, of its launches, and of the driver's launches."""
         return self.jit.warmups[True], self.jit.warmups[False], len(self.cuda.launches)
 
 
@@ -157,7 +157,7 @@ CHOICES = {
 
 
 def words(args):
-    """Of the example's arguments, in a launch: their bits, then two pointers to scratch memory."""
+    """The words of the example's arguments in a launch: their bits, then two pointers to scratch memory."""
     values = [
         arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args if arg is not None
     ]
@@ -169,7 +169,7 @@ def words(args):
 
 
 def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
-    """The first one too, as soon as it is compiled."""
+    """Also the first call, as soon as the kernel is compiled."""
     jit = example.jit
     num_compiled = kernels.compiled_counter(torch.device("cuda"))
     before = num_compiled()
@@ -180,16 +180,16 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
     assert example.counts == (1, 0, 1)
     assert num_compiled() == before + 1
 
-    other, _ = arguments(number=-5, plain=2**63 + 5, fraction=-0.25)
-    other[5] = -(2**62)
+    other_args, _ = arguments(number=-5, plain=2**63 + 5, fraction=-0.25)
+    other_args[5] = -(2**62)
     second = example.call(plain=2**63)
     assert second is not compiled
-    third = example.launch((5,), other, kwargs)
-    assert example.launch((5, 1, 2), other, kwargs) is third
+    third = example.launch((5,), other_args, kwargs)
+    assert example.launch((5, 1, 2), other_args, kwargs) is third
     assert jit.compiled == [compiled, second, third]
     assert example.counts == (3, 0, 4)
     assert num_compiled() == before + 3
-    bits = tuple([word - 2**64 if word >= 2**63 else word for word in words(other)])
+    bits = tuple([word - 2**64 if word >= 2**63 else word for word in words(other_args)])
     first_launch, _, *launches_of_third = example.cuda.launches
     assert first_launch == Launched(
         compiled.function, (3, 2, 1), 128, 1000, STREAM, tuple(words(args))
@@ -212,10 +212,10 @@ def test_nothing_is_launched_in_an_empty_grid(example):
 
 
 def test_an_error_of_the_driver_is_raised(example, monkeypatch):
-    """Of a first launch as of a later one; the next call does not compile again."""
+    """The error of a first launch and of a later one; the next call does not compile again."""
     example.cuda.fails = 700
     monkeypatch.setattr(
-        driver, "check", lambda error, what: (_ for _ in ()).throw(SymmoeError(f"{what}: {error}"))
+        driver, "check", lambda error, text: (_ for _ in ()).throw(SymmoeError(f"{text}: {error}"))
     )
     for count in (1, 2):
         with pytest.raises(SymmoeError, match="the launch of example_kernel: 700"):
@@ -225,7 +225,7 @@ def test_an_error_of_the_driver_is_raised(example, monkeypatch):
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_everything_that_changes_code_changes_the_key(example, name):
-    """Two calls that the JIT would compile differently never share a variant; the JIT itself says which those are."""
+    """Two calls never share a variant if the JIT would compile them differently, by its own key."""
     kernel = example.kernel
     bind = create_function_from_signature(
         kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
@@ -259,7 +259,7 @@ def test_the_device_is_in_the_key(example):
         example.call(desc=None, x=None, index=None)
     assert example.counts == (2, 0, 4)
     first, second = (compiled.function for compiled in example.jit.compiled)
-    assert [each.function for each in example.cuda.launches] == [first, second] * 2
+    assert [launched.function for launched in example.cuda.launches] == [first, second] * 2
 
 
 NOT_UNDERSTOOD = {
@@ -272,10 +272,10 @@ NOT_UNDERSTOOD = {
 }
 
 
-@pytest.mark.parametrize("what", NOT_UNDERSTOOD)
-def test_what_is_not_understood_takes_the_ordinary_way(example, what):
+@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
+def test_unsupported_arguments_are_launched_by_the_jit(example, name):
     example.call()
-    args, kwargs = arguments(**NOT_UNDERSTOOD[what])
+    args, kwargs = arguments(**NOT_UNDERSTOOD[name])
     for count in (1, 2, 3):
         example.launch((count, 2), args, kwargs)
         assert example.counts == (1, count, 1)
@@ -284,19 +284,19 @@ def test_what_is_not_understood_takes_the_ordinary_way(example, what):
         assert (grid, options) == ((count, 2), kwargs)
 
 
-@pytest.mark.parametrize("others", [{"desc": None, "index": None}, {"x": None, "index": None}, {}])
-def test_tensors_of_another_device_take_the_ordinary_way(example, others):
+@pytest.mark.parametrize("changes", [{"desc": None, "index": None}, {"x": None, "index": None}, {}])
+def test_tensors_of_another_device_are_launched_by_the_jit(example, changes):
     """The JIT's launcher refuses a CPU tensor, which an address alone does not show."""
     example.cuda.device = 0
     for count in (1, 2, 3):
-        example.call((count, 2), **others)
+        example.call((count, 2), **changes)
         assert example.counts == (0, count, 0)
         assert example.jit.calls[-1][1] == (count, 2)
 
 
 class Refused(FakeCompiled):
-    """Needs more than the GPU has. Triton's own code notices when it loads the kernel, which is when its launcher is
-    first asked for; from then on that launcher raises the error."""
+    """A kernel that needs more than the GPU has. Triton's own code notices this when it loads the kernel, on the first
+    access to the launcher; from then on the launcher raises the error."""
 
     run = CompiledKernel.run
 
@@ -309,70 +309,73 @@ def refuse(fake_cuda, monkeypatch):
     fake_cuda.launcher_cls = Mock()
     fake_cuda.utils = Mock(load_binary=lambda *args: (None, 1, 0, 0, 128))
 
-    def function(compiled, what):
+    def function(compiled, resource):
         compiled.__class__ = Refused
         compiled._run = None
         compiled.name = compiled.hash = "example"
         compiled.kernel = b""
         compiled.metadata_group = {}
-        compiled.metadata.shared = 200 if what == "shared memory" else 0
-        compiled.metadata.num_warps = 8 if what == "threads" else 4
+        compiled.metadata.shared = 200 if resource == "shared memory" else 0
+        compiled.metadata.num_warps = 8 if resource == "threads" else 4
         compiled.metadata.warp_size = 32  # Triton 3.9 reads it
 
     return function
 
 
 @pytest.mark.parametrize(
-    ("what", "most", "tried"),
+    ("resource", "max_stages", "tried"),
     [("shared memory", 2, [4, 3, 2]), ("shared memory", 0, [4, 3, 2, 1]), ("threads", 2, [4])],
 )
-def test_what_does_not_fit_takes_fewer_stages(example, monkeypatch, refuse, what, most, tried):
-    """Only as few as it must, and known calls no attempt; what no stage helps is Triton's error."""
+def test_kernels_that_do_not_fit_get_fewer_stages(
+    example, monkeypatch, refuse, resource, max_stages, tried
+):
+    """The number of stages is the largest that fits, and known calls attempt no other. An error that fewer stages do
+    not avoid is Triton's."""
 
     def run(*args, num_stages, **options):
         compiled = example.jit(*args, num_stages=num_stages, **options)
-        if num_stages > most:
-            refuse(compiled, what)
+        if num_stages > max_stages:
+            refuse(compiled, resource)
         return compiled
 
     monkeypatch.setattr(example_kernel, "run", run)
     before = launches.num_compiled()
-    fits = tried[-1] <= most
+    fits = tried[-1] <= max_stages
     for _ in range(2):
-        with nullcontext() if fits else pytest.raises(triton.OutOfResources, match=what):
+        with nullcontext() if fits else pytest.raises(triton.OutOfResources, match=resource):
             example.call(num_stages=4)
     assert [options["num_stages"] for _, _, options in example.jit.calls] == (
         tried if fits else tried * 2
     )
-    # Nothing is launched but what fits, and that by the driver.
+    # Only a kernel that fits is launched, by the driver.
     assert example.counts == (len(example.jit.calls), 0, 2 if fits else 0)
-    assert {each.function for each in example.cuda.launches} == (
+    assert {launched.function for launched in example.cuda.launches} == (
         {example.jit.compiled[-1].function} if fits else set()
     )
     assert launches.num_compiled() == before + fits
 
 
-def test_what_did_not_fit_takes_fewer_stages_in_another_kind_of_call_too(
-    example, monkeypatch, refuse
-):
-    """The JIT, which makes fewer differences between calls, has the kernel that it refused already."""
-    kept = {}
+def test_kernels_that_did_not_fit_get_fewer_stages_in_other_calls(example, monkeypatch, refuse):
+    """The JIT distinguishes fewer kinds of calls, so it has the refused kernel already."""
+    compiled = {}
 
     def run(*args, num_stages, warmup, **options):
         assert warmup  # the driver launches
-        if num_stages not in kept:
-            kept[num_stages] = example.jit(*args, num_stages=num_stages, warmup=warmup, **options)
+        if num_stages not in compiled:
+            compiled[num_stages] = example.jit(
+                *args, num_stages=num_stages, warmup=warmup, **options
+            )
             if num_stages > 2:
-                refuse(kept[num_stages], "shared memory")
-        return kept[num_stages]
+                refuse(compiled[num_stages], "shared memory")
+        return compiled[num_stages]
 
     monkeypatch.setattr(example_kernel, "run", run)
     for x in (F32, torch.nn.Parameter(F32)):
-        assert example.call(num_stages=4, x=x) is kept[2]
-    assert [each.function for each in example.cuda.launches] == [kept[2].function] * 2
+        assert example.call(num_stages=4, x=x) is compiled[2]
+    assert [launched.function for launched in example.cuda.launches] == [compiled[2].function] * 2
 
 
-def test_a_callable_grid_takes_the_ordinary_way(example):
+def test_callable_grids_are_launched_by_the_jit(example):
     for grid in (lambda meta: (1,), [1]):
         for _ in range(3):
             example.call(grid)
@@ -408,8 +411,8 @@ no_hook = Mock()
         (example_kernel, "pre_run_hooks", [no_hook]),
     ],
 )
-def test_watched_launches_take_the_ordinary_way(example, monkeypatch, where, name, value):
-    """Those of a kind that is known, and those of a new kind."""
+def test_watched_launches_are_made_by_the_jit(example, monkeypatch, where, name, value):
+    """Launches of a known kind, and launches of a new kind."""
     example.call((3, 2))
     with monkeypatch.context() as patch:
         patch.setattr(where, name, value)
@@ -458,8 +461,8 @@ def test_a_launch_that_compiles_nothing_is_not_remembered(example, monkeypatch):
 
 
 def test_every_kernel_is_compiled_with_the_options_of_all():
-    """Whoever launches one launches a FastLaunch, whose JIT gets them, as FakeJIT sees."""
-    seen = []
+    """Every launched kernel is a FastLaunch, whose JIT gets the options, as FakeJIT checks."""
+    launched_kernels = []
     for path in sorted(Path(kernels.__file__).parent.glob("*/[!_]*.py")):
         module = vars(importlib.import_module(f"symmoe.kernels.{path.parent.name}.{path.stem}"))
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -469,15 +472,15 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
             *(call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args),
         ]
         names = {name for name in module if name.endswith("_kernel")} | {
-            ast.unparse(each) for each in launched
+            ast.unparse(kernel_node) for kernel_node in launched
         }
-        seen += [
+        launched_kernels += [
             module[name]
             for name in names
             if isinstance(module.get(name), (FastLaunch, triton.JITFunction))
         ]
-    assert len(seen) > 60
-    assert [kernel for kernel in seen if not isinstance(kernel, FastLaunch)] == []
+    assert len(launched_kernels) > 60
+    assert [kernel for kernel in launched_kernels if not isinstance(kernel, FastLaunch)] == []
     assert launches.OPTIONS == {"enable_fp_fusion": True}
 
 
@@ -500,7 +503,7 @@ FORMATS_OF = {
 
 
 def launch_all_ways(kernel, num_rows):
-    """With so many rows and tokens, at other addresses."""
+    """Launches a kernel with so many rows and tokens, in all formats and ways of the table, at new addresses."""
     sizes = {"G": 4, "H": 160, "I": 256, "N": num_rows}
     sizes |= {"T": num_rows, "E": 24, "K": 3, "R": 4}
     if kernel.startswith("launch_") and "quant" not in kernel and "fp8" not in kernel:
@@ -520,20 +523,20 @@ def launch_all_ways(kernel, num_rows):
 
 @pytest.mark.parametrize("kernel", TABLE)
 def test_only_the_first_launch_of_a_kernel_is_compiled(fake_cuda, monkeypatch, kernel):
-    """Whatever the tensors' addresses and the number of rows and tokens: a rank that compiles lets its peers wait."""
+    """Tensors' addresses and the number of rows and tokens have no effect: peers wait for a rank that compiles."""
     jits = fake_jits(monkeypatch, fake_cuda, *GENERAL_MODULES, *HOPPER_MODULES)
     assert_only_the_first_compiles(
         jits, lambda num_rows: launch_all_ways(kernel, num_rows), (64, 1, 64, 65, 4096)
     )
 
 
-def test_every_launcher_of_a_call_makes_launches_that_are_understood(fake_cuda, monkeypatch):
-    """Of all ranks, one after the other: with parts of the rows, and some of the ranks."""
+def test_launchers_of_a_call_compile_only_their_first_launch(fake_cuda, monkeypatch):
+    """The launchers of all ranks, one rank after the other: with parts of the rows, and some of the ranks."""
     jits = fake_jits(monkeypatch, fake_cuda, plan, tokens)
     case = Case(
         tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600
     )
-    others = (
+    further_cases = (
         replace(case, tokens=(1, 35), capacity=1),
         replace(case, tokens=(7, 100), capacity=3000),
     )
@@ -542,22 +545,22 @@ def test_every_launcher_of_a_call_makes_launches_that_are_understood(fake_cuda, 
         run_case(gpu, case)
         run_case(gpu, replace(case, drop=True))
 
-    assert_only_the_first_compiles(jits, step, (case, *others))
+    assert_only_the_first_compiles(jits, step, (case, *further_cases))
 
 
 def test_tensor_maps_are_encoded_once_for_each_shape(example):
     first = torch.zeros(8, 8)
     long = torch.zeros(16, 8)
-    rest = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
+    further_words = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
     for tensor in (first, first, torch.zeros(8, 8), long, long[:12], long[8:], long[:12], first):
         (launched,) = example.described(tensor)
         assert launched.grid == (3, 2, 1)
-        assert launched.words == (tensor.data_ptr(), len(tensor), 8, 8, 1, *rest)
-    assert [each.shape[0] for each in example.cuda.encoded] == [8, 16, 12]
+        assert launched.words == (tensor.data_ptr(), len(tensor), 8, 8, 1, *further_words)
+    assert [encoded.shape[0] for encoded in example.cuda.encoded] == [8, 16, 12]
     assert example.counts == (1, 0, 8)
     for _ in range(2):
         (launched,) = example.described(None)
-        assert (launched.grid, launched.words) == ((3, 2, 1), rest)
+        assert (launched.grid, launched.words) == ((3, 2, 1), further_words)
     assert example.counts == (2, 0, 10)
     assert len(example.cuda.encoded) == 3
 
@@ -607,9 +610,9 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", UNKNOWN)
-def test_kernels_of_another_kind_are_launched_by_the_jit(example, what):
-    example.jit.change = UNKNOWN[what]
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_kernels_of_another_kind_are_launched_by_the_jit(example, name):
+    example.jit.change = UNKNOWN[name]
     assert_compiled_once_and_launched_by_the_jit(example)
 
 
@@ -632,7 +635,7 @@ def assert_compiled_once_and_launched_by_the_jit(example):
 
 
 def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
-    """Its JIT sees every call, and what it compiles is counted: peers wait longer for a rank that compiles."""
+    """The JIT launches every call, and its compilations are counted: peers wait longer for a rank that compiles."""
     kernel, jit = example.kernel, example.jit
     monkeypatch.setattr(triton_internals, "IS_KNOWN", False)
     num_compiled = kernels.compiled_counter(torch.device("cuda"))
@@ -674,12 +677,12 @@ assert calls and calls[0]["enable_fp_fusion"], calls
 """
 
 
-def test_a_triton_without_the_insides_that_are_read():
+def test_kernels_run_with_a_triton_of_unknown_internals():
     printed_by("-c", UNKNOWN_TRITON)
 
 
 def test_launches_happen_on_the_device_of_the_first_tensor(example, fake_cuda, monkeypatch):
-    """Only a call that is not known for the current device asks; the switch is undone after it."""
+    """Only a call of a kind that is new on the current device switches the device, and switches back afterwards."""
     devices = []
 
     class Device:
@@ -713,8 +716,8 @@ def test_a_context_is_current_before_anything_is_encoded_or_launched(
     """Also before the kernel is compiled, and so loaded."""
     order = []
 
-    def noted(what, function):
-        return lambda *args, **kwargs: order.append(what) or function(*args, **kwargs)
+    def noted(name, function):
+        return lambda *args, **kwargs: order.append(name) or function(*args, **kwargs)
 
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
     monkeypatch.setattr(example_kernel, "run", noted("compile", example.jit))

@@ -1,4 +1,4 @@
-"""FLOPs that torch.utils.flop_counter counts, against what the kernels were given to multiply."""
+"""FLOPs that torch.utils.flop_counter counts, against the products of the kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 32, 64, 4, 2, 13
 ROUTER = 2 * TOKENS * HIDDEN * EXPERTS
 EXPERT = 2 * 3 * HIDDEN * FFN  # of a row in forward: gate, up and FC2
 
-# Positions of two arguments whose widths are what a row of one is multiplied to become a row of the other, or for
-# weight gradients the widths of the product. They may be pairs, or have something else after the last of these.
+# Positions of two arguments with the widths of a product: of a row before and after it, or of a weight gradient. An
+# argument may be a tuple whose first part has the width.
 PRODUCTS = {
     "grouped_gemm": (0, 3),
     "grouped_gemm_dgrad": (0, 3),
@@ -34,21 +34,22 @@ PRODUCTS = {
 @contextmanager
 def multiplied() -> Iterator[list[int]]:
     """FLOPs of each grouped product that the twins compute: an oracle that looks at rows, not at weights."""
-    found: list[int] = []
+    flops: list[int] = []
 
     def spy(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if name in PRODUCTS:
-            left, right = (args[place] for place in PRODUCTS[name])
+            first, second = (args[position] for position in PRODUCTS[name])
             rows = sum(max(0, end - begin) for begin, end in args[2].t().tolist())
-            right = right[name == "grouped_gemm_dact"] if name.endswith("act") else right
+            second = second[name == "grouped_gemm_dact"] if name.endswith("act") else second
             widths = [
-                (each[0] if isinstance(each, tuple) else each).shape[1] for each in (left, right)
+                (operand[0] if isinstance(operand, tuple) else operand).shape[1]
+                for operand in (first, second)
             ]
-            found.append(2 * rows * widths[0] * widths[1])
+            flops.append(2 * rows * widths[0] * widths[1])
         return kernel(*args, **kwargs)
 
     with kernels.hooked(torch.device("cpu"), spy):
-        yield found
+        yield flops
 
 
 def counted(call: Callable[[], object]) -> dict[str, int]:
@@ -73,8 +74,9 @@ def make(heap: symmoe.SymmetricHeap, *, bias: bool = False, **fields: Any) -> sy
     return symmoe.MoELayer(config, heap, experts=experts)
 
 
-def test_a_layer_by_hand(heap):
-    """Three products each way and one of the router, a kernel's on CPUs; tokens need no gradient."""
+def test_flops_of_a_layer_are_those_of_its_products(heap):
+    """The experts have two products forward and three backward, the router, a kernel on CPUs, one and one: tokens need
+    no gradient."""
     layer = make(heap)
     counts = counted(lambda: train(layer, torch.randn(TOKENS, HIDDEN)))
     rows = TOKENS * TOP_K
@@ -96,8 +98,8 @@ def adapted_in_full(layer: symmoe.MoELayer) -> None:
     layer.experts.fc1.weight.requires_grad_(True)
 
 
-def later(layer: symmoe.MoELayer) -> None:
-    """Such experts are not called as an operator."""
+def delay(layer: symmoe.MoELayer) -> None:
+    """Delays weight gradients: such experts are not called as an operator."""
     for linear in (layer.experts.fc1, layer.experts.fc2):
         linear.delay_wgrad = True
 
@@ -113,22 +115,22 @@ CASES: dict[str, tuple[dict, Callable[[symmoe.MoELayer], object]]] = {
     "adapters": ({}, adapted),
     "adapters, weights": ({"stash": "hidden"}, adapted_in_full),
     "adapters, stash rows": ({"stash": "rows"}, adapted),
-    "delayed": ({}, later),
+    "delayed": ({}, delay),
 }
 
 
 @pytest.mark.parametrize("needs_x", [True, False], ids=["", "tokens without gradient"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
+def test_flops_of_a_layer_are_those_of_its_kernels(heap, name: str, needs_x: bool):
     fields, change = CASES[name]
     layer = make(heap, **fields)
     change(layer)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=needs_x)
     mask = torch.arange(TOKENS) < TOKENS - 2
-    with multiplied() as found:
+    with multiplied() as flops:
         counts = counted(lambda: train(layer, x, mask))
     router = (2 + needs_x) * ROUTER
-    assert sum(counts.values()) - router == sum(found) > 0
+    assert sum(counts.values()) - router == sum(flops) > 0
     assert (counts["symmoe.product"] > router) == (name == "delayed")
 
 
@@ -138,13 +140,15 @@ def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
     ids=["exact", "dropped by a capacity"],
 )
 @run_on(2)
-def test_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict) -> None:
+def test_each_rank_counts_the_rows_of_its_experts(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict
+) -> None:
     """Each rank counts the rows of its own experts; other numbers of tokens come from each."""
     layer = make(heap, **fields)
     x = torch.randn(TOKENS + 20 * rank, HIDDEN, requires_grad=True)
-    with multiplied() as found:
+    with multiplied() as flops:
         counts = counted(lambda: train(layer, x))
-    assert counts["symmoe.moe_forward"] + counts["symmoe.moe_backward"] == sum(found) > 0
+    assert counts["symmoe.moe_forward"] + counts["symmoe.moe_backward"] == sum(flops) > 0
     rows = torch.tensor(counts["symmoe.moe_forward"] // EXPERT)
     torch.distributed.all_reduce(rows)
     assert rows == (2 * TOKENS + 20) * TOP_K or fields
@@ -160,7 +164,7 @@ def test_a_checkpoint_counts_twice(heap):
 
 
 def test_an_exported_layer_counts_the_same(heap):
-    """There the router is an operator as well."""
+    """In an exported layer the router is an operator as well."""
     layer = make(heap)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     exported = torch.export.export(layer, (x,)).module()
@@ -171,7 +175,7 @@ def test_an_exported_layer_counts_the_same(heap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_data_every_slot_counts(heap, dtype: torch.dtype):
-    """Nobody knows the routing of fake tensors; the router's product is a kernel."""
+    """The routing of fake tensors is unknown; the router's product is a kernel."""
     layer = make(heap)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True, dtype=dtype)
@@ -184,7 +188,7 @@ SPLITS = torch.tensor([3, 0, 5, 2])  # of 13 rows: the tail is not multiplied
 
 
 @pytest.mark.parametrize("splits", [SPLITS, SPLITS.tolist()], ids=["tensor", "list"])
-def test_grouped_layers(splits):
+def test_grouped_layers_count_the_rows_of_groups(splits):
     rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     scale = torch.rand(TOKENS)
     mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN)
@@ -198,7 +202,7 @@ def test_grouped_layers(splits):
 
 
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
-def test_numbers_of_few_bits_count_like_others(recipe):
+def test_quantised_products_count_like_others(recipe):
     mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, precision=recipe)
     rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     assert counted(lambda: train(mlp, rows, SPLITS, torch.rand(TOKENS))) == {
@@ -206,14 +210,14 @@ def test_numbers_of_few_bits_count_like_others(recipe):
     }
 
 
-def test_what_a_mode_sees_has_the_same_bits():
-    """A product that a mode looks at runs unseen, and gives what it gives without a mode."""
+def test_results_under_a_mode_have_the_same_bits():
+    """A product under a mode runs hidden from the mode, with the result that it has without a mode."""
     mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN)
     scale = torch.rand(TOKENS)
-    found = []
+    results = []
     for run in (lambda call: call(), counted):
         rows = torch.ones(TOKENS, HIDDEN).cumsum(0).requires_grad_()
         mlp.zero_grad()
         run(lambda rows=rows: train(mlp, rows, SPLITS, scale))
-        found.append([rows.grad, *(parameter.grad.clone() for parameter in mlp.parameters())])
-    assert all(map(torch.equal, *found))
+        results.append([rows.grad, *(parameter.grad.clone() for parameter in mlp.parameters())])
+    assert all(map(torch.equal, *results))

@@ -31,12 +31,12 @@ def test_products_and_gradients_against_float64(check, splits, dtype):
 @of_all_splits
 @pytest.mark.parametrize("check", [problems.check_products, problems.check_gradients])
 def test_autocast_does_not_change_products(check, splits):
-    """They are those of kernels, which know nothing of it."""
+    """Kernels know nothing of autocast, and neither do the twins."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(twin, problems.Problem(splits, WIDTHS, torch.float32, capacity=CAPACITY))
 
 
-def test_the_order_of_a_bias_gradient():
+def test_bias_gradients_are_summed_in_a_fixed_order():
     """Halves of halves of tiles of 128 rows, then the tiles one after the other."""
 
     def total(rows):
@@ -50,16 +50,16 @@ def test_the_order_of_a_bias_gradient():
     dbias = torch.full((len(splits), 5), torch.nan)
     twin.grouped_bias_grad(dout, whole_groups(splits), dbias, scale=scale)
     addends = (dout.numpy() * scale.numpy()[:, None]).astype(np.float32)
-    for found, rows in zip(dbias.numpy(), np.split(addends, np.cumsum(splits)[:-1]), strict=True):
+    for actual, rows in zip(dbias.numpy(), np.split(addends, np.cumsum(splits)[:-1]), strict=True):
         padded = np.zeros((-(-len(rows) // 128) * 128, 5), dtype=np.float32)
         padded[: len(rows)] = rows
         expected = np.zeros(5, dtype=np.float32)
         for first in range(0, len(padded), 128):
             expected = expected + total(padded[first : first + 128])
-        assert np.array_equal(found, expected)
+        assert np.array_equal(actual, expected)
 
 
-def test_a_sum_with_a_bias_or_with_what_is_there_is_rounded_once():
+def test_sums_with_a_bias_or_an_earlier_result_are_rounded_once():
     """256 + 1 is 256 in bf16, and so is a second 1 more; their sum of 2 is not lost."""
     ones = torch.ones(1, 8, dtype=torch.bfloat16)
     row_range = whole_groups([1])
@@ -92,7 +92,7 @@ def test_accumulating_does_not_touch_groups_without_rows(dtype):
     assert out[1].any()
 
 
-def test_splits():
+def test_splits_become_row_ranges():
     problems.check_splits(twin)
 
 
@@ -154,14 +154,14 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=AC
     ],
     ids=str,
 )
-def test_both_passes_of_fused_gemms(splits, dtype, activation):
+def test_both_passes_of_fused_gemms_are_near_float64(splits, dtype, activation):
     p = problems.ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
     problems.check_act(twin, p, table=True, cases=itertools.product(problems.BOTH, problems.BOTH))
 
 
 @dtypes
 @activations
-def test_fused_is_bitwise_the_three_modules(activation, dtype):
+def test_fused_gemms_have_the_bits_of_the_three_modules(activation, dtype):
     """The gradient in between is rounded to the dtype."""
     problems.check_fused(twin, problems.ActProblem(SPLITS[0], WIDTHS, dtype, activation))
 
@@ -188,8 +188,8 @@ def random_splits(seed):
 @seeds
 @dtypes
 @pytest.mark.parametrize("name", ["plain", "biased", "gathered", "dgrad"])
-def test_ranges_of_rows(name, dtype, seed):
-    """Their bits are those of the whole."""
+def test_products_of_ranges_have_the_bits_of_the_whole(name, dtype, seed):
+    """A range of rows has the bits of the same rows of the whole product."""
     p = problems.Problem(random_splits(seed), (24, 40), dtype, seed=seed)
     problems.check_ranges(
         p, *problems.part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed)
@@ -212,20 +212,20 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(130, widths[0], generator=generator)
     weight = torch.randn(1, *widths[::-1], generator=generator)
-    whole = torch.empty(130, widths[1])
-    twin.grouped_gemm(rows, weight, whole_groups([130]), whole)
+    all_rows = torch.empty(130, widths[1])
+    twin.grouped_gemm(rows, weight, whole_groups([130]), all_rows)
     for size, first in itertools.product((1, 2, 3, 4, 7, 12, 15, 16, 17, 33, 64), (0, 1, 5, 61)):
-        out = torch.empty_like(whole)
+        out = torch.empty_like(all_rows)
         twin.grouped_gemm(
             rows, weight, torch.tensor([[first], [first + size]], dtype=torch.int32), out
         )
-        assert torch.equal(out[first : first + size], whole[first : first + size]), (size, first)
+        assert torch.equal(out[first : first + size], all_rows[first : first + size]), (size, first)
 
 
 @seeds
 @dtypes
 @pytest.mark.parametrize("activation", [ACTIVATIONS[name] for name in IN_PARTS], ids=IN_PARTS)
-def test_ranges_of_the_fused_functions(activation, dtype, seed):
+def test_fused_products_of_ranges_have_the_bits_of_the_whole(activation, dtype, seed):
     p = problems.ActProblem(random_splits(seed), (24, 40), dtype, activation, seed=seed)
     for gather, bias in itertools.product(problems.BOTH, (None, p.bias)):
         problems.check_act_ranges(
@@ -233,6 +233,6 @@ def test_ranges_of_the_fused_functions(activation, dtype, seed):
         )
 
 
-def test_a_forgotten_part_of_dact_is_seen():
+def test_the_check_of_dact_notices_a_forgotten_range():
     p = problems.ActProblem((13, 0, 9), (24, 40), torch.float32, ACTIVATIONS["swiglu"])
     problems.check_a_forgotten_range(twin, p, 0, 3)

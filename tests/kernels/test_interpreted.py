@@ -10,7 +10,7 @@ import pytest
 from interpreter import interpreter, run_checks
 
 KERNELS = {  # of modules of checks
-    "nodes pointers": "rail_rows plan_in_node tell_header own_counts other_counts take_rows swizzle_scales",
+    "nodes pointers": "rail_rows plan_in_node publish_header own_counts other_counts take_rows swizzle_scales",
     "gemm": "grouped_gemm grouped_gemm_dgrad grouped_gemm_wgrad grouped_bias_grad grouped_bias_dot grouped_gemm_act "
     "grouped_gemm_dact scaled_activation splits_to_row_range",
     "ranks": "barrier send_signal wait_for_signal lay_out send_counts post_report count_exchange receive_fault_flags "

@@ -25,13 +25,13 @@ WAYS = [
 ]
 
 
-def test_a_step_launches_what_the_page_says(cluster):
+def test_the_page_shows_the_launches_of_a_step(cluster):
     table = cluster(2).run(step_table.recorded)[0][1]
     assert f"\n\n{table}\n\n" in DESIGN.read_text("utf-8"), "tests/support/step_table.py prints it"
 
 
 def recorded_as_on_gpus(rank: int, num_ranks: int, **options) -> tuple[str, str]:
-    """What a build on GPUs notes, where functions run down to kernels. These do nothing here."""
+    """The tables of a build on GPUs, where functions run down to kernels. The kernels do nothing here."""
     make = Builder.__init__
 
     def make_as_on_gpu(self: Builder, *args, **kwargs) -> None:
@@ -52,9 +52,9 @@ def recorded_as_on_gpus(rank: int, num_ranks: int, **options) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=["serial", "overlapped", "expert-major"])
-def test_builds_on_gpus_note_the_same(cluster, options: dict):
-    found = cluster(2).run(recorded_as_on_gpus, **options)[0][0]
-    assert found.splitlines() == cluster(2).run(step_table.recorded, **options)[0][0].splitlines()
+def test_builds_on_gpus_record_the_same_launches(cluster, options: dict):
+    actual = cluster(2).run(recorded_as_on_gpus, **options)[0][0]
+    assert actual.splitlines() == cluster(2).run(step_table.recorded, **options)[0][0].splitlines()
 
 
 @pytest.mark.gpu
@@ -84,7 +84,9 @@ def test_only_bytes_of_a_workspace_may_differ():
 
 
 @run_on(2)
-def test_a_program_says_where_everything_is(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_launches_name_memory_streams_and_waits(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     with open_heap("cpu", num_bytes=64 << 20, programs="on") as heap:
         layer = symmoe.MoELayer(symmoe.MoEConfig(**step_table.SIZES, **WAYS[1]), heap)
         x = torch.randn(64, step_table.SIZES["hidden"])
@@ -93,8 +95,10 @@ def test_a_program_says_where_everything_is(rank: int, num_ranks: int, findings:
                 layer(x)
         (program,) = launches.programs
     findings.equal("name and runs", (program.name, program.num_runs), ("forward", 2))
-    found = {launch.kernel: launch for launch in program.launches}  # the last of each
-    push, wait, act = (found[name] for name in ("push_rows", "wait_for_signal", "grouped_gemm_act"))
+    by_kernel = {launch.kernel: launch for launch in program.launches}  # the last of each
+    push, wait, act = (
+        by_kernel[name] for name in ("push_rows", "wait_for_signal", "grouped_gemm_act")
+    )
     findings.equal("peers", push.writes[0].place, "peers' lease 'received rows'")
     findings.equal("x", (push.reads[0].name, push.reads[0].place), ("x", "input 0"))
     findings.equal("signal", wait.waits_for, f"the signal of rank {1 - rank}")
@@ -102,14 +106,14 @@ def test_a_program_says_where_everything_is(rank: int, num_ranks: int, findings:
         "streams", (push.stream, act.stream, act.waits_for), ("branch", "", "the branch")
     )
     findings.equal("FLOPs", act.flops, 2 * STATIC["capacity"] * 512 * 512)
-    barriers = [each.waits_for for each in program.launches if each.kernel == "barrier"]
+    barriers = [recorded.waits_for for recorded in program.launches if recorded.kernel == "barrier"]
     findings.check(barriers[1].endswith("all ranks, 'dispatch: ready'"), f"{barriers}")
     weights = sum(use.num_bytes for use in act.reads if use.name == "weight")
     findings.equal("bytes", weights, 4 * layer.experts.fc1.weight.numel())
 
 
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_flops_are_what_torch_counts_if_all_rows_are_used(weights: str):
+def test_flops_of_full_groups_are_those_that_torch_counts(weights: str):
     layer = symmoe.GroupedMLP(2, 16, 24, weights=weights)
 
     def step() -> None:
@@ -123,9 +127,9 @@ def test_flops_are_what_torch_counts_if_all_rows_are_used(weights: str):
         step()
     with FlopCounterMode(display=False) as counter:
         step()
-    found = [launch for program in launches.programs for launch in program.launches]
-    assert sum(launch.flops for launch in found) == counter.get_total_flops() > 0
-    by_address = {"by address" in use.place for each in found for use in each.reads}
+    all_launches = [launch for program in launches.programs for launch in program.launches]
+    assert sum(launch.flops for launch in all_launches) == counter.get_total_flops() > 0
+    by_address = {"by address" in use.place for recorded in all_launches for use in recorded.reads}
     assert by_address == {False, weights == "discrete"}
 
 

@@ -31,7 +31,7 @@ def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):
     assert not any(jit.calls for jit in jits.values())
 
 
-def test_which_gpus_have_products_with_block_scales(monkeypatch):
+def test_gpus_with_products_of_block_scales(monkeypatch):
     assert scaled.scaled_products(torch.device("cpu")) is None
     for capability, unit in (
         ((9, 0), None),
@@ -39,7 +39,7 @@ def test_which_gpus_have_products_with_block_scales(monkeypatch):
         ((10, 3), "tcgen05"),
         ((12, 0), "mma"),
     ):
-        monkeypatch.setattr(architectures, "capability", lambda device, found=capability: found)
+        monkeypatch.setattr(architectures, "capability", lambda device, value=capability: value)
         assert scaled.scaled_products.__wrapped__(torch.device("cuda", 0)) == unit
 
 

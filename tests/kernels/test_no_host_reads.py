@@ -1,7 +1,7 @@
-"""Training features run none of the operators in READS, whose results the host has to see, forward, backward or update.
-CPU tensors stand in for those of a device: what is looked for is the operator. What is none on a CPU is not seen here:
-tolist(), numpy() and cpu(). Under a dispatch mode the step is one operator, whose kernels other tests look at
-(tests/gpu)."""
+"""Forward, backward and update with training features run no operator of READS, whose result the host must read. CPU
+tensors stand in for tensors of a device, because the test looks for operators. Reads that are no operator on a CPU are
+not noticed: tolist(), numpy() and cpu(). Under a dispatch mode the step is one operator, whose kernels tests/gpu
+checks."""
 
 import pytest
 import torch
@@ -30,9 +30,9 @@ FEATURES = (
 )
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("has_topk_idx", [False, True])
 @pytest.mark.parametrize("options", FEATURES, ids=str)
-def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
+def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, has_topk_idx: bool):
     config = layer_config(
         hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options
     )
@@ -43,7 +43,9 @@ def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
     x = torch.randn(2, 5, H, requires_grad=True)
     mask = torch.ones(2, 5, dtype=torch.bool)
     with NoReads() as mode:
-        y, metrics = layer(x, mask, topk_idx=balanced_choice(10, TOP_K, EXPERTS) if given else None)
+        y, metrics = layer(
+            x, mask, topk_idx=balanced_choice(10, TOP_K, EXPERTS) if has_topk_idx else None
+        )
         (y.sum() + metrics.aux_loss).backward()
         balance_step(layer)
     assert mode.seen == []

@@ -119,7 +119,7 @@ WITH_REPLICAS = (
     "assign_rows",
 )
 BETWEEN_NODES = (
-    "rail_rows tell_header own_counts other_counts plan_in_node take_rows post_report count_exchange "
+    "rail_rows publish_header own_counts other_counts plan_in_node take_rows post_report count_exchange "
     "receive_fault_flags barrier send_signal wait_for_signal"
 ).split()
 USUAL_BLOCKS = dict.fromkeys(("float8_block", "mxfp8", "nvfp4"), "deepseek-like")

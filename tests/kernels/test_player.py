@@ -1,4 +1,4 @@
-"""Sections of programs: which launches are in one, what runs around them, and what the driver launches."""
+"""Sections of programs: their launches, the entries around them, and the driver's launches."""
 
 from array import array
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ class Section(list):
 
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections are lists of what they launch."""
+    """Sections are lists of their launches."""
     monkeypatch.setattr(driver, "can_launch", lambda: True)
     monkeypatch.setattr(
         player, "Section", lambda launches, layout: SimpleNamespace(call=Section(launches))
@@ -62,7 +62,7 @@ def launch(*slots: int, stream: int | None = None) -> Launch:
     )
 
 
-def new(slot: int, num_bytes: int = 8) -> Call:
+def new_memory(slot: int, num_bytes: int = 8) -> Call:
     return Call(print, (((num_bytes,), (1,), torch.uint8), {}), slot, NEW)
 
 
@@ -90,46 +90,59 @@ def in_order(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[objec
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
     first = launch()
     second = launch()
-    told = note(1)
+    noted = note(1)
     ends = end_of(1)
-    memory = new(0)
-    taken = lease(1)
-    found = in_order(memory, first, taken, Mark("clean"), told, second, ends)
-    assert found == (memory, taken, told, [first, second], Mark("clean"), ends)
+    memory = new_memory(0)
+    leased = lease(1)
+    actual = in_order(memory, first, leased, Mark("clean"), noted, second, ends)
+    assert actual == (memory, leased, noted, [first, second], Mark("clean"), ends)
 
 
 def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
     first = launch()
     last = launch()
     wait = Event(5, 7, is_wait=True)
-    mine = new(0)
-    found = in_order(mine, first, operators := operator(0), other := new(1), wait, last)
-    assert found == (mine, other, [first], operators, [wait, last])
-    assert in_order(mine, first, operators) == (mine, [first], operators)
+    first_memory = new_memory(0)
+    actual = in_order(
+        first_memory, first, operators := operator(0), second_memory := new_memory(1), wait, last
+    )
+    assert actual == (first_memory, second_memory, [first], operators, [wait, last])
+    assert in_order(first_memory, first, operators) == (first_memory, [first], operators)
 
 
 @pytest.mark.parametrize(
-    "given", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"]
+    "entry", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"]
 )
-def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
+def test_a_lease_gets_no_memory_that_is_in_use(lists, entry):
     first = launch()
     second = launch()
     entries = lease(0), first, end_of(0), lease(1), second, end_of(1)
     assert in_order(*entries) == (entries[0], [first], entries[2], entries[3], [second], entries[5])
-    entries = first, given, lease(1), second
-    assert in_order(*entries) == ([first], given, entries[2], [second])
+    entries = first, entry, lease(1), second
+    assert in_order(*entries) == ([first], entry, entries[2], [second])
 
 
 def test_small_memory_that_only_launches_use_is_one_allocation(lists):
-    entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
-    *made, section, used = in_order(*entries, returned=(0,))
-    assert (made[0], made[1], section, used) == (
+    entries = (
+        new_memory(0),
+        new_memory(1, 300),
+        new_memory(2),
+        launch(0, 1),
+        launch(1, 2, stream=7),
+        new_memory(3),
+        operator(3),
+    )
+    *allocations, section, used = in_order(*entries, returned=(0,))
+    assert (allocations[0], allocations[1], section, used) == (
         entries[0],
         entries[5],
         [entries[3], entries[4]],
         entries[6],
     )
-    assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,), torch.uint8))
+    assert (allocations[2].slot, allocations[2].template[0]) == (
+        1,
+        ((512 + 256,), (1,), torch.uint8),
+    )
     assert player._with_memory_planned(Program(10, entries, ()), [], parts := {}) == [
         entries[3],
         entries[4],
@@ -139,28 +152,28 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
 
 
 def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
-    large = [new(slot, 40 << 20) for slot in range(2)]
+    large = [new_memory(slot, 40 << 20) for slot in range(2)]
     uses = [launch(slot) for slot in range(2)]
     entries = large[0], uses[0], large[1], uses[1]
-    found = in_order(*entries, returned=(1,))
-    assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
-    program = with_steps(Program(1, (found[2],), ()))
-    things = ["memory", *program.slot_values[1:]]
-    run_steps(program.steps, things, lambda: twin)
-    assert things[0] is None
+    actual = in_order(*entries, returned=(1,))
+    assert (actual[:2], actual[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
+    program = with_steps(Program(1, (actual[2],), ()))
+    slot_values = ["memory", *program.slot_values[1:]]
+    run_steps(program.steps, slot_values, lambda: twin)
+    assert slot_values[0] is None
     assert in_order(*entries)[:2] == (large[0], large[1])
     for later in (uses[0], launch(0, stream=7), launch(1, stream=7)):
         assert in_order(*entries, later, returned=(1,))[:2] == (large[0], large[1])
 
 
-def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):
-    """Before, it could launch what is owed: that is in one section with what is not."""
-    marks = [Mark(what) for what in ("must abort", "must signal", "clean")]
+def test_an_interruption_between_sections_aborts_the_heap_where_peers_wait(lists):
+    """Owed launches share a section with other launches, so an interruption before the section cannot launch them."""
+    marks = [Mark(text) for text in ("must abort", "must signal", "clean")]
     first = launch()
     second = launch()
     between = operator(0)
-    found = in_order(marks[0], first, marks[1], between, second, marks[2])
-    assert found == ([first], marks[0], between, [second], marks[2])
+    actual = in_order(marks[0], first, marks[1], between, second, marks[2])
+    assert actual == ([first], marks[0], between, [second], marks[2])
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
@@ -179,14 +192,14 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     constants = Constants({"WIDTH": 64}, {0: describe([4, 8])})
 
     def function(rows: torch.Tensor, scale: torch.Tensor, number: int) -> tuple[torch.Tensor]:
-        made = torch.empty(8, 8)
+        y = torch.empty(8, 8)
         small = torch.empty(8)
         if (current := builder()) is not None:
             current.launches_with(lambda: (-1, number), (), {}, ("count", "typed"), None)
-        launches.launch(kernel, (3, 2), constants, rows[8:], made, small, -1, number, 0.5)
-        made.neg_()
-        launches.launch(kernel, (1,), constants, made, scale[4:], small[2:], 7, -(2**62), -0.25)
-        return (made,)
+        launches.launch(kernel, (3, 2), constants, rows[8:], y, small, -1, number, 0.5)
+        y.neg_()
+        launches.launch(kernel, (1,), constants, y, scale[4:], small[2:], 7, -(2**62), -0.25)
+        return (y,)
 
     return function
 
@@ -199,7 +212,7 @@ def test_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
         fake_cuda.happened.clear()
         rows = torch.zeros(24, 8)
         scale = torch.zeros(8)
-        (made,) = programs.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
+        (y,) = programs.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
         assert (programs.num_built, programs.num_runs) == (min(1, number), number)
         first, second = fake_cuda.launches
         small, half, quarter = (
@@ -213,7 +226,7 @@ def test_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
             8,
             8,
             1,
-            made.data_ptr(),
+            y.data_ptr(),
             small,
             -1,
             3,
@@ -222,7 +235,7 @@ def test_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
             0,
         )
         values = scale[4:].data_ptr(), small + 8, 7, -(2**62), quarter
-        assert second.words == (made.data_ptr(), 8, 8, 8, 1, *values, 0, 0)
+        assert second.words == (y.data_ptr(), 8, 8, 8, 1, *values, 0, 0)
 
 
 class FakeEvent:
@@ -235,18 +248,19 @@ class FakeEvent:
         self.cuda_event = FakeEvent.count
 
     def record(self) -> None:
-        """Makes it."""
+        """Creates the event."""
 
 
 @pytest.fixture
 def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
-    """A function from the entries of a program to what happens when it runs; a number is a launch on that stream."""
+    """A function from the entries of a program to the driver's calls in its run; a number is a launch on that
+    stream."""
     kernel = FakeJIT(example_kernel, fake_cuda)
     monkeypatch.setattr(example_kernel, "run", kernel, raising=False)
     fast = FastLaunch(example_kernel)
     args = torch.empty(8), torch.empty(8), torch.empty(8), 1, 2, 0.5
     launches.launch(fast, (1,), Constants({"WIDTH": 64}), *args)
-    ((_, known),) = next(iter(fast._calls.values())).variants.values()
+    ((_, kernel_of_example),) = next(iter(fast._calls.values())).variants.values()
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "count", 100)
 
@@ -254,15 +268,17 @@ def sections(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
 
     def happened(*entries: Entry | int | None) -> list[Any]:
         entries_of = [
-            each if isinstance(each, Entry) else Launch(known, (1,), (*places, 1, 2, 0.5), each, {})
-            for each in entries
+            entry
+            if isinstance(entry, Entry)
+            else Launch(kernel_of_example, (1,), (*places, 1, 2, 0.5), entry, {})
+            for entry in entries
         ]
         program = with_steps(player.in_sections(Program(3, tuple(entries_of), ())))
-        things = [args[0], *program.slot_values[1:]]
-        things[VALUES] = array("q", [STREAM, *program.values[1:]])
+        slot_values = [args[0], *program.slot_values[1:]]
+        slot_values[VALUES] = array("q", [STREAM, *program.values[1:]])
         fake_cuda.happened.clear()
-        run_steps(program.steps, things, lambda: twin)
-        return [getattr(each, "after", each) for each in fake_cuda.happened]
+        run_steps(program.steps, slot_values, lambda: twin)
+        return [getattr(entry, "after", entry) for entry in fake_cuda.happened]
 
     return happened
 
@@ -276,7 +292,7 @@ def waited(slot: int, stream: int | None = None) -> Event:
 
 
 def test_streams_and_events_are_edges_of_a_graph(sections):
-    # Launches on the current stream, before and while 5 works, which then comes back.
+    # Launches on the current stream before and during the work of stream 5, which then joins.
     entries = None, recorded(0), None, waited(0, 5), 5, 5, recorded(1, 5), None, waited(1), None
     assert sections(*entries) == [(), (0,), (0,), (2,), (1,), (4, 3)]
 
@@ -287,7 +303,7 @@ def test_an_event_of_an_earlier_section_has_happened(sections):
 
 
 def test_a_graph_waits_for_work_between_sections_and_is_waited_for(sections):
-    """Stream 5 exchanges messages between sections: what it does before and after is ordered by events of its own."""
+    """Stream 5 exchanges messages between sections: separate events order its work before and after them."""
 
     def exchange() -> None:
         happened.append("exchange")
@@ -334,8 +350,9 @@ def test_a_launch_that_fails_is_made_whole_by_the_next(
 def test_parameters_are_those_of_the_compiled_kernel(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    """As many, with a tensor map where PTX has 128 bytes: of a kernel in Gluon and one in Triton."""
-    made = {}
+    """The parameters of a kernel in Gluon and of one in Triton: their number, with tensor maps where PTX has 128
+    bytes."""
+    by_name = {}
 
     def kernel_of(
         fast: FastLaunch, grid: tuple[int, ...], constants: Constants, *args: Any
@@ -349,7 +366,7 @@ def test_parameters_are_those_of_the_compiled_kernel(
             args,
             [i for i, arg in enumerate(args) if arg is not None],
         )
-        made[compiled.name] = (
+        by_name[compiled.name] = (
             known_kernel(compiled.name, *parts, constants.descriptors),
             args,
             compiled.asm["ptx"],
@@ -363,10 +380,10 @@ def test_parameters_are_those_of_the_compiled_kernel(
     row_range = torch.empty(2, 4, dtype=torch.int32)
     hopper_gemm.launch_gemm(rows, weight, row_range, out, weight_k_first=False, num_sms=8)
     gemm.grouped_gemm(rows, weight, row_range, out, num_sms=8)
-    assert sorted(made) == ["grouped_gemm_kernel", "hopper_gemm_kernel"]
-    for kernel, args, ptx in made.values():
+    assert sorted(by_name) == ["grouped_gemm_kernel", "hopper_gemm_kernel"]
+    for kernel, args, ptx in by_name.values():
         entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))].split(",")
-        parts = {place: [-2] * len(words) for place, (words, _) in kernel.maps(args).items()}
+        parts = {position: [-2] * len(words) for position, (words, _) in kernel.maps(args).items()}
         values = dict.fromkeys(range(len(kernel.kinds)), (1, 0))
         maps = [index != -1 for _, _, index in kernel.parameters(values, parts)]
         assert maps == [".b8" in parameter and "[128]" in parameter for parameter in entry]

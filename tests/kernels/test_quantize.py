@@ -26,17 +26,17 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def fields(of):
+def fields(block_format):
     return {
-        "element": of.element,
-        "kind": of.scale,
-        "block": of.block,
-        "block_lines": of.block_lines,
+        "element": block_format.element,
+        "kind": block_format.scale,
+        "block": block_format.block,
+        "block_lines": block_format.block_lines,
     }
 
 
 def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
-    """What quantize_all is to give."""
+    """The expected result of quantize_all."""
     block_format = cases.FORMATS[name]
     values = rows.float().numpy()
     padded = TILE * max_tiles(len(rows), len(splits))
@@ -76,14 +76,14 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", cases.FORMATS)
-def test_rows_and_columns(name, dtype):
+def test_rows_and_columns_have_the_bits_of_the_reference(name, dtype):
     rows = cases.hard_rows(ROWS, WIDTH, dtype)
     expected = expected_rows(rows, cases.SPLITS, name, hard=False)
     assert (
         cases.differences(cases.quantize_all(twin, rows, cases.row_range_of(), name), expected)
         == []
     )
-    if name != "nvfp4":  # with an index; what else is optional is NVFP4's
+    if name != "nvfp4":  # with an index; other options are NVFP4's
         assert (
             cases.differences(
                 cases.quantize_all(twin, rows, cases.row_range_of(), name, hard=True), expected
@@ -92,13 +92,13 @@ def test_rows_and_columns(name, dtype):
         )
 
 
-def test_stochastic_rounding_and_hadamard():
+def test_stochastic_rounding_and_hadamard_have_the_bits_of_the_reference():
     rows = cases.hard_rows(200, WIDTH, torch.bfloat16)
     splits = (3, 0, 150, 20)
-    found = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4", hard=True)
-    assert cases.differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
+    actual = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4", hard=True)
+    assert cases.differences(actual, expected_rows(rows, splits, "nvfp4", hard=True)) == []
     nearest = cases.quantize_all(twin, rows, cases.row_range_of(splits), "nvfp4")
-    assert cases.differences(found, nearest) == [
+    assert cases.differences(actual, nearest) == [
         "column_amax",
         "data",
         "column_data",
@@ -108,9 +108,9 @@ def test_stochastic_rounding_and_hadamard():
 
 @pytest.mark.parametrize("shape", [(2, 160, 96), (1, 128, 256), (3, 16, 288)], ids=str)
 @pytest.mark.parametrize("name", cases.FORMATS)
-def test_weights(name, shape):
+def test_weights_have_the_bits_of_the_reference(name, shape):
     weight = cases.hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
-    found = cases.quantize_weights(twin, weight, name)
+    actual = cases.quantize_weights(twin, weight, name)
     block_format = cases.format_of_weights(name)
     expected = {}
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
@@ -123,17 +123,17 @@ def test_weights(name, shape):
             expected[prefix + key] = torch.from_numpy(np.stack(parts))
     if block_format.has_global_scale:
         expected["amax"] = torch.from_numpy(np.array(amaxes).view(np.uint8))
-    assert cases.differences(found, expected) == []
+    assert cases.differences(actual, expected) == []
     assert (
         cases.differences(cases.quantize_weights(twin, weight, name, in_pairs=True), expected) == []
     )
     if block_format.block_lines > 1 and block_format.element == "e4m3":
         for key in ("data", "scale"):
-            turned = found["transposed_" + key].mT.flatten()
-            assert torch.equal(cases.as_bytes(found[key].flatten()), cases.as_bytes(turned)), key
+            turned = actual["transposed_" + key].mT.flatten()
+            assert torch.equal(cases.as_bytes(actual[key].flatten()), cases.as_bytes(turned)), key
 
 
-def test_columns_whose_scales_lie_otherwise_are_refused():
+def test_columns_with_other_strides_of_scales_are_refused():
     rows = cases.hard_rows(4, 32, torch.bfloat16)
     row_range = cases.row_range_of((4,))
     data = cases.filled((32, 256), torch.float8_e4m3fn)
@@ -149,7 +149,7 @@ MUTANTS = {
     "a product with the reciprocal": (
         "float8_block",
         "_scales",
-        lambda _: lambda amax, *rest: _by_product(amax),
+        lambda _: lambda amax, *_: _by_product(amax),
     ),
     "truncation": ("mxfp8", "to_e4m3", lambda _: lambda x: _truncated(x)),
     "ties away from zero": (
@@ -222,7 +222,7 @@ def all_bf16_and_more() -> torch.Tensor:
     return x[torch.isfinite(x)]
 
 
-def test_casts():
+def test_casts_are_those_of_ml_dtypes():
     x = all_bf16_and_more()
     expected = reference.e4m3(x.numpy()).view(np.uint8)
     assert np.array_equal(quantize.to_e4m3(x).view(torch.uint8).numpy(), expected)
@@ -244,15 +244,15 @@ KNOWN_ANSWERS = (
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_philox(counter, key, words):
+def test_philox_gives_the_known_answers(counter, key, words):
     assert tuple(reference.philox(key, counter)) == words
     signed = key - 2**64 if key >= 2**63 else key  # as int64 tensors have it
-    found = block_scaled.philox(signed, tuple(torch.tensor([word]) for word in counter))
-    assert tuple(int(word) for word in found) == words
+    actual = block_scaled.philox(signed, tuple(torch.tensor([word]) for word in counter))
+    assert tuple(int(word) for word in actual) == words
 
 
 def test_stochastic_rounding_is_unbiased():
-    """Means of 4096 draws are within 5 standard errors of the number; those of rounding to nearest are not."""
+    """Means of 4096 draws are within 5 standard errors of the number; numbers rounded to nearest are not."""
     x = torch.linspace(-6, 6, 97)
     words = block_scaled.random_words(1234, 4096, 97)
     table = torch.tensor(reference.E2M1_NUMBERS)
@@ -286,7 +286,7 @@ def test_random_numbers_depend_on_the_place_in_the_group_alone():
     assert torch.equal(out[0][30:], alone["data"])
 
 
-def test_hadamard():
+def test_hadamard_is_orthonormal_and_has_an_inverse():
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
     y = block_scaled.hadamard(x, cases.SIGNS)
     exact = (
@@ -294,11 +294,11 @@ def test_hadamard():
     ).view(33, 64)
     assert (y - exact).abs().max() < 1e-6 * x.abs().max()
     assert (block_scaled.inverse_hadamard(y, cases.SIGNS) - x).abs().max() < 1e-6 * x.abs().max()
-    # Orthonormal: contractions stay what they are. Signs matter.
-    other = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(y @ block_scaled.hadamard(other, cases.SIGNS).T, x @ other.T, atol=1e-4)
+    # Orthonormal: contractions keep their results. Signs matter.
+    second = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(y @ block_scaled.hadamard(second, cases.SIGNS).T, x @ second.T, atol=1e-4)
     assert not torch.allclose(
-        y @ block_scaled.hadamard(other, cases.SIGNS ^ 1).T, x @ other.T, atol=1e-1
+        y @ block_scaled.hadamard(second, cases.SIGNS ^ 1).T, x @ second.T, atol=1e-1
     )
     assert np.allclose(
         reference.hadamard_matrix(cases.SIGNS) @ reference.hadamard_matrix(cases.SIGNS).T,
@@ -312,20 +312,23 @@ def test_other_blocks_do_not_see_nan():
     dirty = clean.clone()
     dirty[40, 5] = torch.nan
     for name, block_format in cases.FORMATS.items():
-        left, right = (
+        clean_result, dirty_result = (
             cases.quantize_all(twin, rows, cases.row_range_of(), name) for rows in (clean, dirty)
         )
-        changed = (cases.as_bytes(left["data"]) != cases.as_bytes(right["data"])).nonzero()
+        changed = (
+            cases.as_bytes(clean_result["data"]) != cases.as_bytes(dirty_result["data"])
+        ).nonzero()
         assert set(changed[:, 0].tolist()) <= {40}, name
         assert changed[:, 1].max() < block_format.data_width(min(block_format.block, WIDTH)), name
         changed = (
-            cases.as_bytes(left["column_data"]) != cases.as_bytes(right["column_data"])
+            cases.as_bytes(clean_result["column_data"])
+            != cases.as_bytes(dirty_result["column_data"])
         ).nonzero()
         assert set(changed[:, 0].tolist()) <= {5}, name
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 6, 10])
-def test_swizzled_scales(num_blocks):
+def test_swizzled_scales_lie_in_tiles_and_convert_back(num_blocks):
     row_range, num_rows = cases.row_range_of(), ROWS
     scale = torch.randint(
         1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)
@@ -351,7 +354,7 @@ def test_swizzled_scales(num_blocks):
 
 
 def test_sums_of_slots_are_those_of_a_bias_gradient():
-    """Of all rows at once and of parts; NaN stays in its column, the tail and its scale are not read."""
+    """Sums of all rows at once and of parts; NaN stays in its column, the tail and its scale are not read."""
     splits, width = cases.SUMMED, 5
     num_rows = sum(splits)
     row_range = cases.row_range_of(splits)
@@ -363,41 +366,41 @@ def test_sums_of_slots_are_those_of_a_bias_gradient():
     for row_scale, ranges in itertools.product(
         (scale, None), ([row_range], random_ranges(splits, 3, step=SLOT_ROWS))
     ):
-        expected, found = torch.full((2, len(splits), width), torch.nan)
+        expected, actual = torch.full((2, len(splits), width), torch.nan)
         sums = cases.filled((bias_slots(len(rows), len(splits), SLOT_ROWS), width), torch.float32)
         for part in ranges:
             out = cases.row_buffers(len(rows), width, cases.FORMATS["mxfp8"])
             twin.quantize_rows(rows, part, out, cases.FORMATS["mxfp8"], sums=(sums, row_scale))
         twin.grouped_bias_grad(rows, row_range, expected, scale=row_scale)
-        twin.sum_dbias(sums, row_range, found)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        twin.sum_dbias(sums, row_range, actual)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         assert expected.isfinite().any()
         assert not expected.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["float8_block", "float8_block_powers", "mxfp8"])
-def test_the_wire(name, dtype):
-    """Data and scales of rows side by side, then zeros; taken apart; and quantised along tokens in one step and two."""
+def test_rows_of_the_wire_unpack_decode_and_requantise(name, dtype):
+    """A row of the wire is data and scales side by side, then zeros. Requantising is decoding and quantising."""
     row_format = cases.FORMATS[name]
     rows = cases.hard_rows(50, 272, dtype)
-    its = cases.row_buffers(50, 272, row_format)
-    twin.quantize_rows(rows, cases.row_range_of((50,)), its, row_format)
-    sent = torch.cat([part.view(torch.uint8) for part in its], dim=1)
+    quantised = cases.row_buffers(50, 272, row_format)
+    twin.quantize_rows(rows, cases.row_range_of((50,)), quantised, row_format)
+    sent = torch.cat([part.view(torch.uint8) for part in quantised], dim=1)
     sent = torch.nn.functional.pad(sent, (0, -sent.shape[1] % 16))
     wire = cases.filled((52, sent.shape[1]), torch.uint8)
     twin.encode_rows(rows, wire[:50], row_format)
     assert torch.equal(wire, torch.cat([sent, torch.full_like(sent[:2], cases.FILL)]))
     index = torch.arange(49, -1, -1, dtype=torch.int32)
     row_range = cases.row_range_of((0, 41))
-    taken = [part.view(torch.uint8) for part in cases.row_buffers(50, 272, row_format)]
-    twin.unpack_rows(wire[:50], row_range, taken, row_index=index)
-    for found, part in zip(taken, its, strict=True):
-        assert torch.equal(found[:41], part.view(torch.uint8).flip(0)[:41])
-        assert (found[41:] == cases.FILL).all()
+    unpacked = [part.view(torch.uint8) for part in cases.row_buffers(50, 272, row_format)]
+    twin.unpack_rows(wire[:50], row_range, unpacked, row_index=index)
+    for actual, part in zip(unpacked, quantised, strict=True):
+        assert torch.equal(actual[:41], part.view(torch.uint8).flip(0)[:41])
+        assert (actual[41:] == cases.FILL).all()
     decoded = torch.empty(50, 272, dtype=dtype)
     twin.decode_rows(wire[:50], decoded, row_format)
-    one, two = (cases.column_buffers(50, 2, 272, row_format) for _ in range(2))
-    twin.requantize_columns(wire[:50], row_range, one, row_format, dtype, row_index=index)
-    twin.quantize_columns(decoded, row_range, two, row_format, row_index=index)
-    assert cases.differences(cases.named(*one), cases.named(*two)) == []
+    requantised, reference = (cases.column_buffers(50, 2, 272, row_format) for _ in range(2))
+    twin.requantize_columns(wire[:50], row_range, requantised, row_format, dtype, row_index=index)
+    twin.quantize_columns(decoded, row_range, reference, row_format, row_index=index)
+    assert cases.differences(cases.named(*requantised), cases.named(*reference)) == []

@@ -31,7 +31,7 @@ TOLERANCES = {BF16: 2**-8, FP16: 2**-10, FP32: 2e-6}
 
 names = pytest.mark.parametrize("name", WIDTHS)
 all_widths = pytest.mark.parametrize(
-    ("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str
+    ("name", "widths"), [(name, pair) for name, pairs in WIDTHS.items() for pair in pairs], ids=str
 )
 
 
@@ -78,7 +78,7 @@ def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, name):
 @names
 @pytest.mark.parametrize("scaled", [False, True])
 def test_biases_are_added_before_the_one_rounding(name, scaled):
-    """In the rows that a call owns; NaN stays in its group."""
+    """A call adds biases to the rows of its ranges; NaN stays in its group."""
     widths = WIDTHS[name][1]
     for splits, dtype in itertools.product(SPLITS, (BF16, FP16, FP32)):
         p = problem(name, splits, widths, exact=True)
@@ -110,7 +110,7 @@ def test_biases_are_added_before_the_one_rounding(name, scaled):
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "dim"),
+    ("name", "field", "dim"),
     [
         *itertools.product(WIDTHS, ("row_scale",), (0, 1)),
         *itertools.product(WIDTHS, ("weight_scale",), (0, 1, 2)),
@@ -118,10 +118,10 @@ def test_biases_are_added_before_the_one_rounding(name, scaled):
         ("nvfp4", "weight_global_scale", 0),
     ],
 )
-def test_the_oracle_notices_a_scale_of_another_line_or_block_or_group(what, dim, name):
+def test_the_oracle_notices_a_scale_of_another_line_or_block_or_group(field, dim, name):
     p = problem(name, SPLITS[0], WIDTHS[name][0], 0)
     expected = p.expected()
-    setattr(p, what, getattr(p, what).roll(1, dim))
+    setattr(p, field, getattr(p, field).roll(1, dim))
     assert relative_error(product(p, FP32), expected) > 0.05
 
 
@@ -129,17 +129,19 @@ def test_the_oracle_notices_a_scale_of_another_line_or_block_or_group(what, dim,
 def test_ranges_have_the_bits_of_the_whole(name):
     for splits, step in itertools.product(SPLITS, (1, 16 if name == "fp8" else 128)):
         p = problem(name, splits, WIDTHS[name][1])
-        whole = product(p, BF16)
+        all_rows = product(p, BF16)
         union = p.blank(BF16)
         for ranges in random_ranges(splits, 3, step=step):
             assert torch.equal(
                 product(p, BF16, ranges),
                 torch.where(
-                    rows_of(ranges, p.capacity)[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)
+                    rows_of(ranges, p.capacity)[:, None],
+                    all_rows,
+                    torch.tensor(SENTINEL, dtype=BF16),
                 ),
             )
             p.run(twin, union, ranges)
-        assert torch.equal(union, whole)
+        assert torch.equal(union, all_rows)
 
 
 @names
@@ -185,7 +187,7 @@ def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
 
 
 @names
-def test_no_rows_at_all(name):
+def test_products_without_rows_are_empty(name):
     assert product(problem(name, (0, 0), WIDTHS[name][2], 0), BF16).shape == (0, 72)
     q = wgrad_problem(name, (0, 0), WIDTHS[name][2], 0)
     assert not gradient(q, torch.full(q.shape, torch.nan)).any()
@@ -193,14 +195,14 @@ def test_no_rows_at_all(name):
 
 # The formats' own errors: E4M3 has steps of 2^-3 of a number, E2M1 of up to 1/2 of it.
 @pytest.mark.parametrize(
-    ("name", "recipe", "least", "most"),
+    ("name", "recipe", "min_error", "max_error"),
     [
         ("fp8", Float8Block(), 0.005, 0.05),
         ("mxfp8", MXFP8(), 0.005, 0.05),
         ("nvfp4", NVFP4(), 0.03, 0.25),
     ],
 )
-def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
+def test_products_take_the_operands_of_recipes(name, recipe, min_error, max_error):
     """All three products of a layer, against float64 of the dequantised operands, and of the numbers themselves."""
     generator = torch.Generator().manual_seed(0)
     row_range = whole_groups((50, 0, 151))
@@ -208,7 +210,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     weight = torch.randn(3, 96, 160, generator=generator, dtype=BF16)
     forward = recipe.quantize(rows, row_range), recipe.quantize_weight(weight)
     dgrad = recipe.quantize(dout, row_range), recipe.quantize_weight_transposed(weight)
-    wgrad = left, right = (
+    wgrad = dout_columns, rows_columns = (
         recipe.quantize_columns(dout, row_range),
         recipe.quantize_columns(rows, row_range),
     )
@@ -219,7 +221,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
 
     def check(out, expected, true):
         assert relative_error(out, expected) <= 1e-6
-        assert least <= (out.double() - true).norm() / true.norm() <= most
+        assert min_error <= (out.double() - true).norm() / true.norm() <= max_error
 
     for (numbers, matrices), plain in ((forward, (rows, weight.mT)), (dgrad, (dout, weight))):
         out = torch.empty(201, plain[1].shape[2])
@@ -233,8 +235,8 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
             torch.cat([plain[0][span] @ plain[1][g] for g, span in enumerate(spans)]),
         )
     out = torch.full((3, 96, 160), torch.nan)
-    grouped_gemm_wgrad_quantized(left.operand(), right.operand(), row_range, out)
-    # What fills a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
+    grouped_gemm_wgrad_quantized(dout_columns.operand(), rows_columns.operand(), row_range, out)
+    # The padding of a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
     padded = [slice(0, 128), slice(128, 128), slice(128, 384)]
     scales = [side.scale if name == "fp8" else side.scale.view(torch.uint8) for side in wgrad]
     numbers = [
@@ -256,7 +258,7 @@ PLACES = {  # operand, and field
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "change", "text"),
+    ("name", "operand", "change", "text"),
     [
         (
             "fp8",
@@ -379,21 +381,21 @@ PLACES = {  # operand, and field
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_operands_of_products_are_named(name, what, change, text):
+def test_wrong_operands_of_products_are_named(name, operand, change, text):
     p = problem(name, SPLITS[0], WIDTHS[name][0])
     arguments = [*p.operands, p.blank(BF16)]
     options = {}
-    if what in PLACES:
-        place, field = PLACES[what]
-        arguments[place] = arguments[place]._replace(
-            **{field: change(getattr(arguments[place], field))}
+    if operand in PLACES:
+        position, field = PLACES[operand]
+        arguments[position] = arguments[position]._replace(
+            **{field: change(getattr(arguments[position], field))}
         )
-    elif what == "row_range":
+    elif operand == "row_range":
         arguments[2] = change(arguments[2])
-    elif what == "group_range":
-        options[what] = change(None)
+    elif operand == "group_range":
+        options[operand] = change(None)
     else:
-        options["bias"] = (change(None), None) if what == "bias" else (None, change(None))
+        options["bias"] = (change(None), None) if operand == "bias" else (None, change(None))
     with pytest.raises(ArgumentError, match=text):
         grouped_gemm_quantized(*arguments, **options)
 
@@ -403,7 +405,7 @@ def product_of(name, widths):
 
 
 def gradient_of_tokens(scale):
-    """Of 120, with scales of this kind."""
+    """The gradient of 120 tokens, with scales of this kind."""
     side = Operand(torch.zeros(64, 120, dtype=E4M3), scale)
     return grouped_gemm_wgrad_quantized(side, side, torch.tensor([0, 3]), torch.zeros(1, 64, 64))
 
@@ -447,13 +449,13 @@ TOKENS = "tokens of dout and rows must be a multiple of 128, got 120"
         ),
     ],
 )
-def test_widths_that_do_not_fit(call, text):
+def test_widths_that_do_not_fit_are_refused(call, text):
     with pytest.raises(ArgumentError, match=text):
         call()
 
 
 @pytest.mark.parametrize("name", ["dout_scale", "rows_scale"])
-def test_scales_of_columns_lie_block_major(name):
+def test_scales_of_columns_must_be_block_major(name):
     p = wgrad_problem("fp8", SPLITS[0], WIDTHS["fp8"][1])
     scale = getattr(p, name)
     width, num_blocks = scale.shape

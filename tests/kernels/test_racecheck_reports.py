@@ -1,4 +1,5 @@
-"""Racecheck's reports of how Triton hands out roles: told apart from others, and false by what the kernels do."""
+"""Racecheck's reports about Triton's dispatch of roles are separated from others, and the kernels' code shows that they
+are false."""
 
 import re
 import subprocess
@@ -13,13 +14,13 @@ GEMM, PUSH = "hopper_gemm_kernel", "hopper_push_kernel"
 
 
 def report(kernel: str, *accesses: tuple[str, str, int]) -> str:
-    """As racecheck prints it: accesses (kind, file, line)."""
-    first, *others = [
+    """A report as racecheck prints it. accesses: (kind, file, line)."""
+    first, *further_accesses = [
         f"{kind} access at {kernel}+0x1c0 in {file}:{line}" for kind, file, line in accesses
     ]
     lines = [
         f"..========= Error: Race reported between {first}",
-        *(f"=========     and {other} [65 hazards]" for other in others),
+        *(f"=========     and {access} [65 hazards]" for access in further_accesses),
     ]
     return "\n".join([*lines, "========= ", ""])
 
@@ -28,8 +29,8 @@ def of_dispatch(kernel: str) -> str:
     lines = dispatch_lines(kernel)
     return report(
         kernel,
-        *(("Read", *place) for place in lines["Read"]),
-        *(("Write", *place) for place in lines["Write"]),
+        *(("Read", *source_line) for source_line in lines["Read"]),
+        *(("Write", *source_line) for source_line in lines["Write"]),
     )
 
 
@@ -88,7 +89,7 @@ def test_reports_of_the_dispatch_are_counted_by_themselves(name: str, tmp_path: 
     assert racecheck_reports.main(str(file)) == (2 if counted is None else int(counted[1] > 0))
 
 
-# -- what the kernels do ----------------------------------------------------------------------------------------------
+# -- the kernels' code ------------------------------------------------------------------------------------------------
 pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
@@ -130,17 +131,17 @@ def disassembled(name: str, folder: Path, launches) -> str:
 
 def instructions(sass: str) -> list[tuple[tuple[str, int], str, str]]:
     """((file, line), operation, operands) in the order of addresses."""
-    place, found = ("", 0), []
+    source_line, code_lines = ("", 0), []
     for text in sass.splitlines():
         if (line := re.search(r'## File ".*?([^/"]+)", line (\d+)', text)) is not None:
-            place = line[1], int(line[2])
+            source_line = line[1], int(line[2])
         elif (
             code := re.search(
                 r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", text
             )
         ) is not None:
-            found.append((place, code[1], code[2]))
-    return found
+            code_lines.append((source_line, code[1], code[2]))
+    return code_lines
 
 
 @pytest.mark.slow
@@ -153,21 +154,21 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
     lines = dispatch_lines(name)
     order, written = "", set()
     read_at = None
-    for place, operation, operands in code:
+    for source_line, operation, operands in code:
         if operation.startswith("BAR.SYNC") and operands.split(",")[0] == "0x1":
             assert operands == "0x1", "of some warps only"
             order += "B"
         elif (
             re.match(r"(LDS|STS|LDSM|STSM|ATOMS)\b", operation)
-            and place in lines["Read"] | lines["Write"]
+            and source_line in lines["Read"] | lines["Write"]
         ):
             offset = int(re.search(r"\+(0x[0-9a-f]+)\]", operands)[1], 16)
             if operation == "LDS.U8":
-                assert place in lines["Read"]
+                assert source_line in lines["Read"]
                 order, read_at = order + "R", offset
             else:
                 assert re.fullmatch(r"STS(\.64|\.128)?", operation), "nothing else has these lines"
-                assert place in lines["Write"]
+                assert source_line in lines["Write"]
                 size = {"STS": 4, "STS.64": 8, "STS.128": 16}[operation]
                 written |= set(range(offset, offset + size))
                 order += "" if order.endswith("W") else "W"
@@ -181,9 +182,13 @@ def test_barriers_of_all_warps_lie_between_roles_read_and_written(
         0 if name == "planted_race_kernel" else 2
     )
     shared = [
-        place for place, operation, _ in code if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)
+        source_line
+        for source_line, operation, _ in code
+        if re.match(r"(LDS|STS|LDSM|STSM)\b", operation)
     ]
-    others = [place for place in shared if place not in lines["Read"] | lines["Write"]]
-    assert bool(others) == (
+    other_accesses = [
+        source_line for source_line in shared if source_line not in lines["Read"] | lines["Write"]
+    ]
+    assert bool(other_accesses) == (
         name not in ("planted_dispatch_kernel", "hopper_push_kernel")
     )  # TMA moves all of push

@@ -104,7 +104,7 @@ def of_plan(kernel):
     ]
 
 
-BETWEEN_NODES = "rail_rows tell_header own_counts other_counts plan_in_node take_rows".split()
+BETWEEN_NODES = "rail_rows publish_header own_counts other_counts plan_in_node take_rows".split()
 
 
 def between_nodes(kernel, num_nodes):

@@ -17,7 +17,7 @@ I = 12
 CLAMPS = {"alpha": 0.5, "limit": 0.75, "offset": -0.5}
 ACTIVATIONS = {
     **{
-        name: each for name, each in cases.ACTIVATIONS.items() if each.activation.interleave is None
+        name: case for name, case in cases.ACTIVATIONS.items() if case.activation.interleave is None
     },
     "clamped": symmoe.grouped.ScaledClampedSwiGLU(**CLAMPS),
     "silu": cases.scaled("silu", is_gated=False),
@@ -153,8 +153,8 @@ def test_one_argument_takes_a_gradient(only):
     _, want_h, want_scale = scaled(h, scale, d_out, activation.activation)
     {"h": h, "scale": scale}[only].requires_grad_()
     activation(h, scale).backward(d_out)
-    found, want = (h.grad, want_h) if only == "h" else (scale.grad, want_scale)
-    cases.assert_near(found, want, torch.float32)
+    actual, expected = (h.grad, want_h) if only == "h" else (scale.grad, want_scale)
+    cases.assert_near(actual, expected, torch.float32)
 
 
 def test_strided_arguments():
@@ -308,9 +308,9 @@ def test_interleaved_is_the_same_function(block, dtype, make):
     mixed = symmoe.grouped.interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
     other_scale = scale.detach().clone().requires_grad_()
     out = plain(h, scale)
-    other = interleaved(mixed, other_scale)
+    shuffled = interleaved(mixed, other_scale)
     out.backward(d_out)
-    other.backward(d_out)
-    cases.assert_same_bits(other, out)
+    shuffled.backward(d_out)
+    cases.assert_same_bits(shuffled, out)
     cases.assert_same_bits(symmoe.grouped.deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
     cases.assert_same_bits(other_scale.grad, scale.grad)

@@ -21,12 +21,12 @@ def splits_of(device: torch.device) -> torch.Tensor:
     return row_range
 
 
-def test_hooks_stand_in_the_order_in_which_they_came():
-    seen: list[tuple[str, str]] = []
+def test_the_last_hook_is_called_first():
+    calls: list[tuple[str, str]] = []
 
-    def hook_of(who: str) -> kernels.select.Hook:
+    def hook_of(owner: str) -> kernels.select.Hook:
         def hook(name: str, kernel: Any, /, *args: Any, **options: Any) -> Any:
-            seen.append((who, name))
+            calls.append((owner, name))
             return kernel(*args, **options)
 
         return hook
@@ -40,7 +40,7 @@ def test_hooks_stand_in_the_order_in_which_they_came():
             twin.__all__,
         )
         assert kernels.has_hook(CPU, first)
-    assert seen == [("second", "splits_to_row_range"), ("first", "splits_to_row_range")]
+    assert calls == [("second", "splits_to_row_range"), ("first", "splits_to_row_range")]
     assert kernels.for_device(CPU) is kernel_getter() is twin
     assert not kernels.has_hook(CPU, first)
 
@@ -61,10 +61,10 @@ def test_on_meta_nothing_is_computed():
 
 
 def test_a_mode_and_a_hook_see_the_same_product():
-    seen = []
-    with kernels.hooked(CPU, lambda name, kernel, *args: (seen.append(name), kernel(*args))[1]):
+    calls = []
+    with kernels.hooked(CPU, lambda name, kernel, *args: (calls.append(name), kernel(*args))[1]):
         with FlopCounterMode(display=False) as counter:
             kernels.for_device(CPU).router_gemm(
                 torch.ones(5, 3), torch.ones(4, 3), torch.empty(5, 4)
             )
-    assert (seen, counter.get_total_flops()) == (["router_gemm"], 2 * 5 * 3 * 4)
+    assert (calls, counter.get_total_flops()) == (["router_gemm"], 2 * 5 * 3 * 4)

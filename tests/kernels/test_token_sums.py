@@ -1,7 +1,7 @@
-"""Sums by rank of the token kernels' twins against loops over tokens, and what travels, bit for bit. The loops know
-nothing of who sums what: every rank's rows of a token are summed in fp32 in k order from the first one on and rounded,
-then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the twins elsewhere
-(test_interpreted.py, tests/gpu)."""
+"""Sums by rank of the token kernels' twins, and the sums that travel, bit for bit against loops over tokens. The loops
+do not divide the sums among ranks: every rank's rows of a token are summed in fp32 in k order from the first one on and
+rounded, then these sums in fp32 from zero, in rank order, and rounded. test_interpreted.py and tests/gpu compare the
+Triton kernels with the twins."""
 
 from itertools import product
 
@@ -63,7 +63,7 @@ def test_sums_are_those_of_the_loops(name: str):
 
 @pytest.mark.parametrize("failed", ["ready", "arrived"])
 def test_sums_of_a_failed_call_are_nan(failed: str):
-    """In whichever barrier it has failed."""
+    """A call fails in either of the two barriers."""
     received = {
         name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")
     }

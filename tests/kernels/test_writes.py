@@ -1,4 +1,4 @@
-"""The contract says which arguments every kernel writes: the twins write these, and no others."""
+"""The contract declares the arguments that every kernel writes: the twins write these, and no other ones."""
 
 import inspect
 from itertools import product
@@ -45,11 +45,11 @@ LAYERS: list[tuple[int | None, dict[str, Any]]] = [  # ranks of a node, and opti
 ]
 
 
-def test_every_kernel_says_which_of_its_parameters_it_writes():
+def test_every_kernel_declares_the_parameters_that_it_writes():
     methods = dict(inspect.getmembers(Kernels, inspect.isfunction))
     assert WRITTEN.keys() == {name for name in methods if name[0] != "_"}
     for name, written in WRITTEN.items():
-        assert {each.split(".")[0] for each in written} <= {
+        assert {part.split(".")[0] for part in written} <= {
             *inspect.signature(methods[name]).parameters
         }
 
@@ -96,12 +96,12 @@ def writes_of_modules() -> tuple[set[str], set[str], set[str]]:
     return spy.seen, spy.changed, spy.undeclared
 
 
-def test_kernels_write_what_they_say(cluster):
-    ranks = [each for size in (1, 2) for each in cluster(size).run(writes_of_layers)]
+def test_kernels_write_the_declared_parameters_only(cluster):
+    ranks = [result for size in (1, 2) for result in cluster(size).run(writes_of_layers)]
     sets = zip(writes_of_modules(), *ranks, strict=True)
-    seen, changed, undeclared = (set.union(*found) for found in sets)
-    declared = {f"{name}.{each}" for name, written in WRITTEN.items() for each in written}
-    assert (WRITTEN.keys() - seen, undeclared) == (set(), set())
+    called, changed, undeclared = (set.union(*part_sets) for part_sets in sets)
+    declared = {f"{name}.{result}" for name, written in WRITTEN.items() for result in written}
+    assert (WRITTEN.keys() - called, undeclared) == (set(), set())
     assert declared - changed <= NEVER_CHANGED.keys()
 
 

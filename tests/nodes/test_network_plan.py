@@ -1,4 +1,4 @@
-"""plan_network and `symmoe plan --nodes` against draws, other people's arithmetic and the tables of docs/nodes.md."""
+"""plan_network and `symmoe plan --nodes` against random routings, published ratios and the tables of docs/nodes.md."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def routings(
         (8, 8, 1, 1),
     ],
 )
-def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int]):
+def test_rows_per_token_are_the_means_of_all_routings(case: tuple[int, int, int, int]):
     """A token of each rank with each routing; on 2 nodes of 1 and 2, and on 4 of 1."""
     num_experts, top_k, num_groups, top_groups = case
     chosen = routings(*case)
@@ -76,15 +76,15 @@ def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int
         slots = ranks = nodes = link = read = 0
         for home in range(num_ranks):
             for experts in chosen:
-                found = [e // per_rank for e in experts]
-                away = [rank for rank in found if rank // per_node != home // per_node]
+                expert_ranks = [e // per_rank for e in experts]
+                away = [rank for rank in expert_ranks if rank // per_node != home // per_node]
                 slots += len(away)
                 ranks += len(set(away))
                 nodes += len({rank // per_node for rank in away})
                 link += sum(
-                    rank % per_node != home % per_node for rank in set(found)
+                    rank % per_node != home % per_node for rank in set(expert_ranks)
                 )  # the rail keeps the index
-                read += sum(rank % per_node != home % per_node for rank in found)
+                read += sum(rank % per_node != home % per_node for rank in expert_ranks)
         plan = plan_network(config, num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=100)
         total = num_ranks * len(chosen)
         sent, home_trip = plan.dispatch, plan.combine
@@ -95,25 +95,31 @@ def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int
         assert home_trip.link.rows == pytest.approx(read / total)
 
 
-def test_groups_that_a_router_compares():
-    """What docs/nodes.md says of DeepSeek-V3's rule, best two of a group, with random scores of its router."""
+def test_the_page_shows_the_nodes_of_a_router_with_groups():
+    """The numbers of docs/nodes.md for DeepSeek-V3's rule, best two of a group, with random scores of its router."""
     torch.manual_seed(0)
     rule = RoutingRule(score="sigmoid", num_expert_groups=8, topk_groups=4)
     x = torch.randn(20_000, 256)
     experts = route_tokens(Route(x, torch.eye(256), None, None, 8, rule)).topk_idx.long()
-    said = re.search(r"reaches (\S+), (\S+) and (\S+) other nodes", " ".join(PAGE.split())).groups()
-    for num_nodes, text in zip((2, 4, 8), said, strict=True):
-        found = torch.zeros(len(x), num_nodes).scatter(1, experts // (256 // num_nodes), 1).mean()
-        assert float(found) * (num_nodes - 1) == pytest.approx(float(text), abs=0.015)
+    documented = re.search(
+        r"reaches (\S+), (\S+) and (\S+) other nodes", " ".join(PAGE.split())
+    ).groups()
+    for num_nodes, text in zip((2, 4, 8), documented, strict=True):
+        actual = torch.zeros(len(x), num_nodes).scatter(1, experts // (256 // num_nodes), 1).mean()
+        assert float(actual) * (num_nodes - 1) == pytest.approx(float(text), abs=0.015)
         assert of_layer(DEEPSEEK, 8 * num_nodes).dispatch.nodes.rows < float(text)
 
 
-def test_what_bounds_a_layer():
-    """The ratios that were computed elsewhere: GEMMs over the network, and what FP8 on the way out changes."""
+def test_bounds_of_layers_are_those_of_published_ratios():
+    """Ratios from other sources: GEMMs over the network; and the effect of FP8 on the way out."""
     few = of_layer(QWEN, 16).exact
     assert few.gemms_s / few.hidden_s == pytest.approx(0.71, abs=0.005)
     bounds = {n: of_layer(DEEPSEEK, n).exact for n in (16, 32, 64)}
-    assert {n: it.bound for n, it in bounds.items()} == {16: "GEMMs", 32: "network", 64: "network"}
+    assert {n: forward_at.bound for n, forward_at in bounds.items()} == {
+        16: "GEMMs",
+        32: "network",
+        64: "network",
+    }
     assert bounds[32].gemms_s / bounds[32].hidden_s == pytest.approx(0.86, abs=0.005)
     assert bounds[64].gemms_s / bounds[64].hidden_s == pytest.approx(0.595, abs=0.005)
     quantized = replace(DEEPSEEK, precision=Float8Block(), quantized_wire="forward")
@@ -131,13 +137,13 @@ def test_sizes_of_a_static_capacity_and_of_one_node():
     assert of_layer(QWEN, 32, dtype=torch.float32).dispatch.fixed.num_bytes == pytest.approx(
         3 * 8192 * 8192
     )
-    one = of_layer(QWEN, 8)
-    assert one.exact.network_s == one.fixed.network_s == 0
+    one_node = of_layer(QWEN, 8)
+    assert one_node.exact.network_s == one_node.fixed.network_s == 0
     sizes = Sizes(
         num_rows=65536, hidden=2048, ffn=768, top_k=8, num_experts=128, num_ranks=8, item_bytes=2
     )
-    assert one.dispatch.link.num_bytes == pytest.approx(sizes.wire_bytes)
-    assert one.dispatch.link.seconds == pytest.approx(sizes.wire_bytes / H200.link_bytes)
+    assert one_node.dispatch.link.num_bytes == pytest.approx(sizes.wire_bytes)
+    assert one_node.dispatch.link.seconds == pytest.approx(sizes.wire_bytes / H200.link_bytes)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +157,13 @@ def test_sizes_of_a_static_capacity_and_of_one_node():
         ({"nic_gbs": float("nan")}, "nic_gbs (nan) must be finite"),
     ],
 )
-def test_wrong_arguments(change: dict, text: str):
+def test_wrong_arguments_are_refused(change: dict, text: str):
     with pytest.raises(ArgumentError) as caught:
         plan_network(QWEN, **{"num_ranks": 16, "num_nodes": 2, "num_tokens": 8, **change})
     assert text in str(caught.value)
 
 
-def test_groups_that_do_not_fit():
+def test_groups_that_do_not_fit_are_refused():
     config = replace(QWEN, num_experts=24, router=RouterConfig(num_expert_groups=6, topk_groups=4))
     with pytest.raises(
         ArgumentError,
@@ -169,7 +175,7 @@ def test_groups_that_do_not_fit():
 PLAN = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 16 --tokens 8192 --nodes"
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]):
     options = ["4", "--nic-gbs", "40", "--rail-capacity", "6000", "--groups=8", "--topk-groups=4"]
     assert cli.main([*PLAN.split(), *options]) == 0
     out = capsys.readouterr().out
@@ -182,19 +188,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     plan = plan_network(config, num_ranks=16, num_nodes=4, num_tokens=8192, nic_gbs=40)
     for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         for label, field in cli.TRAFFIC_SHOWN:
-            it = getattr(trip, field)
+            part = getattr(trip, field)
             figures = re.search(
                 rf"^{name}: {label} +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE
             ).groups()
             assert figures == (
-                f"{it.rows:.2f}",
-                f"{it.num_bytes / 1e6:.0f}",
-                f"{it.seconds * 1e6:.0f}",
+                f"{part.rows:.2f}",
+                f"{part.num_bytes / 1e6:.0f}",
+                f"{part.seconds * 1e6:.0f}",
             )
     assert f" {plan.exact.gemms_s * 1e6:.0f}\n" in out
-    for it in (plan.exact, plan.fixed):
+    for part in (plan.exact, plan.fixed):
         assert (
-            f"serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, bound by network"
+            f"serial {part.serial_s * 1e6:.0f} us; all hidden {part.hidden_s * 1e6:.0f} us, bound by network"
             in out
         )
     assert (
@@ -222,13 +228,13 @@ RATES = {
 @pytest.mark.parametrize(
     ("file", "usual"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)]
 )
-def test_steps_take_what_was_measured(file: str, usual: int):
+def test_planned_steps_are_near_measured_ones(file: str, usual: int):
     """Within 15 %: two layers, two numbers of tokens, as graphs, which wait for no host."""
     records = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
     measured = {
-        (it["preset"], it["tokens"]): it["ms_median"]
-        for it in records
-        if it["variant"] == "layer, graph"
+        (record["preset"], record["tokens"]): record["ms_median"]
+        for record in records
+        if record["variant"] == "layer, graph"
     }
     assert len(measured) == 4
     for (preset, num_tokens), ms in measured.items():

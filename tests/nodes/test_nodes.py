@@ -75,7 +75,7 @@ def test_a_host_may_be_cut_and_hosts_are_not_joined():
 
 
 class FakeNvml:
-    """Stands for the library: one GPU, and what it says of its fabric."""
+    """Replaces the library: one GPU, and its report of the fabric."""
 
     def __init__(self, *, cluster: bytes, clique: int = 7, state: int = 3, status: int = 0) -> None:
         self.info = struct.pack("<16sIIB", cluster, status, clique, state)
@@ -98,7 +98,7 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize("prefix", ["", "GPU-"])
-def test_an_nvlink_domain_of_several_machines(monkeypatch: pytest.MonkeyPatch, prefix: str):
+def test_an_nvlink_domain_may_have_several_machines(monkeypatch: pytest.MonkeyPatch, prefix: str):
     nvml = FakeNvml(cluster=b"one cluster of 9")
     monkeypatch.setattr(topology_module.ctypes, "CDLL", lambda name: nvml)
     assert find_domain(prefix + "1a-2b") == b"one cluster of 9".hex() + " 7"
@@ -116,7 +116,9 @@ def test_an_nvlink_domain_of_several_machines(monkeypatch: pytest.MonkeyPatch, p
     ],
     ids=["one machine", "not complete", "failed", "too old", "no driver"],
 )
-def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nvml: object):
+def test_without_an_nvlink_domain_the_domain_is_the_machine(
+    monkeypatch: pytest.MonkeyPatch, nvml: object
+):
     def load(name: str) -> object:
         if isinstance(nvml, OSError):
             raise nvml
@@ -129,7 +131,7 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
 
 @run_on(4)
 def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int, findings: Findings) -> None:
-    """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
+    """Two machines, fake ones for the heap, in one NVLink domain are one node, unless ranks_per_node cuts them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology_module, "find_machine", lambda: f"machine {rank // 2}")
         patch.setattr(start, "find_domain", lambda gpu: "one domain")
@@ -139,14 +141,14 @@ def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int, findings
 
 
 @run_on(3)
-def test_ranks_per_node_that_do_not_fit(rank: int, num_ranks: int) -> None:
-    """Other wrong numbers: symm_mem/test_heap_start.py."""
+def test_wrong_numbers_of_ranks_per_node_are_refused(rank: int, num_ranks: int) -> None:
+    """symm_mem/test_heap_start.py has other wrong numbers."""
     options = {"num_bytes": 4 << 20, "backend": "host"}
     name, text = outcome(SymmetricHeap, **options, ranks_per_node=2)
     assert name == "ArgumentError"
     assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in text
-    wanted = ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
-    assert outcome(SymmetricHeap, **options, ranks_per_node=(1, 3, 1)[rank]) == wanted
+    expected = ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
+    assert outcome(SymmetricHeap, **options, ranks_per_node=(1, 3, 1)[rank]) == expected
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_ranks_per_node_that_do_not_fit(rank: int, num_ranks: int) -> None:
     ("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"]
 )
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_trips_are_the_oracle_bit_for_bit(
+def test_trips_have_the_bits_of_the_oracle(
     cluster, num_ranks: int, ranks_per_node: int, check, first: int
 ):
     """Dispatch with the even strata, combine with the odd ones."""
@@ -164,7 +166,7 @@ def test_trips_are_the_oracle_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [check_dispatch, check_combine])
-def test_all_cases(cluster, check):
+def test_all_cases_have_the_bits_of_the_oracle(cluster, check):
     assert cluster(4).findings(check_cases, list(range(len(routings.CASES))), "cpu", check, 2) == []
 
 
@@ -187,7 +189,8 @@ BIG_CALLS = [
 def test_all_ways_give_the_same_bits(
     cluster, num_ranks: int, ranks_per_node: int, kind: tuple[Any, ...]
 ):
-    """Experts have rows of several tiles. Those from other nodes come, and their sums go, while others are computed."""
+    """Experts have rows of several tiles. Rows of other nodes arrive, and their sums leave, during the computation of
+    this node's rows."""
     assert (
         cluster(num_ranks).findings(check_ways, "cpu", torch.float32, (kind,), ranks_per_node) == []
     )
@@ -198,7 +201,8 @@ def test_all_ways_give_the_same_bits(
 def test_rails_are_under_way_while_own_rows_are_computed(
     rank: int, num_ranks: int, ranks_per_node: int
 ) -> None:
-    """Of forward and backward: what begins and ends on the rails, and parts of GEMMs, and whether they have rows."""
+    """The order of events in forward and backward: begins and ends on the rails, and parts of GEMMs with or without
+    rows."""
     events: list[tuple[str, bool]] = []
     part_of = trip.Part
 
@@ -215,7 +219,7 @@ def test_rails_are_under_way_while_own_rows_are_computed(
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router=None, **EAGERLY)
         layer = MoELayer(config, heap)
-        rail, found = heap.nodes, []
+        rail, by_direction = heap.nodes, []
         with pytest.MonkeyPatch.context() as patch:
             for module in (combine_trip, trip):
                 patch.setattr(module, "Part", noting_part)
@@ -228,11 +232,11 @@ def test_rails_are_under_way_while_own_rows_are_computed(
             patch.setattr(rail, "begin", noting("begin", rail.begin))
             patch.setattr(rail, "end", noting("end", rail.end))
             y, _ = layer(x, topk_idx=ids, probs=torch.full((num_tokens, 2), 0.5))
-            found.append(events[2 * plan_exchanges :])
+            by_direction.append(events[2 * plan_exchanges :])
             events.clear()
             y.sum().backward()
-            found.append(events)
-    forward, backward = found
+            by_direction.append(events)
+    forward, backward = by_direction
     begin = ("begin", True)
     end = ("end", True)
     part = ("part", True)
@@ -241,7 +245,7 @@ def test_rails_are_under_way_while_own_rows_are_computed(
         1 + (0 < rank // ranks_per_node < num_nodes - 1)
     )  # ranks before the node, and after it
     dispatch = [begin, *[part] * ranks_per_node, end, *ends]
-    assert forward == backward == [*dispatch, *ends, part, begin, end], found
+    assert forward == backward == [*dispatch, *ends, part, begin, end], by_direction
 
 
 # Tokens and gradients travel as E4M3 numbers.
@@ -272,16 +276,18 @@ def test_order_slot_has_the_bits_of_one_node(cluster, options: dict[str, Any], d
     assert any(tensor.abs().sum() > 0 for tensor in want[0])
     for ranks_per_node in (2, 1):
         got = cluster(4).run(train, ranks_per_node, options, dtype)
-        for rank, (mine, its) in enumerate(zip(want, got, strict=True)):
-            assert int(its[-1]) == 0
+        for rank, (expected, actual) in enumerate(zip(want, got, strict=True)):
+            assert int(actual[-1]) == 0
             different = [
-                n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)
+                n
+                for n, (a, b) in enumerate(zip(expected, actual, strict=True))
+                if not torch.equal(a, b)
             ]
             assert different == [], f"rank {rank}, {ranks_per_node} ranks per node"
 
 
 def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[str, Any]):
-    """Ranks 0 and 2 on one host, 1 and 3 on another, as far as the heap can see: the nodes, and what training gives."""
+    """Trains with ranks 0 and 2 on one fake host, 1 and 3 on another: the nodes, and the results."""
     machine = Path(folder) / f"host {rank % 2}"
     machine.write_text(f"host {rank % 2}")
     with pytest.MonkeyPatch.context() as patch:
@@ -294,34 +300,36 @@ def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[s
 def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
     options = {"order": "slot"}
     want = cluster(4).run(train, None, options, torch.bfloat16)
-    for (nodes, got), its in zip(
+    for (nodes, got), expected in zip(
         cluster(4).run(on_alternating_hosts, str(tmp_path), options), want, strict=True
     ):
         assert nodes == ((0, 2), (1, 3))
-        assert all(torch.equal(a, b) for a, b in zip(got, its, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @run_on(4)
-def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_two_groups_of_two_nodes_work_at_once(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
     group = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))][rank % 2]
     with (
-        open_heap("cpu", group=group, ranks_per_node=1) as one,
-        open_heap("cpu", group=group) as other,
+        open_heap("cpu", group=group, ranks_per_node=1) as first_heap,
+        open_heap("cpu", group=group) as second_heap,
     ):
         findings.equal(
             "ranks",
-            (one.bootstrap.global_ranks, one.topology.num_nodes),
+            (first_heap.bootstrap.global_ranks, first_heap.topology.num_nodes),
             ([rank % 2, rank % 2 + 2], 2),
         )
-        findings.equal("nodes of the other", other.topology.num_nodes, 1)
+        findings.equal("nodes of the other", second_heap.topology.num_nodes, 1)
         x = torch.full((3, 8), float(rank))
         ids = torch.tensor([[0, 1], [1, 2], [3, -1]])
-        for heap in (one, other, one):
+        for heap in (first_heap, second_heap, first_heap):
             plan = make_plan(ids, num_experts=4, heap=heap)
             rows, _, handle = dispatch_tokens(x, plan)
             sources = [int(source) for source in sorted(set(rows[:, 0].tolist()))]
-            findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
+            findings.equal("sources of rows", sources, [*first_heap.bootstrap.global_ranks])
             findings.equal(
                 "y",
                 combine_tokens(rows, handle)[:, 0].tolist(),
@@ -329,28 +337,28 @@ def test_two_groups_of_two_nodes(rank: int, num_ranks: int, findings: Findings) 
             )
 
 
-def test_order_node_sums_twice(cluster):
+def test_order_node_differs_by_roundings_only(cluster):
     """The default differs from order="slot" by roundings, and is the same for "rank" and "node"."""
 
-    def found(order: str, ranks_per_node: int | None) -> list[torch.Tensor]:
+    def trained(order: str, ranks_per_node: int | None) -> list[torch.Tensor]:
         return [
             *itertools.chain(
                 *cluster(4).run(train, ranks_per_node, {"order": order}, torch.float32)
             )
         ]
 
-    for a, b, c in zip(found("slot", 2), found("rank", 2), found("node", 2), strict=True):
+    for a, b, c in zip(trained("slot", 2), trained("rank", 2), trained("node", 2), strict=True):
         assert torch.equal(b, c)
         assert torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
     assert all(
-        torch.equal(a, b) for a, b in zip(found("node", None), found("slot", None), strict=True)
+        torch.equal(a, b) for a, b in zip(trained("node", None), trained("slot", None), strict=True)
     )
 
 
 def keep_or_load(
     rank: int, num_ranks: int, ranks_per_node: int | None, folder: str, keeps: bool
 ) -> torch.Tensor:
-    """What a layer makes of some tokens: one that is saved, or one that is loaded."""
+    """The result of a layer for some tokens: of a layer that is saved, or of one that is loaded."""
     torch.manual_seed(rank)
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=8, top_k=2, order="slot"), heap)
@@ -362,7 +370,7 @@ def keep_or_load(
         return layer(torch.arange(128.0).view(8, 16) / 100)[0].detach()
 
 
-def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
+def test_checkpoints_do_not_depend_on_nodes(cluster, tmp_path: Path):
     saved = cluster(4).run(keep_or_load, 2, str(tmp_path), True)
     assert float(saved[0].abs().sum()) > 0
     for num_ranks, ranks_per_node in ((2, 1), (4, None)):
@@ -396,11 +404,11 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
         layer = MoELayer(
             MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=capacity), heap
         )
-        x, found, num_runs = torch.randn((40, 16), requires_grad=True), [], 0
+        x, results, num_runs = torch.randn((40, 16), requires_grad=True), [], 0
         for _ in range(6):
             num_runs = heap.programs.num_runs
             y, _ = layer(x)
-            found.append(
+            results.append(
                 torch.cat(
                     [
                         g.flatten()
@@ -408,16 +416,18 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
                     ]
                 )
             )
-        assert all(torch.equal(each, found[0]) for each in found)
+        assert all(torch.equal(result, results[0]) for result in results)
         assert (num_runs > 0, heap.programs.num_runs - num_runs) == (True, 4)
         y, _ = layer(x)
         del y, _
-        assert heap.leased_bytes == 0  # nothing keeps the graph of a step that nobody has
+        assert (
+            heap.leased_bytes == 0
+        )  # without references to its results, the graph of a step is freed
 
 
 @run_on(2)
 def test_a_profile_ends_between_calls(rank: int, num_ranks: int) -> None:
-    """It ends the process if torch records messages that come after its end: so all have come by then."""
+    """torch ends the process if the profile records messages that arrive after its end, so all must have arrived."""
     with open_heap("cpu", ranks_per_node=1) as heap:
         for _ in range(6):
             with torch.profiler.profile(

@@ -1,7 +1,6 @@
-"""What GPUs on several nodes do, on CPUs: hosts that learn late of what has gone wrong, and a rail that bounds nothing.
-A host looks for errors now and then, not after every barrier, so that it has met ranks of other nodes for exchanges
-whose payload nobody can use. The rail is gloo, with what NCCL does: it waits for ever, and says nothing of lost
-ranks."""
+"""GPUs on several nodes, imitated on CPUs: hosts that find errors late, and a rail without bounds. A host looks for
+errors now and then, not after every barrier, so ranks may have begun exchanges whose payload is unusable. The rail is
+gloo, which waits without a bound and reports no lost rank, like NCCL."""
 
 import contextlib
 import math
@@ -28,7 +27,7 @@ from symmoe.symm_mem.streams import NoStreams
 
 
 class DeviceRail(GlooRail):
-    """Moves as NcclRail does."""
+    """A rail that moves tensors as NcclRail does."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -49,7 +48,7 @@ class DeviceRail(GlooRail):
         if self._ended.is_set():
             return []
         before, has_begun, self.num_launched = self._last, self._has_begun, self.num_launched + 1
-        self._last = done = threading.Event()
+        self._last = ended = threading.Event()
 
         def travel() -> None:  # gloo's wait goes on when its group is aborted
             before.wait()  # as on a stream
@@ -57,14 +56,14 @@ class DeviceRail(GlooRail):
             with contextlib.suppress(RailBroken):
                 GlooRail.wait(self, GlooRail.begin(self, sends, receives), math.inf)
                 self.progress[ENDED] += 1
-                done.set()
+                ended.set()
 
         threading.Thread(target=travel, daemon=True).start()
-        return [(0, done)]
+        return [(0, ended)]
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        for _, done in started:
-            while not (done.wait(1e-3) or self._ended.is_set()):
+        for _, ended in started:
+            while not (ended.wait(1e-3) or self._ended.is_set()):
                 pass
 
     def end(self) -> None:
@@ -77,7 +76,7 @@ class DeviceRail(GlooRail):
 
 @contextlib.contextmanager
 def as_on_gpus(seed: int) -> Iterator[None]:
-    """Heaps of this process behave as on GPUs; how late it notices an error is random."""
+    """Heaps of this process behave as on GPUs; their hosts notice an error at a random time."""
     check = SymmetricHeap.check
     chance = random.Random(seed)
 
@@ -96,7 +95,7 @@ def as_on_gpus(seed: int) -> Iterator[None]:
         patch.setattr(
             several_nodes,
             "_make_payload",
-            lambda of, _, __, store, options, unused: DeviceRail(store, **options),
+            lambda bootstrap, _, __, store, options, unused: DeviceRail(store, **options),
         )
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", lambda heap: check(heap))
@@ -113,12 +112,12 @@ def on_gpus(
 @pytest.mark.parametrize(
     "options", [calls.EXACT, calls.STATIC, calls.ON_RAILS], ids=["exact", "static", "rail"]
 )
-def test_bits(cluster, options: dict[str, Any]):
+def test_steps_have_the_bits_of_one_node(cluster, options: dict[str, Any]):
     options = {**options, **calls.EAGERLY, "order": "slot"}
     want = cluster(4).run(calls.train, 2, {**options, "schedule": "serial"}, torch.bfloat16)
     got = cluster(4).run(on_gpus, 0, calls.train, 2, options, torch.bfloat16)
-    for mine, its in zip(want, got, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    for expected, tensor in zip(want, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, tensor, strict=True))
 
 
 def test_rails_drop_the_last_tokens(cluster):
@@ -133,34 +132,34 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10
     ("num_ranks", "ranks_per_node"), [*LAYOUTS, pytest.param(6, 2, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
-    """Every rank raises an error of that class, and the calls that follow are right."""
-    for found in cluster(num_ranks).run(
+def test_wrong_calls_raise_on_every_rank(cluster, num_ranks: int, ranks_per_node: int, seed: int):
+    """Every rank raises an error of the same class, and the next calls work."""
+    for actual in cluster(num_ranks).run(
         on_gpus, seed, calls.wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2
     ):
-        assert [error[0] for _, error in found] == [name for name, _ in found]
+        assert [error[0] for _, error in actual] == [name for name, _ in actual]
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
-def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
-    """All ranks raise one by the end of the step, whoever looks when, and the next step is right."""
+def test_unforeseen_errors_raise_on_every_rank(cluster, ranks_per_node: int, seed: int):
+    """All ranks raise the error by the end of the step, at any time of their looks, and the next step works."""
     calls.check_unforeseen(
         cluster(2 * ranks_per_node).run(on_gpus, seed, calls.unforeseen, ranks_per_node),
         ranks_per_node,
     )
 
 
-def test_an_error_at_the_end_of_a_plan(cluster):
+def test_an_error_at_the_end_of_a_plan_raises_on_every_rank(cluster):
     cluster(2).run(on_gpus, 0, calls.fail_plans, 1)
 
 
 @run_on(2)
-def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ranks: int) -> None:
-    """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
-    is_told: list[bool] = []
+def test_no_thread_writes_to_a_gpu_while_hosts_wait_in_a_capture(rank: int, num_ranks: int) -> None:
+    """The thread that watches the rail gets the host's wait outside of a capture, and not in one."""
+    is_reported: list[bool] = []
     with (
         as_on_gpus(rank),
         open_heap("cpu", ranks_per_node=1) as heap,
@@ -171,18 +170,19 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
         patch.setattr(
             rail.channel,
             "receive",
-            lambda bound: (is_told.append(rail._waits_since < math.inf), receive(bound))[1],
+            lambda bound: (is_reported.append(rail._waits_since < math.inf), receive(bound))[1],
         )
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
-            heap.nodes.meet(control.PHASE_START)
-    assert is_told[:2] == [True, False]
+            heap.nodes.rendezvous(control.PHASE_START)
+    assert is_reported[:2] == [True, False]
 
 
-def test_an_exchange_has_its_own_bound():
-    """Not that of those before it or after it, though the host is ahead and something always moves."""
+def test_an_exchange_has_a_separate_bound():
+    """The bounds of earlier and later exchanges do not apply, although the host is ahead and an exchange always
+    moves."""
     rail = Payload()
-    rail.progress, found = torch.zeros(2, dtype=torch.int64), []
+    rail.progress, bounds = torch.zeros(2, dtype=torch.int64), []
     # The bound of the next one, whether there are graphs, and what host and device have begun, and ended, since.
     for timeout_s, rail.is_captured, num_launched, *progress in (
         *(
@@ -203,12 +203,12 @@ def test_an_exchange_has_its_own_bound():
         rail.bound(timeout_s)
         rail.num_launched = num_launched
         rail.progress.copy_(torch.tensor(progress))
-        found.append(rail.bound_s)
-    assert found == [60, 60, 4, 4, 60, 4, 60, 60, 4, 60]
+        bounds.append(rail.bound_s)
+    assert bounds == [60, 60, 4, 4, 60, 4, 60, 60, 4, 60]
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "victims", "how", "kind"),
+    ("num_nodes", "victims", "signal", "kind"),
     [
         (2, (1,), "stop", calls.Overlapping),
         pytest.param(2, (2, 3), "kill", calls.Ready, marks=pytest.mark.slow),
@@ -219,27 +219,27 @@ def test_an_exchange_has_its_own_bound():
         pytest.param(3, (1,), "hang", calls.Overlapping, marks=pytest.mark.slow),
     ],
 )
-def test_lost_while_payload_travels(
-    num_nodes: int, victims: tuple[int, ...], how: str, kind: type[calls.Ready]
+def test_a_rank_lost_during_a_transfer_is_named_on_every_rank(
+    num_nodes: int, victims: tuple[int, ...], signal: str, kind: type[calls.Ready]
 ):
     where, (num_ranks, ranks_per_node) = (
         (kind, "begin", None),
         ((4, 2) if num_nodes == 2 else (3, 1)),
     )
-    its = calls.lose, ranks_per_node, victims, how, where
-    survivors = Cluster(num_ranks).run_without(victims, on_gpus, 0, *its, timeout_s=HANG_S)
+    arguments = calls.lose, ranks_per_node, victims, signal, where
+    survivors = Cluster(num_ranks).run_without(victims, on_gpus, 0, *arguments, timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
     calls.check_survivors(survivors, victims, ranks_per_node)
 
 
-def test_a_rank_that_gives_up(cluster):
-    found = cluster(4).run(on_gpus, 0, calls.give_up)
+def test_an_aborting_rank_is_named_on_every_rank(cluster):
+    actual = cluster(4).run(on_gpus, 0, calls.give_up)
     aborted = ("PeerAborted", 1)
-    assert [each[:2] for each in found] == [aborted, ("KeyError", -1), aborted, aborted]
+    assert [error[:2] for error in actual] == [aborted, ("KeyError", -1), aborted, aborted]
 
 
 class OpNames(TorchDispatchMode):
-    """Notes the operations of its context, and those that copy into places with gaps, which take a kernel."""
+    """Records the operations of its context, and copies into memory with gaps, which need a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,8 +254,8 @@ class OpNames(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_who_gives_up_launches_no_kernel(num_ranks: int):
-    """A GPU that is busy with an exchange may not start one for the first time."""
+def test_an_aborting_rank_launches_no_kernel(num_ranks: int):
+    """A GPU that is busy with an exchange may not load a kernel."""
     layout = control.ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
     bases = torch.zeros(num_ranks, dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""What goes wrong in groups that span nodes: every rank of every node raises the same error, in the same call. A wrong
-argument or a full heap on one rank is followed by calls that work. A rank, or a whole node, that is killed or stopped
-is named within the bound of the rails, and closing waits for nobody."""
+"""Errors in groups that span nodes: every rank of every node raises the same error, in the same call. After a wrong
+argument or a full heap on one rank the next calls work. A rank, or a whole node, that is killed or stopped is named
+within the bound of the rails, and closing waits for no rank."""
 
 import os
 import signal
@@ -24,18 +24,20 @@ LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=
 # -- errors -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 @pytest.mark.parametrize("culprit", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int):
+def test_wrong_calls_raise_on_every_rank(
+    cluster, num_ranks: int, ranks_per_node: int, culprit: int
+):
     by_rank = cluster(num_ranks).run(nodes.wrong_calls, ranks_per_node, culprit)
-    for (wanted, first), *others in zip(*by_rank, strict=True):
-        assert first[0] == wanted, first
-        assert [error for _, error in others] == [first] * (num_ranks - 1)
+    for (expected, first), *further_errors in zip(*by_rank, strict=True):
+        assert first[0] == expected, first
+        assert [error for _, error in further_errors] == [first] * (num_ranks - 1)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 @run_on()
-def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
+def test_full_heaps_raise_on_every_rank(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     """Classes of errors where a heap has no room left, in dispatch, combine, backward and in a layer."""
-    found = []
+    results = []
     sizes = {
         "hidden": nodes.HIDDEN,
         "ffn": 8,
@@ -59,47 +61,49 @@ def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
                 "backward of the layer": lambda z=z: z.sum().backward(),
             }
             hog = heap.lease((free_bytes(heap),), torch.uint8) if rank == 2 else None
-            found.append(nodes.outcome(calls[call])[0])
+            results.append(nodes.outcome(calls[call])[0])
             if hog is not None:
                 hog.release()
             del plan, rows, y, z, calls
             ready.step()
         layer(ready.x)[0].sum().backward()
-    assert found == ["HeapExhausted"] * 5
+    assert results == ["HeapExhausted"] * 5
 
 
-def test_unforeseen_errors(cluster):
+def test_unforeseen_errors_raise_on_every_rank(cluster):
     by_rank = cluster(4).run(nodes.unforeseen, 2)
     nodes.check_unforeseen(by_rank, 2)
     assert all(
-        [is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]]
-        for found in by_rank
+        [is_back for *_, is_back in errors] == [is_back for *_, is_back in by_rank[-1]]
+        for errors in by_rank
     )
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_an_error_at_the_end_of_a_plan(cluster, num_ranks: int, ranks_per_node: int):
+def test_an_error_at_the_end_of_a_plan_raises_on_every_rank(
+    cluster, num_ranks: int, ranks_per_node: int
+):
     cluster(num_ranks).run(nodes.fail_plans, ranks_per_node)
 
 
 def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
-    """What a dispatch raises that ranks 1 and 2 fail, on two nodes and two rails. Rank 0 is at the meeting before the
-    first barrier and waits for rank 2, and rank 3 for rank 1, while these wait for them in barriers."""
+    """The error of a dispatch that ranks 1 and 2 fail, on two nodes and two rails. Rank 0 is at the rendezvous before
+    the first barrier and waits for rank 2, and rank 3 for rank 1, while ranks 1 and 2 wait for them in barriers."""
     with open_heap("cpu", ranks_per_node=2, timeout_s=PROMPT_S) as heap:
         ready = nodes.Ready(heap, rank)
         ready.step()
         plan = ready.plan()
-        found = nodes.outcome(
+        actual = nodes.outcome(
             lambda: dispatch_tokens(ready.x[1:] if rank in (1, 2) else ready.x, plan)
         )
-        if found[0] == "ArgumentError":  # else the heap is poisoned
+        if actual[0] == "ArgumentError":  # else the heap is poisoned
             ready.step()
-        return found
+        return actual
 
 
-def test_who_fails_says_so_to_its_rail_first(cluster):
-    first, *others = cluster(4).run(fail_across)
-    assert (first[0], others) == ("ArgumentError", [first] * 3)
+def test_a_failing_rank_reports_to_its_rail_first(cluster):
+    first, *further_errors = cluster(4).run(fail_across)
+    assert (first[0], further_errors) == ("ArgumentError", [first] * 3)
 
 
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
@@ -119,7 +123,7 @@ def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_at_the_start():
+def test_a_rank_that_ends_at_the_start_is_named():
     survivors = Cluster(4).run_without((3,), lost_at_the_start)
     assert len(survivors) == 3
     for name, seconds in survivors.values():
@@ -130,18 +134,18 @@ def test_a_rank_that_ends_at_the_start():
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 POINTS = {
     "plan: barrier": (nodes.Ready, "barrier", control.PHASE_PLAN),
-    "plan: rail": (nodes.Ready, "meet", control.PHASE_NODES_PLAN),
-    "dispatch: rail": (nodes.Ready, "meet", control.PHASE_NODES_OUT),
+    "plan: rail": (nodes.Ready, "rendezvous", control.PHASE_NODES_PLAN),
+    "dispatch: rail": (nodes.Ready, "rendezvous", control.PHASE_NODES_OUT),
     "dispatch: barrier": (nodes.Ready, "barrier", control.PHASE_DISPATCH_DONE),
     "combine: barrier": (nodes.Ready, "barrier", control.PHASE_COMBINE_READY),
-    "combine: rail": (nodes.Ready, "meet", control.PHASE_NODES_HOME),
+    "combine: rail": (nodes.Ready, "rendezvous", control.PHASE_NODES_HOME),
     "overlapped: own rows": (nodes.Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
     "overlapped: rows on the rail": (nodes.Overlapping, "end", None, 2),  # one is of the plan
     "overlapped: rows of other nodes": (nodes.Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
-    "overlapped: gradients": (nodes.Overlapping, "meet", control.PHASE_NODES_OUT, 2),
+    "overlapped: gradients": (nodes.Overlapping, "rendezvous", control.PHASE_NODES_OUT, 2),
     "overlapped: own sums": (nodes.Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
     "overlapped: sums on the rail": (nodes.Overlapping, "end", None, 3),
-    "overlapped: end of combine": (nodes.Overlapping, "meet", control.PHASE_NODES_HOME, 2),
+    "overlapped: end of combine": (nodes.Overlapping, "rendezvous", control.PHASE_NODES_HOME, 2),
     "overlapped: weight gradients": (nodes.Overlapping, "end", None, 5),
 }
 SHORT = [
@@ -164,12 +168,12 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("num_nodes", "victims", "how", "point"), LOSSES)
+@pytest.mark.parametrize(("num_nodes", "victims", "signal", "point"), LOSSES)
 def test_a_lost_rank_or_node_is_named_everywhere(
-    num_nodes: int, victims: tuple[int, ...], how: str, point: str
+    num_nodes: int, victims: tuple[int, ...], signal: str, point: str
 ):
     survivors = Cluster(2 * num_nodes).run_without(
-        victims, nodes.lose, 2, victims, how, POINTS[point], timeout_s=HANG_S
+        victims, nodes.lose, 2, victims, signal, POINTS[point], timeout_s=HANG_S
     )
     assert len(survivors) == 2 * num_nodes - len(victims)
     nodes.check_survivors(survivors, victims, 2)
@@ -189,24 +193,26 @@ HALF_WAY = {
 @pytest.mark.parametrize(
     "point", [pytest.param(p, marks=[pytest.mark.slow] * (p != "tokens")) for p in HALF_WAY]
 )
-def test_stopped_half_way_through_an_exchange(num_ranks: int, ranks_per_node: int, point: str):
-    """One node has all rows, and waits for one that has not: all name the rank that stopped."""
+def test_a_rank_stopped_in_an_exchange_is_named_on_every_rank(
+    num_ranks: int, ranks_per_node: int, point: str
+):
+    """One node has all rows, and waits for a node without them: all ranks name the stopped rank."""
     victims = (ranks_per_node,)
-    how = "stop half way", HALF_WAY[point]
+    signal = "stop half way", HALF_WAY[point]
     survivors = Cluster(num_ranks).run_without(
-        victims, nodes.lose, ranks_per_node, victims, *how, timeout_s=HANG_S
+        victims, nodes.lose, ranks_per_node, victims, *signal, timeout_s=HANG_S
     )
     assert len(survivors) == num_ranks - 1
     nodes.check_survivors(survivors, victims, ranks_per_node)
 
 
-def test_a_rank_that_gives_up_tells_all_nodes(cluster):
-    found = cluster(4).run(nodes.give_up)
-    assert found[1][0] == "KeyError"
+def test_an_aborting_rank_reports_to_all_nodes(cluster):
+    actual = cluster(4).run(nodes.give_up)
+    assert actual[1][0] == "KeyError"
     for rank in (0, 2, 3):
-        assert found[rank][:2] == ("PeerAborted", 1), found
-        assert found[rank][2] == 'rank 1 gave up: KeyError: "a user\'s error"'
-        assert found[rank][3] < 30.0
+        assert actual[rank][:2] == ("PeerAborted", 1), actual
+        assert actual[rank][2] == 'rank 1 gave up: KeyError: "a user\'s error"'
+        assert actual[rank][3] < 30.0
 
 
 def close_early(rank: int, num_ranks: int) -> tuple[str, str]:
@@ -216,9 +222,9 @@ def close_early(rank: int, num_ranks: int) -> tuple[str, str]:
     return nodes.outcome(heap.close if rank < 2 else ready.step)[0], nodes.outcome(heap.close)[0]
 
 
-def test_a_node_that_closes_while_others_go_on(cluster):
-    """The others learn of it in their call, and that the node has left when they close, whenever they come to that."""
-    left = ("ConfigMismatch", "")
-    stayed = ("ConfigMismatch", "PeerAborted")
+def test_a_node_that_closes_early_aborts_the_other(cluster):
+    """The other node raises the error in its call, and in close, at any time, the report that the node has left."""
+    closed = ("ConfigMismatch", "")
+    open = ("ConfigMismatch", "PeerAborted")
     for _ in range(4):
-        assert cluster(4).run(close_early) == [left, left, stayed, stayed]
+        assert cluster(4).run(close_early) == [closed, closed, open, open]

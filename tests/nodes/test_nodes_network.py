@@ -1,7 +1,7 @@
 """Networks that break between two virtual nodes, in every phase: connections of a rail are cut while both ends live. A
-rank that no longer hears of another cannot know whether that one has gone or the network between them: the two ends of
-a rail that breaks name each other. Ranks that hear of it from them name one of the two. A peer that says nothing more
-while its connections stay is in test_nodes_faults.py: a rank that stops."""
+rank without messages of a peer cannot distinguish a lost peer from a broken network: the two ends of a broken rail name
+each other. Ranks that get their reports name one of the two. test_nodes_faults.py has stopped peers, whose connections
+stay open."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ from node_calls import Overlapping, Ready
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 
-# (what makes steps, phase of a meeting, which one of a step, whether it happens after the headers, so that tensors are
-# on their way)
+# (what makes steps, phase of a rendezvous, which one of a step, whether it happens after the headers, so that tensors
+# are on their way)
 POINTS = {
     "plan": (Ready, control.PHASE_NODES_PLAN, 1, False),
     "dispatch": (Ready, control.PHASE_NODES_OUT, 1, False),
@@ -48,17 +48,17 @@ def open_nodes() -> SymmetricHeap:
 
 def sockets() -> dict[str, int]:
     """Sockets of this process, and their files."""
-    found = {}
+    results = {}
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the folder has gone
+        with contextlib.suppress(OSError):  # the file of this listing is closed
             name = os.readlink(file)
             if name.startswith("socket:"):
-                found[name] = int(file.name)
-    return found
+                results[name] = int(file.name)
+    return results
 
 
 def cut(names: set[str]) -> None:
-    """Ends those connections that go over the network, for both sides."""
+    """Shuts the connections of these files down, for both sides."""
     for name, file in sockets().items():
         if name in names:
             with socket.socket(fileno=os.dup(file)) as end, contextlib.suppress(OSError):
@@ -69,67 +69,69 @@ def cut(names: set[str]) -> None:
 
 
 def broken(rank: int, num_ranks: int, where: tuple, ranks: tuple[int, ...]) -> dict[str, object]:
-    """What a rank raises when its network breaks, when, how long closing takes, and what is left; then a heap works."""
-    with open_nodes() as first:  # what torch keeps from then on is none of it
+    """The error of a rank whose network breaks, its time, the time of close, and open sockets; then a heap works."""
+    with open_nodes() as first:  # resources that torch keeps afterwards do not count
         Ready(first, rank).step()
-    others = set(sockets())
+    further_sockets = set(sockets())
     kind, *point = where
     heap = open_nodes()
     ready = kind(heap, rank)
     ready.step()
     if rank in ranks:
-        cut_at(heap, set(sockets()) - others, *point)
+        cut_at(heap, set(sockets()) - further_sockets, *point)
     start = time.monotonic()
-    found: dict[str, object] = {"name": "", "text": ""}
+    result: dict[str, object] = {"name": "", "text": ""}
     try:
         ready.step()
         ready.step()
     except Exception as error:  # noqa: BLE001
-        found = {name: getattr(error, name, None) for name in ("rank", "node", "is_lost")}
-        found |= {"name": type(error).__name__, "text": str(error)}
+        result = {name: getattr(error, name, None) for name in ("rank", "node", "is_lost")}
+        result |= {"name": type(error).__name__, "text": str(error)}
     raised = time.monotonic()
     heap.close()
-    found |= {"raised_s": raised - start, "closed_s": time.monotonic() - raised}
-    found["left"] = len(sockets()) - len(others)  # though the heap still is there
+    result |= {"raised_s": raised - start, "closed_s": time.monotonic() - raised}
+    result["left"] = len(sockets()) - len(further_sockets)  # though the heap still is there
     with open_nodes() as another:
         Ready(another, rank).step()
-    return found
+    return result
 
 
 def cut_at(heap: SymmetricHeap, names: set[str], phase: int, number: int, is_after: bool) -> None:
-    """At a meeting of a step."""
-    original = heap.nodes.meet
-    left = number
+    """At a rendezvous of a step."""
+    original = heap.nodes.rendezvous
+    remaining = number
 
-    def meet(its_phase: int, **agreed: int) -> None:
-        nonlocal left
-        left -= its_phase == phase
+    def rendezvous(its_phase: int, **agreed: int) -> None:
+        nonlocal remaining
+        remaining -= its_phase == phase
         if is_after:
             original(its_phase, **agreed)
-        if left == 0:
+        if remaining == 0:
             cut(names)
         if not is_after:
             original(its_phase, **agreed)
 
-    heap.nodes.meet = meet  # type: ignore[method-assign]
+    heap.nodes.rendezvous = rendezvous  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
     "point", [pytest.param(p, marks=[pytest.mark.slow] * (p != "rows of combine")) for p in POINTS]
 )
 @pytest.mark.parametrize("ranks", [pytest.param(LINK, id="link"), pytest.param(RAIL, id="rail")])
-def test_a_network_that_breaks(cluster, ranks: tuple[int, ...], point: str):
-    """Every rank raises at once, whatever the bound; closing waits for nobody."""
-    found = cluster(4).run(broken, POINTS[point], ranks)
+def test_a_broken_network_raises_on_every_rank(cluster, ranks: tuple[int, ...], point: str):
+    """Every rank raises at once, with any bound; closing waits for no rank."""
+    actual = cluster(4).run(broken, POINTS[point], ranks)
     ends = {end for rank in ranks for end in (rank, rank + 2)}
-    for rank, each in enumerate(found):
-        assert each["name"] == "PeerTimeout", found
-        assert each["rank"] in ends - {rank}, found
-        assert each["node"] == each["rank"] // 2, found
-        assert f"rank {each['rank']} on node {each['node']} did not reach" in each["text"], found
+    for rank, result in enumerate(actual):
+        assert result["name"] == "PeerTimeout", actual
+        assert result["rank"] in ends - {rank}, actual
+        assert result["node"] == result["rank"] // 2, actual
+        assert f"rank {result['rank']} on node {result['node']} did not reach" in result["text"], (
+            actual
+        )
         if ranks == RAIL and rank in ends:
-            assert each["rank"] == (rank + 2) % 4, found
-        assert each["is_lost"], found
-        assert each["raised_s"] < PROMPT_S, found
-        assert each["closed_s"] < PROMPT_S, found
-        assert each["left"] <= 0, found  # fewer: connections of the heap before may end late
+            assert result["rank"] == (rank + 2) % 4, actual
+        assert result["is_lost"], actual
+        assert result["raised_s"] < PROMPT_S, actual
+        assert result["closed_s"] < PROMPT_S, actual
+        assert result["left"] <= 0, actual  # fewer: connections of the heap before may end late

@@ -39,8 +39,8 @@ def open_nodes(start_timeout_s: float = HANG_S / 2) -> SymmetricHeap:
     )
 
 
-def what_is_there() -> Counter[str]:
-    """Connections, threads and mapped memory of heaps, of this process."""
+def open_resources() -> Counter[str]:
+    """This process's connections, threads and mapped memory of heaps."""
     return Counter(
         connections=connections(),
         threads=len([*Path("/proc/self/task").iterdir()]),
@@ -48,19 +48,19 @@ def what_is_there() -> Counter[str]:
     )
 
 
-# What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
+# The sockaddr_in in gloo's message: the family, the port, and lo's address.
 ADDRESS = re.compile(
     re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)" + b"\x7f\x00\x00\x01", re.DOTALL
 )
 
 
-# To gloo, which compares ports as they lie in memory, it is lower than any other, so that the other rank connects; and
-# nobody listens there.
+# The lowest port for gloo, which compares ports in network order, so that the other rank connects. No process listens
+# at this port.
 LOWEST_PORT = (256).to_bytes(2, "big")
 
 
 class Publishing(dist.Store):  # type: ignore[misc, name-defined]
-    """A store that changes what is written into it."""
+    """A store that changes written values."""
 
     def __init__(self, store, change: Callable[[bytes], bytes]) -> None:
         super().__init__()
@@ -70,15 +70,15 @@ class Publishing(dist.Store):  # type: ignore[misc, name-defined]
         self._store.set(key, self._change(value))
 
     def get(self, key: str) -> bytes:
-        found: bytes = self._store.get(key)
-        return found
+        value: bytes = self._store.get(key)
+        return value
 
     def wait(self, keys: list[str], *timeout) -> None:
         self._store.wait(keys, *timeout)
 
 
 def publishing(change: Callable[[bytes], bytes]) -> Callable[..., GlooRail]:
-    """GlooRail, of which others read where it listens as it is after the change."""
+    """GlooRail with a published address that `change` has replaced."""
     stores = []  # torch does not keep them
 
     def make(store, **options) -> GlooRail:
@@ -91,7 +91,7 @@ def publishing(change: Callable[[bytes], bytes]) -> Callable[..., GlooRail]:
 # -- what goes wrong on one rank --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def answers_not() -> Iterator[None]:
-    """The kernel drops who comes, as some firewalls do: there is no room in the queue of this listener."""
+    """The kernel drops connections, as some firewalls do: the queue of this listener is full."""
 
     def listen(self: reach.Listener) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -111,32 +111,33 @@ def has_no_such_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuses_gloo() -> Iterator[None]:
-    """The way was free when it was looked at; then nobody listens where this rank's gloo says that it does."""
+    """The check of connections succeeds; then no process listens at the address that this rank's gloo publishes."""
 
     def publish(value: bytes) -> bytes:
-        (found,) = ADDRESS.finditer(value)
-        return value[: found.start(1)] + LOWEST_PORT + value[found.end(1) :]
+        (match,) = ADDRESS.finditer(value)
+        return value[: match.start(1)] + LOWEST_PORT + value[match.end(1) :]
 
     with patch.object(several_nodes, "GlooRail", publishing(publish)):
         yield
 
 
 CONTEXTS = {
-    each.__name__: each for each in (refuses, answers_not, has_no_such_device, refuses_gloo)
+    function.__name__: function
+    for function in (refuses, answers_not, has_no_such_device, refuses_gloo)
 }
 
 
-def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str, Any]:
-    """What a rank raises, when, and what is left; then a heap works."""
-    with open_nodes() as first:  # what torch keeps from then on is none of it
+def fail_to_start(rank: int, num_ranks: int, name: str, culprit: int) -> dict[str, Any]:
+    """The error of a rank, its time, and remaining resources; then a heap works."""
+    with open_nodes() as first:  # resources that torch keeps afterwards do not count
         Ready(first, rank).step()
-    before = what_is_there()
-    trouble = CONTEXTS[how] if rank == culprit else contextlib.nullcontext
-    start_timeout_s = START_S if how == "refuses_gloo" else HANG_S / 2
+    before = open_resources()
+    trouble = CONTEXTS[name] if rank == culprit else contextlib.nullcontext
+    start_timeout_s = START_S if name == "refuses_gloo" else HANG_S / 2
     start, error = time.monotonic(), ""
     with (
         trouble(),
-        patch.object(several_nodes, "REACH_S", 1.0 if how == "answers_not" else PROMPT_S),
+        patch.object(several_nodes, "REACH_S", 1.0 if name == "answers_not" else PROMPT_S),
     ):
         try:
             open_nodes(start_timeout_s)
@@ -144,12 +145,12 @@ def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str
             error = str(raised)
     seconds = time.monotonic() - start
     deadline = time.monotonic() + PROMPT_S
-    while (left := what_is_there() - before) and time.monotonic() < deadline:
+    while (remaining := open_resources() - before) and time.monotonic() < deadline:
         time.sleep(0.01)  # gloo's threads end soon
     dist.barrier()
     with open_nodes() as second:
         Ready(second, rank).step()
-    return {"error": error, "seconds": seconds, "left": left}
+    return {"error": error, "seconds": seconds, "left": remaining}
 
 
 TROUBLES = {
@@ -173,27 +174,27 @@ TROUBLES = {
 
 
 @pytest.mark.parametrize(
-    "how",
+    "name",
     [
-        pytest.param(how, marks=pytest.mark.slow if how == "refuses_gloo" else ())
-        for how in TROUBLES
+        pytest.param(name, marks=pytest.mark.slow if name == "refuses_gloo" else ())
+        for name in TROUBLES
     ],
 )
-def test_every_rank_says_who_cannot_connect(cluster, how: str, shared_memory_before):
-    culprit, text = TROUBLES[how]
-    found = cluster(4).run(fail_to_start, how, culprit)
-    for each in found:
-        assert each["error"] == found[0]["error"]
-        assert each["seconds"] < PROMPT_S
-        assert not each["left"], found
-    assert re.match(text, found[0]["error"]), found[0]["error"]
-    assert "GLOO_SOCKET_IFNAME" in found[0]["error"]
+def test_every_rank_names_the_ranks_that_cannot_connect(cluster, name: str, shared_memory_before):
+    culprit, text = TROUBLES[name]
+    actual = cluster(4).run(fail_to_start, name, culprit)
+    for result in actual:
+        assert result["error"] == actual[0]["error"]
+        assert result["seconds"] < PROMPT_S
+        assert not result["left"], actual
+    assert re.match(text, actual[0]["error"]), actual[0]["error"]
+    assert "GLOO_SOCKET_IFNAME" in actual[0]["error"]
     assert left_in_shared_memory(shared_memory_before) == set()
 
 
 @run_on(2)
-def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
-    """What arrives later than a connection might."""
+def test_messages_have_other_bounds_than_connections(rank: int, num_ranks: int) -> None:
+    """A message may arrive later than the bound of a connection."""
     dist.barrier()
     store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
     rail = GlooRail(store, node=rank, num_nodes=2, timeout_s=10.0)
@@ -206,9 +207,9 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
 
 
 # -- connections of hosts -------------------------------------------------------------------------------------------
-def test_strangers_are_not_taken_for_ranks():
+def test_connections_of_strangers_are_closed():
     with reach.Listener() as listener:
-        for said in (
+        for message in (
             reach.hello(b"other", 1),
             reach.hello(b"token", 2),
             b"",
@@ -216,49 +217,49 @@ def test_strangers_are_not_taken_for_ranks():
         ):
             with reach.connect({1: listener.endpoint}, PROMPT_S)[0][
                 1
-            ] as sends:  # what is said arrives all the same
-                sends.sendall(said)
-        come = listener.accept([1], b"token", PROMPT_S)
-        assert [*come] == [1]
-        come[1].close()
+            ] as sends:  # the message arrives nevertheless
+                sends.sendall(message)
+        accepted = listener.accept([1], b"token", PROMPT_S)
+        assert [*accepted] == [1]
+        accepted[1].close()
 
 
-def test_what_a_rank_says_before_it_closes_is_heard():
+def test_messages_sent_before_a_close_arrive():
     (to_channel, from_other), (to_other, from_channel) = socket.socketpair(), socket.socketpair()
     channel = ControlChannel({1: Link(to_other, from_other)})
-    other = ControlChannel({0: Link(to_channel, from_channel)})
-    for each in (channel, other):
-        each.announce(Header(GOES_ON, call=7))
+    closing = ControlChannel({0: Link(to_channel, from_channel)})
+    for sender in (channel, closing):
+        sender.announce(Header(GOES_ON, call=7))
     assert [header.call for header in channel.receive(PROMPT_S)] == [7, 7]
-    other.announce_once(Header(WAITS))
-    other.announce_once(Header(COUNTED, 5))
+    closing.announce_once(Header(WAITS))
+    closing.announce_once(Header(COUNTED, 5))
     assert (channel.look(), channel.counted) == ((set(), None), {1: 5})
-    for each in (channel, other):
-        each.announce(Header(GOES_ON, call=8))
-    other.give_up(1, b"why")
-    other.close()
-    assert ((found := channel.look())[0], found[1].origin) == (
+    for sender in (channel, closing):
+        sender.announce(Header(GOES_ON, call=8))
+    closing.abort(1, b"why")
+    closing.close()
+    assert ((actual := channel.look())[0], actual[1].origin) == (
         {1},
         1,
-    )  # which takes nothing from what is heard
+    )  # the look leaves all messages for receive
     assert channel.receive(PROMPT_S)[1].number == 2  # after the word that it waits
     channel.announce(Header(GOES_ON, call=9))
-    with pytest.raises(RailBroken) as gone:
+    with pytest.raises(RailBroken) as broken:
         channel.receive(PROMPT_S)
     assert (
-        (said := gone.value.abort_header).origin,
-        said.message.rstrip(b"\0"),
+        (header_of_abort := broken.value.abort_header).origin,
+        header_of_abort.message.rstrip(b"\0"),
         channel.last_message(1),
     ) == (
         1,
         b"why",
-        said,
+        header_of_abort,
     )
     channel.close()
     assert channel.look() == (set(), None)
 
 
-def test_addresses_of_a_device():
+def test_devices_have_addresses():
     assert reach._address_of("lo") == "127.0.0.1"
     if Path("/proc/net/if_inet6").exists() and " lo\n" in Path("/proc/net/if_inet6").read_text():
         assert reach._ipv6_address_of("lo") == "::1"
@@ -267,7 +268,7 @@ def test_addresses_of_a_device():
 
 # -- NCCL, of which there is none -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("how", "text"),
+    ("kind", "text"),
     [
         ("works", ""),
         (
@@ -285,25 +286,27 @@ def test_addresses_of_a_device():
     ],
 )
 @run_on(2)
-def test_nccl_that_does_not_connect_a_node(rank: int, num_ranks: int, how: str, text: str) -> None:
-    found: dict[str, Any] = {"error": "", "connected": 0}
+def test_nccl_that_does_not_connect_is_named(
+    rank: int, num_ranks: int, kind: str, text: str
+) -> None:
+    actual: dict[str, Any] = {"error": "", "connected": 0}
 
     def make_id() -> bytes:
-        if how == "has no id":
+        if kind == "has no id":
             raise NcclError("ncclGetUniqueId: no socket interface found")
         return b"id"
 
     def connect(unique_id: bytes, is_given_up: threading.Event) -> None:
-        if how == "fails" and rank == 1:
+        if kind == "fails" and rank == 1:
             raise NcclError("ncclCommInitRank: connection refused")
-        if how in (
+        if kind in (
             "fails",
             "hangs",
         ):  # as NCCL waits for a rank that has failed, but that it learns of the end
             is_given_up.wait(HANG_S)
-        found["connected"] += unique_id == b"id" and not is_given_up.is_set()
+        actual["connected"] += unique_id == b"id" and not is_given_up.is_set()
 
-    store = dist.PrefixStore(f"nccl/{how}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"nccl/{kind}", dist.distributed_c10d._get_default_store())
     start = time.monotonic()
     try:
         connect_together(
@@ -311,16 +314,16 @@ def test_nccl_that_does_not_connect_a_node(rank: int, num_ranks: int, how: str, 
             connect,
             store,
             node=rank,
-            timeout_s=1.0 if how == "hangs" else HANG_S,
+            timeout_s=1.0 if kind == "hangs" else HANG_S,
         )
     except BackendUnavailable as error:
-        found["error"] = str(error)
+        actual["error"] = str(error)
     seconds = time.monotonic() - start
     for thread in threading.enumerate():
         if thread.name == "symmoe-nccl":
             thread.join(PROMPT_S)
             assert not thread.is_alive()
-    assert found["error"].startswith(text), found
-    assert (found["error"] == "") == (text == ""), found
-    assert found["connected"] == (text == ""), found
+    assert actual["error"].startswith(text), actual
+    assert (actual["error"] == "") == (text == ""), actual
+    assert actual["connected"] == (text == ""), actual
     assert seconds < PROMPT_S

@@ -1,4 +1,4 @@
-"""Two nodes, as far as one machine has them: two torchrun agents, each with two processes of its own."""
+"""Two nodes on one machine: two torchrun agents, each with two processes."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def train(out: Path, on: Sequence[Node], *arguments: str) -> list[dict[str, Any]]:
-    """The main example, to its end; its metrics without those of time."""
+    """Runs the main example to its end; its metrics except times."""
     program = [str(EXAMPLES / "train_lm.py"), "--preset=tiny", f"--steps={STEPS}", f"--out={out}"]
     run(on, *program, *arguments)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -29,12 +29,12 @@ def train(out: Path, on: Sequence[Node], *arguments: str) -> list[dict[str, Any]
 
 
 def losses_of(on: Sequence[Node], *program: str) -> list[str]:
-    """What the example with a mesh says of its steps."""
-    said = "\n".join(
+    """The losses that the example with a mesh prints."""
+    output = "\n".join(
         run(on, str(EXAMPLES / "fsdp2_moe.py"), *program, "--steps=3", "--save-every=0")
     ).splitlines()
-    lines = [line for line in said if line.startswith("step ")]
-    assert len(lines) == 3, said
+    lines = [line for line in output if line.startswith("step ")]
+    assert len(lines) == 3, output
     return lines
 
 
@@ -48,15 +48,15 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_of_node", [1, 2])
-def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
+def test_two_nodes_train_like_one(tmp_path: Path, ranks_of_node: int):
     """EP groups inside a node, replicas of the experts across: every bit as in one node with as many ranks."""
     two = train(tmp_path / "two", nodes(2, ranks_of_node), f"--ep={ranks_of_node}")
-    one = train(tmp_path / "one", nodes(1, 2 * ranks_of_node), f"--ep={ranks_of_node}")
-    assert ([record["step"] for record in two], two) == (list(range(1, STEPS + 1)), one)
+    one_node = train(tmp_path / "one", nodes(1, 2 * ranks_of_node), f"--ep={ranks_of_node}")
+    assert ([record["step"] for record in two], two) == (list(range(1, STEPS + 1)), one_node)
     # Weights and moments of all ranks, and the text that the model writes.
-    found = tree(tmp_path / "two" / "checkpoints")
-    assert found == tree(tmp_path / "one" / "checkpoints")
-    assert sum(name.endswith(".safetensors") for name in found) == 2 * ranks_of_node
+    actual = tree(tmp_path / "two" / "checkpoints")
+    assert actual == tree(tmp_path / "one" / "checkpoints")
+    assert sum(name.endswith(".safetensors") for name in actual) == 2 * ranks_of_node
     assert (tmp_path / "two" / "sample.txt").read_bytes() == (
         tmp_path / "one" / "sample.txt"
     ).read_bytes()
@@ -68,7 +68,7 @@ def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
 
 
 @pytest.mark.slow
-def test_nodes_that_find_each_other_and_a_mesh():
+def test_nodes_train_with_a_rendezvous_and_a_mesh():
     """torchrun's c10d rendezvous, and experts that are sharded over the nodes."""
     program = ["--preset=tiny", "--ep=2"]
     assert losses_of(nodes(2, 2, elastic=True), *program) == losses_of(nodes(1, 4), *program)
@@ -83,7 +83,7 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_agents", [1, 2])
-def test_an_ep_group_that_spans_two_nodes(
+def test_an_ep_group_over_two_nodes_trains_like_one_node(
     tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]], num_agents: int
 ):
     """Virtual nodes of one agent, and two agents that find each other: every bit as in one node."""
@@ -96,16 +96,16 @@ def test_an_ep_group_that_spans_two_nodes(
 
 
 @pytest.mark.gpu
-def test_two_nodes_of_gpus():
+def test_two_nodes_of_gpus_train_like_one():
     """Half of the GPUs each, at most 2; between the nodes NCCL goes over sockets and adds up in another order."""
-    each = min(2, torch.cuda.device_count() // 2)
-    if not each:
+    per_node = min(2, torch.cuda.device_count() // 2)
+    if not per_node:
         pytest.skip("needs 2 CUDA GPUs")
-    two = losses_of(nodes(2, each, on_gpus=True), f"--ep={each}")
-    one = losses_of(nodes(1, 2 * each, on_gpus=True), f"--ep={each}")
+    two = losses_of(nodes(2, per_node, on_gpus=True), f"--ep={per_node}")
+    one_node = losses_of(nodes(1, 2 * per_node, on_gpus=True), f"--ep={per_node}")
     numbers = [
         [[float(number) for number in _NUMBER.findall(line)] for line in lines]
-        for lines in (two, one)
+        for lines in (two, one_node)
     ]
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(*numbers, strict=True):
         assert (step, loss) == (other_step, pytest.approx(other_loss, rel=2e-3))

@@ -1,5 +1,5 @@
-"""cache_quantized_weights: the bits of calls without it, one quantisation per block, no stale weight, nothing left
-behind."""
+"""cache_quantized_weights: the bits of calls without it, one quantisation per block, no stale weight, no memory
+after the block."""
 
 import copy
 import gc
@@ -44,8 +44,8 @@ def autocast(x: torch.Tensor, layer: symmoe.GroupedMLP) -> torch.Tensor:
         return experts(x, layer)
 
 
-def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
-    """A module, how it is called, and how many weights it has."""
+def build(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
+    """A module, a function that calls it, and the number of its weights."""
     torch.manual_seed(1)
     options = {"precision": recipe, "dtype": torch.bfloat16, **options}
     if kind == "linear":
@@ -65,13 +65,13 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
 
 @pytest.fixture
 def mlp() -> symmoe.GroupedMLP:
-    """Of two weights."""
-    return made("mlp", Float8Block())[0]
+    """Experts with two weights."""
+    return build("mlp", Float8Block())[0]
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often KERNELS have been called."""
+    """The numbers of calls of KERNELS."""
     return count_calls(monkeypatch, *KERNELS)
 
 
@@ -83,23 +83,23 @@ def x() -> torch.Tensor:
 def accumulate(
     module: torch.nn.Module, call: Callable, block=nullcontext
 ) -> dict[str, torch.Tensor]:
-    """What several micro-batches give, and the gradients that they have added up."""
-    found = {}
+    """The results of several micro-batches, and their accumulated gradients."""
+    results = {}
     with block():
         for i, x in enumerate(batches(dtype=next(module.parameters()).dtype)):
             x.requires_grad_()
             y = call(x, module)
             y.float().square().sum().backward()
-            found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
-    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
+            results |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
+    results |= {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad()
-    return found
+    return results
 
 
-def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == want.keys()
+def assert_same(actual: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == want.keys()
     for name, tensor in want.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,17 @@ def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
     ],
     ids=str,
 )
-def test_the_bits_of_calls_without_it(monkeypatch, kind: str, recipe):
-    module, call, num_weights = made(kind, recipe)
+def test_cached_weights_have_the_bits_of_calls_without(monkeypatch, kind: str, recipe):
+    module, call, num_weights = build(kind, recipe)
     counts = count_calls(monkeypatch, *KERNELS)
     want = accumulate(module, call)
     once = sum(counts.values())
     # Each weight once per micro-batch; twice where forward runs again.
     assert once == MICRO_BATCHES * num_weights * (2 if kind == "recomputed" else 1)
     counts.update(dict.fromkeys(counts, 0))
-    found = accumulate(module, call, lambda: symmoe.grouped.cache_quantized_weights(module))
+    actual = accumulate(module, call, lambda: symmoe.grouped.cache_quantized_weights(module))
     assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, num_weights)
-    assert_same(found, want)
+    assert_same(actual, want)
     accumulate(module, call)  # outside, each call makes its own again
     assert sum(counts.values()) == once + num_weights
 
@@ -129,18 +129,18 @@ def test_the_bits_of_calls_without_it(monkeypatch, kind: str, recipe):
 @pytest.mark.parametrize(
     "options", [{"weights": "discrete"}, {"delay_wgrad": True}, {"bias": True}], ids=str
 )
-def test_ways_to_hold_weights(monkeypatch, options):
-    module, call, num_weights = made("mlp", Float8Block(), **options)
+def test_weights_of_every_kind_have_the_same_bits(monkeypatch, options):
+    module, call, num_weights = build("mlp", Float8Block(), **options)
 
     def run(block) -> dict[str, torch.Tensor]:
-        found = accumulate(module, call, block)
+        actual = accumulate(module, call, block)
         if not module.fc1.delay_wgrad:
-            return found
+            return actual
         for _ in range(MICRO_BATCHES):
             module.backward_dw()
-        found |= {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        actual |= {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
         module.zero_grad()
-        return found
+        return actual
 
     want = run(nullcontext)
     counts = count_calls(monkeypatch, *KERNELS)
@@ -170,38 +170,38 @@ def test_calls_without_gradients_make_forward_operands_alone(
         )
 
 
-def test_two_dtypes_are_held_side_by_side(monkeypatch):
-    module, _, num_weights = made("autocast", Float8Block())
+def test_two_dtypes_are_cached_separately(monkeypatch):
+    module, _, num_weights = build("autocast", Float8Block())
     counts = count_calls(monkeypatch, *KERNELS)
     x = batches(dtype=torch.float32)[0]
     want = [call(x, module).detach() for call in (experts, autocast)]
     counts.update(dict.fromkeys(counts, 0))
     with symmoe.grouped.cache_quantized_weights(module):
-        found = [call(x, module).detach() for call in (experts, autocast, experts, autocast)]
+        actual = [call(x, module).detach() for call in (experts, autocast, experts, autocast)]
     assert sum(counts.values()) == 2 * num_weights
-    assert all(map(torch.equal, found, want * 2))
+    assert all(map(torch.equal, actual, want * 2))
     assert want[0].dtype != want[1].dtype
 
 
-def test_backward_after_the_block_takes_what_forward_has_kept(mlp: symmoe.GroupedMLP, monkeypatch):
+def test_backward_after_the_block_uses_the_cached_operands(mlp: symmoe.GroupedMLP, monkeypatch):
     want = accumulate(mlp, experts)
     counts = count_calls(monkeypatch, *KERNELS)
-    found, ys = {}, []
+    actual, ys = {}, []
     with symmoe.grouped.cache_quantized_weights(mlp):
         xs = [x.requires_grad_() for x in batches()]
         ys = [experts(x, mlp) for x in xs]
     before = sum(counts.values())
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         y.float().square().sum().backward()
-        found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
-    found |= {name: parameter.grad for name, parameter in mlp.named_parameters()}
+        actual |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
+    actual |= {name: parameter.grad for name, parameter in mlp.named_parameters()}
     assert sum(counts.values()) == before
-    assert_same(found, want)
+    assert_same(actual, want)
 
 
 # -- stale weights ----------------------------------------------------------------------------------------------------
-def test_a_step_inside_is_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
-    """In the next forward pass, which says both versions; after the block all is well."""
+def test_a_step_inside_of_the_block_raises(mlp: symmoe.GroupedMLP, x: torch.Tensor):
+    """The next forward pass raises, with both versions in the text; after the block calls work."""
     optimizer = torch.optim.SGD(mlp.parameters(), lr=0.5)
     with symmoe.grouped.cache_quantized_weights(mlp):
         experts(x, mlp).float().square().sum().backward()
@@ -218,22 +218,22 @@ def test_a_step_inside_is_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     assert torch.equal(experts(x, mlp), experts(x, fresh))
 
 
-def test_a_step_before_anything_was_quantised_is_none_of_its_business(mlp: symmoe.GroupedMLP):
-    """Not even if a call has failed before it."""
+def test_a_step_before_any_quantisation_is_allowed(mlp: symmoe.GroupedMLP):
+    """Also after a failed call."""
     with symmoe.grouped.cache_quantized_weights(mlp):
         with pytest.raises(ArgumentError, match="splits"):
             experts(batches()[0][:1], mlp)
         with torch.no_grad():
             mlp.fc1.weight.mul_(2)
-        found = experts(batches()[0], mlp)
-    assert torch.equal(found, experts(batches()[0], mlp))
+        actual = experts(batches()[0], mlp)
+    assert torch.equal(actual, experts(batches()[0], mlp))
 
 
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 @pytest.mark.parametrize("kind", ["linear", "three", "mlp"])
-def test_any_layer_that_was_written_to(kind: str, weights: str):
+def test_a_write_to_any_layer_raises(kind: str, weights: str):
     for number in range(1 if kind == "linear" else 2):
-        module, call, _ = made(kind, Float8Block(), weights=weights)
+        module, call, _ = build(kind, Float8Block(), weights=weights)
         layer = [layer for layer in module.modules() if isinstance(layer, symmoe.GroupedLinear)][
             number
         ]
@@ -252,7 +252,7 @@ def test_any_layer_that_was_written_to(kind: str, weights: str):
                 call(batches()[0], module)
 
 
-def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
+def test_steps_between_blocks_take_effect(mlp: symmoe.GroupedMLP):
     x = batches()[0]
     results = []
     for _ in range(2):
@@ -266,13 +266,13 @@ def test_steps_between_blocks_are_seen(mlp: symmoe.GroupedMLP):
     assert torch.equal(results[1], experts(x, mlp))
 
 
-def test_writes_that_autograd_does_not_see_are_not_found(mlp: symmoe.GroupedMLP, x: torch.Tensor):
-    """As documented: the old numbers, until the block is left."""
+def test_writes_hidden_from_autograd_are_not_noticed(mlp: symmoe.GroupedMLP, x: torch.Tensor):
+    """As documented, calls use the old numbers until the end of the block."""
     with symmoe.grouped.cache_quantized_weights(mlp):
-        old = experts(x, mlp)
+        before = experts(x, mlp)
         mlp.fc1.weight.data.copy_(-mlp.fc1.weight.data)
-        assert torch.equal(experts(x, mlp), old)
-    assert not torch.equal(experts(x, mlp), old)
+        assert torch.equal(experts(x, mlp), before)
+    assert not torch.equal(experts(x, mlp), before)
 
 
 # -- the block --------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_inner_blocks_leave_the_outer_one(mlp: symmoe.GroupedMLP, counts: dict[s
 
 
 def test_layers_in_full_precision_are_left_alone():
-    module, call, _ = made("mlp", None)
+    module, call, _ = build("mlp", None)
     want = accumulate(module, call)
     assert_same(
         accumulate(module, call, lambda: symmoe.grouped.cache_quantized_weights(module)), want
@@ -311,7 +311,7 @@ def test_layers_in_full_precision_are_left_alone():
         pass
 
 
-def test_copies_hold_nothing(mlp: symmoe.GroupedMLP, x: torch.Tensor):
+def test_copies_of_modules_have_no_cached_weights(mlp: symmoe.GroupedMLP, x: torch.Tensor):
     with symmoe.grouped.cache_quantized_weights(mlp):
         want = experts(x, mlp)
         buffer = io.BytesIO()
@@ -322,9 +322,9 @@ def test_copies_hold_nothing(mlp: symmoe.GroupedMLP, x: torch.Tensor):
             pickle.loads(pickle.dumps(mlp)),
             torch.load(buffer, weights_only=False),
         )
-    for other in copies:
-        assert other.fc1.cached_weight is None
-        assert torch.equal(experts(x, other), want)
+    for copied in copies:
+        assert copied.fc1.cached_weight is None
+        assert torch.equal(experts(x, copied), want)
     assert mlp.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {
         "fc1.bias",
         "fc2.bias",
@@ -339,13 +339,13 @@ def live_bytes(dtype: torch.dtype) -> int:
     )
 
 
-def test_bytes_held(mlp: symmoe.GroupedMLP):
+def test_cached_weights_have_two_bytes_per_parameter(mlp: symmoe.GroupedMLP):
     """Two bytes of E4M3 for a parameter however many calls wait; nothing after the block and the backward passes."""
     num_parameters = sum(parameter.numel() for parameter in mlp.parameters())
     before = live_bytes(torch.float8_e4m3fn)
     with symmoe.grouped.cache_quantized_weights(mlp):
         ys = [experts(x.requires_grad_(), mlp) for x in batches()]
-        kept = (
+        num_bytes = (
             mlp.fc1.cached_weight,
             mlp.fc2.cached_weight,
         )  # as by nodes that wait for their backward pass
@@ -355,7 +355,7 @@ def test_bytes_held(mlp: symmoe.GroupedMLP):
     )  # backward's, which the calls share
     del ys
     assert live_bytes(torch.float8_e4m3fn) == before
-    assert None not in kept
+    assert None not in num_bytes
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_bytes_held(mlp: symmoe.GroupedMLP):
 def test_a_call_of_another_graph_is_refused(
     mlp: symmoe.GroupedMLP, monkeypatch, entered: int, called: int, text: str, x: torch.Tensor
 ):
-    """As if streams were capturing: 0 is none."""
+    """Calls in fake captures; 0 is no capture."""
     capture = entered
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     with symmoe.grouped.cache_quantized_weights(mlp):
@@ -380,46 +380,46 @@ def test_a_call_of_another_graph_is_refused(
         experts(x, mlp)
 
 
-def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
-    """A backward pass has no error to give that would be in time: it takes no memory of another graph."""
-    module, _, _ = made("linear", Float8Block())
+def test_recomputation_in_another_graph_quantises_again(monkeypatch):
+    """An error in a backward pass would be too late: the pass uses no memory of another graph instead."""
+    module, _, _ = build("linear", Float8Block())
     capture = 0
     monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     numbers = Float8Block()
     with symmoe.grouped.cache_quantized_weights(module):
-        held = module.cached_weight
-        first = held.operands(numbers, module.weight, transposed=True)
-        assert held.operands(numbers, module.weight, transposed=True)[0].data is first[0].data
+        cached = module.cached_weight
+        first = cached.operands(numbers, module.weight, transposed=True)
+        assert cached.operands(numbers, module.weight, transposed=True)[0].data is first[0].data
         capture = 7
-        assert held.operands(numbers, module.weight, transposed=True) is None
+        assert cached.operands(numbers, module.weight, transposed=True) is None
         capture = 0
-    assert held.operands(numbers, module.weight, transposed=True) is None
+    assert cached.operands(numbers, module.weight, transposed=True) is None
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------
 def run_layer(
     layer: symmoe.MoELayer, rank: int, block
 ) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """What several micro-batches give, and how often a weight was quantised."""
-    found = []
+    """The results of several micro-batches, and the number of quantised weights."""
+    results = []
     with pytest.MonkeyPatch.context() as patch, block:
         counts = count_calls(patch, *KERNELS)
         for i in range(MICRO_BATCHES):
             x = tokens_of(rank, 20, layer.config.hidden, salt=i).bfloat16().requires_grad_()
             y, _ = layer(x)
             y.float().square().sum().backward()
-            found += [y.detach(), x.grad]
-    found += [parameter.grad for parameter in layer.parameters()]
+            results += [y.detach(), x.grad]
+    results += [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
-    return found, counts
+    return results, counts
 
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
 @run_on(1, 2)
-def test_layers(
+def test_layers_with_cached_weights_have_the_same_bits(
     rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap, recipe, wire: str
 ) -> None:
-    """A MoELayer: the same bits with every stash; a weight that one rank writes to raises on all, and all go on."""
+    """A MoELayer has the same bits with every stash. If one rank writes to a weight, all raise, and all continue."""
     for stash in ("all", "rows", "none") if wire == "both" else ("hidden",):
         findings.where = f"rank {rank}, {recipe}, {wire}, {stash}"
         torch.manual_seed(rank)
@@ -427,10 +427,10 @@ def test_layers(
             config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap
         )
         want, counts = run_layer(layer, rank, nullcontext())
-        found, counts_in_block = run_layer(
+        actual, counts_in_block = run_layer(
             layer, rank, symmoe.grouped.cache_quantized_weights(layer)
         )
-        findings.same_bits(found, want)
+        findings.same_bits(actual, want)
         recomputes = stash in ("rows", "none")
         findings.equal("without", sum(counts.values()), MICRO_BATCHES * 2 * (1 + recomputes))
         # Where forward keeps nothing for backward: once in forward, once in backward for both directions.
@@ -452,14 +452,14 @@ def test_layers(
 
 
 @run_on(1)
-def test_under_a_dispatch_mode(
+def test_layers_under_a_dispatch_mode_have_the_same_bits(
     rank: int, num_ranks: int, findings: Findings, heap: symmoe.SymmetricHeap
 ) -> None:
-    """What looks on sees operators, which quantise for themselves: the same bits."""
+    """Under a mode the layers are operators, which quantise by themselves, with the same bits."""
     torch.manual_seed(rank)
     layer = symmoe.MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
     x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
     want, _ = layer(x)
     with symmoe.grouped.cache_quantized_weights(layer), Watching():
-        found = [layer(x)[0] for _ in range(2)]
-    findings.check(all(torch.equal(y, want) for y in found), "other bits")
+        actual = [layer(x)[0] for _ in range(2)]
+    findings.check(all(torch.equal(y, want) for y in actual), "other bits")

@@ -1,4 +1,4 @@
-"""Layers that compute in a recipe's numbers: against float64, and against themselves in every other way to run them."""
+"""Layers that compute in a recipe's numbers: against float64, and against the same layers run in other ways."""
 
 import copy
 from dataclasses import replace
@@ -48,8 +48,8 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
     inputs = replace(inputs, x=spread_out(inputs.x, 1), d_y=spread_out(inputs.d_y, 2))
     ran = cases.run_linear(PLAIN, inputs, precision=recipe)
     x, d_y = (tensor[: recipes.SIZES.num_used].numpy() for tensor in (inputs.x, inputs.d_y))
-    for other in (recipe, *(r for r in recipes.NUMBERS if r != recipe)):
-        layer = oracle.Linear(recipes.NUMBERS[other], inputs.w1, recipes.SIZES.splits)
+    for candidate in (recipe, *(r for r in recipes.NUMBERS if r != recipe)):
+        layer = oracle.Linear(recipes.NUMBERS[candidate], inputs.w1, recipes.SIZES.splits)
         want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
         want["d_fc.weight"] = layer.weight_gradient(d_y, x)
         errors = {
@@ -58,14 +58,14 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
             )
             for name in want
         }
-        if other == recipe:
+        if candidate == recipe:
             assert all(error < 1e-6 for error in errors.values()), errors
         elif "NVFP4" in str(recipe) and "NVFP4" in str(
-            other
+            candidate
         ):  # they differ only in weight gradients
-            assert errors["d_fc.weight"] > 1e-2, (other, errors)
+            assert errors["d_fc.weight"] > 1e-2, (candidate, errors)
         else:  # the comparison can tell one recipe from another
-            assert all(error > 3e-6 for error in errors.values()), (other, errors)
+            assert all(error > 3e-6 for error in errors.values()), (candidate, errors)
 
 
 @pytest.mark.parametrize("recipe", recipes.NUMBERS, ids=str)
@@ -85,8 +85,8 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
     added = exact.forward(x, bias, scale)
     product = exact.forward(x)
     twice = rounded(added - product + rounded(product).double().numpy())
-    for right, least, most in ((rounded(added), 0, 1e-3), (twice, 0.02, 1)):
-        assert least <= (y != right).double().mean() <= most
+    for right, min_error, max_error in ((rounded(added), 0, 1e-3), (twice, 0.02, 1)):
+        assert min_error <= (y != right).double().mean() <= max_error
 
 
 MOST = [
@@ -96,9 +96,9 @@ MOST = [
 ]
 
 
-@pytest.mark.parametrize(("device", "dtype", "sizes", "most"), MOST, ids=str)
+@pytest.mark.parametrize(("device", "dtype", "sizes", "max_error"), MOST, ids=str)
 @pytest.mark.parametrize("recipe", recipes.NUMBERS, ids=str)
-def test_experts_multiply_these_numbers(recipe, device, dtype, sizes, most):
+def test_experts_multiply_these_numbers(recipe, device, dtype, sizes, max_error):
     case = cases.Case(dtype=dtype, bias=False, buffers=())
     inputs = cases.make_inputs(case, sizes=sizes, device=device)
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
@@ -108,24 +108,26 @@ def test_experts_multiply_these_numbers(recipe, device, dtype, sizes, most):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
     for name, numbers in oracle.mlp(recipes.NUMBERS[recipe], *arguments, round_to=rounded).items():
-        assert relative_error(cases.of_groups(name, ran.tensors[name], sizes), numbers) < most, name
+        assert (
+            relative_error(cases.of_groups(name, ran.tensors[name], sizes), numbers) < max_error
+        ), name
 
 
 @recipes.every_recipe
 def test_errors_are_those_of_the_format(recipe):
-    """Biases included: against the experts in float64, without any rounding."""
+    """Errors against the experts in float64 without any rounding, including biases."""
     case = cases.Case(dtype=torch.bfloat16, buffers=())
     inputs = cases.make_inputs(case, sizes=recipes.SMALL)
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
-    most = recipes.TWO_LAYERS[recipe.row_format.element]
+    max_error = recipes.TWO_LAYERS[recipe.row_format.element]
     for name, exact in cases.mlp_oracle(inputs, case).items():
         error = relative_error(cases.of_groups(name, ran.tensors[name], recipes.SMALL), exact)
-        assert error < most, name
+        assert error < max_error, name
         # FC2's bias is added to what has been multiplied: its gradient has not seen a quantised number.
         assert error > (0.02 if name != "d_fc2.bias" else 0.0), name
 
 
-# -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
+# -- the caller's buffers, and further options of layers ---------------------------------------------------------------
 SMALL_BLOCKS = replace(
     recipes.SMALL, ffn=128
 )  # quantised in one kernel with the activation, by blocks of 128 too
@@ -165,18 +167,18 @@ def test_fused_experts_are_three_modules(recipe, device):
 
 @recipes.every_recipe
 @pytest.mark.parametrize(
-    ("way", "device", "dtype"),
+    ("kind", "device", "dtype"),
     [
         ("packed", "cpu", torch.float32),
         ("scattered", "cpu", torch.bfloat16),
         ("delayed", "cpu", torch.bfloat16),
-        *(on_gpus(way, "cuda", torch.bfloat16) for way in ("packed", "scattered", "delayed")),
+        *(on_gpus(kind, "cuda", torch.bfloat16) for kind in ("packed", "scattered", "delayed")),
     ],
     ids=str,
 )
-def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, device, dtype):
-    """Of GroupedLinear, with and without a scale, and of both layers of GroupedMLP."""
-    case = cases.Case(dtype=dtype, buffers=(), delayed=way == "delayed")
+def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, kind, device, dtype):
+    """Bias gradients of GroupedLinear, with and without a scale, and of both layers of GroupedMLP."""
+    case = cases.Case(dtype=dtype, buffers=(), delayed=kind == "delayed")
     sizes = replace(recipes.SIZES, splits=(260, 0, 1, 25), lead=(40, 9))
     inputs = cases.make_inputs(case, sizes=sizes, device=device)
 
@@ -188,16 +190,16 @@ def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, de
         return dbias
 
     def layer(weight, bias):
-        made = cases.make_linear(
+        linear = cases.make_linear(
             case,
             weight,
             bias,
             precision=recipe,
-            weights="packed" if way == "packed" else "discrete",
+            weights="packed" if kind == "packed" else "discrete",
         )
-        for parameter in made.weight_parameters() if way == "scattered" else ():
+        for parameter in linear.weight_parameters() if kind == "scattered" else ():
             parameter.data = parameter.data.clone()
-        return made
+        return linear
 
     x = inputs.x.clone().requires_grad_()
     for scale in (None, inputs.scale):
@@ -218,8 +220,8 @@ def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, de
     fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(
         inputs.d_y
     )
-    for found in (fc1, mlp.fc1):
-        cases.assert_same_bits(found.bias.grad, sums(h.grad))
+    for actual in (fc1, mlp.fc1):
+        cases.assert_same_bits(actual.bias.grad, sums(h.grad))
 
 
 def test_layers_of_two_precisions_are_not_fused():
@@ -228,16 +230,16 @@ def test_layers_of_two_precisions_are_not_fused():
     fc1 = cases.make_linear(case, inputs.w1, inputs.b1, precision=MXFP8())
     fc2 = cases.make_linear(case, inputs.w2, inputs.b2)
     activation = ScaledSwiGLU()
-    found = Sequential(fc1, activation, fc2)(inputs.x, inputs.splits, inputs.scale, inputs.splits)
+    actual = Sequential(fc1, activation, fc2)(inputs.x, inputs.splits, inputs.scale, inputs.splits)
     a = activation(fc1(inputs.x, inputs.splits), inputs.scale)
     cases.assert_same_bits(
-        cases.used(found, recipes.SMALL), cases.used(fc2(a, inputs.splits), recipes.SMALL)
+        cases.used(actual, recipes.SMALL), cases.used(fc2(a, inputs.splits), recipes.SMALL)
     )
 
 
 @recipes.every_recipe
-def test_buffers_of_the_caller(recipe):
-    """As test_matrix in test_grouped_linear.py: with buffers the same bits as without, tails as they were."""
+def test_buffers_of_the_caller_get_the_same_bits(recipe):
+    """With buffers the bits are the same as without, and tails stay unchanged, as in test_grouped_linear.py."""
     want = {}
     for case in recipes.CASES:
         inputs = cases.make_inputs(case, sizes=recipes.TINY, width=32, out_features=32)
@@ -277,7 +279,7 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
     ran = cases.run(lambda x, _: layer(x, inputs.splits), {"fc": layer}, inputs, case)
     want = cases.run_linear(replace(case, buffers=()), inputs, precision=recipe)
     cases.assert_same_results(ran, want, recipes.SMALL)
-    if main_grad:  # what has no rows has kept what it had
+    if main_grad:  # gradients without rows are unchanged
         assert (layer.weight1.main_grad == cases.MAIN_GRAD_START).all()
         again = cases.run(
             lambda x, _: layer(x, inputs.splits, is_first_microbatch=True),
@@ -291,16 +293,16 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
 
 
 class CopiesSeen(Watching):
-    """Notes operators of torch that copy tensors as large as a weight, or add such tensors."""
+    """Records operators of torch that copy tensors as large as a weight, or add such tensors."""
 
     least_numel: int
 
-    def look(self, func, given, result) -> None:
+    def look(self, func, args, result) -> None:
         name = func.overloadpacket.__name__
         if any(word in name for word in ("copy", "clone", "stack", "cat", "add", "contiguous")):
             if any(
                 isinstance(leaf, torch.Tensor) and leaf.numel() >= self.least_numel
-                for leaf in tree_leaves(given)
+                for leaf in tree_leaves(args)
             ):
                 self.seen.append(name)
 
@@ -308,7 +310,7 @@ class CopiesSeen(Watching):
 @recipes.every_recipe
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
-    """Nor are their gradients, in main_grads that lie anywhere."""
+    """Gradients in main_grads anywhere in memory are not copied either."""
     hidden, ffn, options = (
         64,
         96,
@@ -324,7 +326,7 @@ def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
         parameter.data = parameter.data.clone()
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     x = torch.randn(8, hidden, requires_grad=True)
-    # The kernels' twins are not looked at: they are written with torch's operators.
+    # The mode does not see the twins, which are written with torch's operators.
     calls = CopiesSeen()
     calls.least_numel = hidden * ffn
     for name in twin.__all__:
@@ -357,12 +359,12 @@ def unseen(function, *args, **kwargs):
     ],
     ids=str,
 )
-def test_groups_of_any_size(recipe, splits, lead):
+def test_groups_may_have_any_size(recipe, splits, lead):
     case = cases.Case(dtype=torch.bfloat16, bias=False, buffers=())
     sizes = replace(recipes.SMALL, splits=splits, lead=lead)
     inputs = cases.make_inputs(case, sizes=sizes)
     ran = cases.run_experts("mlp", case, inputs, precision=recipe)
-    most = recipes.TWO_LAYERS[recipe.row_format.element]
+    max_error = recipes.TWO_LAYERS[recipe.row_format.element]
     if not sizes.num_used:
         assert ran.tensors["y"].shape == ran.tensors["d_x"].shape == (sizes.num_rows, sizes.hidden)
         assert not any(tensor.any() for tensor in ran.tensors.values())
@@ -370,14 +372,15 @@ def test_groups_of_any_size(recipe, splits, lead):
     for name, exact in cases.mlp_oracle(inputs, case).items():
         if name != "d_scale" or sizes.num_used > 4:  # of few numbers, which may be small by chance
             assert (
-                relative_error(cases.of_groups(name, ran.tensors[name], sizes), exact) < 1.25 * most
+                relative_error(cases.of_groups(name, ran.tensors[name], sizes), exact)
+                < 1.25 * max_error
             ), name
     for name in ("d_fc1.weight", "d_fc2.weight"):
         assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
 
 
 @recipes.every_recipe
-def test_without_gradients(recipe):
+def test_results_without_gradients_are_the_same(recipe):
     case = cases.Case(dtype=torch.bfloat16, buffers=())
     inputs = cases.make_inputs(case, sizes=recipes.SMALL)
     mlp = GroupedMLP(
@@ -387,9 +390,9 @@ def test_without_gradients(recipe):
     assert want.requires_grad
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            found = mlp(inputs.x, inputs.splits, inputs.scale)
+            actual = mlp(inputs.x, inputs.splits, inputs.scale)
             cases.assert_same_bits(
-                cases.used(found, recipes.SMALL), cases.used(want.detach(), recipes.SMALL)
+                cases.used(actual, recipes.SMALL), cases.used(want.detach(), recipes.SMALL)
             )
     mlp.requires_grad_(False)
     x = inputs.x.clone().requires_grad_()
@@ -423,18 +426,18 @@ def test_weights_must_not_change_before_backward():
 
 
 def test_rows_may_change_before_a_delayed_gradient():
-    """It reads what backward has quantised, not the rows."""
+    """A delayed gradient reads the quantised operands of backward, not the rows."""
     layer = GroupedLinear(2, 64, 32, precision=Float8Block(), delay_wgrad=True)
     x = torch.randn(4, 64)
-    found = []
+    results = []
     for factor in (1, 2):
         rows = x.clone()
         layer(rows, [2, 2]).sum().backward()
         rows.mul_(factor)
         layer.backward_dw()
-        found.append(layer.weight.grad)
+        results.append(layer.weight.grad)
         layer.weight.grad = None
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 # -- stochastic rounding ----------------------------------------------------------------------------------------------
@@ -447,10 +450,10 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
         assert (seeds.dtype, seeds.shape) == (torch.int64, (3,))
         assert seeds[1] == 0
         assert len(set(seeds.tolist())) == 3
-        other = rows.clone()
-        other[30:] = torch.nan  # a tail
-        other[:9] *= 1.5  # another group
-        again = gradient_seeds(NVFP4(), other, row_range, None)
+        changed = rows.clone()
+        changed[30:] = torch.nan  # a tail
+        changed[:9] *= 1.5  # another group
+        again = gradient_seeds(NVFP4(), changed, row_range, None)
         assert (again == seeds).tolist() == [False, True, True]
         index = torch.randint(40, (35,), generator=generator, dtype=torch.int32)
         picked = rows[index.long()]
@@ -467,7 +470,7 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
 
 
 def test_stochastic_gradients_are_right_in_the_mean():
-    """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is. Of
+    """The mean over almost equal gradients is near the exact gradient; rounded to nearest, it is not. Of
     n independent errors, the mean has the root of 1 / n of one."""
     case = cases.Case(dtype=torch.float32, bias=False, buffers=())
     inputs = cases.make_inputs(
@@ -488,7 +491,7 @@ def test_stochastic_gradients_are_right_in_the_mean():
             (d_x,) = torch.autograd.grad(layer(x, inputs.splits), x, inputs.d_y * (1 + 1e-6 * step))
             mean = mean + cases.used(d_x, recipes.SMALL) / num_steps
         groups = torch.repeat_interleave(torch.arange(4), torch.tensor(recipes.SMALL.splits))
-        wanted = torch.einsum("no,noc->nc", cases.used(inputs.d_y, recipes.SMALL), weight[groups])
-        errors[stochastic] = relative_error(mean, wanted)
+        expected = torch.einsum("no,noc->nc", cases.used(inputs.d_y, recipes.SMALL), weight[groups])
+        errors[stochastic] = relative_error(mean, expected)
     assert errors[False] > 0.08
     assert errors[True] < 0.05

@@ -1,4 +1,4 @@
-"""Low precision where things go wrong or are put off: tokens of NaN, padding, drops, delayed gradients, other ranks."""
+"""Low precision in rare cases: tokens of NaN, padding, drops, delayed gradients, errors of other ranks."""
 
 import gc
 import re
@@ -39,10 +39,10 @@ NAMES = ("y", "dx", "dprobs", "dw1", "dw2")
     ("recipe", "wire"), [(recipe, wire) for recipe in RECIPES for wire in wires(recipe)], ids=str
 )
 @run_on(2)
-def test_padding_duplicates_and_drops(
+def test_padding_duplicates_and_drops_are_as_the_same_rows_without(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, recipe: Recipe, wire: str
 ) -> None:
-    """Tokens without experts, experts that stand in a token twice, and drops: as the same rows without them."""
+    """Tokens without experts, tokens with an expert twice, and drops: the bits are those of the same rows without."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(-1, EXPERTS, (T, K), generator=generator)
     ids[3], ids[5], ids[7] = -1, torch.tensor([2, 2, 2]), torch.tensor([6, 1, 6])
@@ -64,19 +64,20 @@ def test_padding_duplicates_and_drops(
             **{"schedule": "always-overlapped", **options},
         )
         weights = experts.fc1.weight, experts.fc2.weight
-        found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
+        tensors = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
         drops = {"kept": plan.slot_to_row >= 0, "dropped": plan.num_dropped.item()}
-        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | drops
+        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), tensors, strict=True)) | drops
 
-    whole = run(ids)
+    all_rows = run(ids)
     findings.check(
-        not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something"
+        not all_rows["y"][3].any() and not all_rows["dx"][3].any(),
+        "a token of no expert gets something",
     )
-    findings.check(bool(whole["y"].isfinite().all()), "y is not finite")
+    findings.check(bool(all_rows["y"].isfinite().all()), "y is not finite")
     for options in ({"layout": "expert-major", "stash": "none"}, {"schedule": "serial"}):
         findings.where = f"rank {rank}, {recipe}, {wire}, {options}"
         again = run(ids, **options)
-        findings.same_bits(map(again.get, NAMES), map(whole.get, NAMES))
+        findings.same_bits(map(again.get, NAMES), map(all_rows.get, NAMES))
     dropped = [
         run(ids, drops=True, **options)
         for options in ({}, {"layout": "expert-major", "stash": "none"})
@@ -84,17 +85,17 @@ def test_padding_duplicates_and_drops(
     findings.where = f"rank {rank}, {recipe}, {wire}, drops"
     findings.check(torch.equal(dropped[0]["kept"], dropped[1]["kept"]), "others are dropped")
     same = run(torch.where(dropped[0]["kept"], ids, -1))
-    for found in dropped:
-        findings.check(found["dropped"] > 0, "nothing was dropped")
-        findings.same_bits(map(found.get, NAMES), map(same.get, NAMES))
-        findings.check(not torch.equal(found["y"], whole["y"]), "the drops change nothing")
+    for actual in dropped:
+        findings.check(actual["dropped"] > 0, "nothing was dropped")
+        findings.same_bits(map(actual.get, NAMES), map(same.get, NAMES))
+        findings.check(not torch.equal(actual["y"], all_rows["y"]), "the drops change nothing")
 
 
-# -- what is kept, and for how long -----------------------------------------------------------------------------------
+# -- memory between forward and backward ------------------------------------------------------------------------------
 def alive(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
-    """Tensors like these."""
+    """The live tensors with these shapes and dtypes."""
     gc.collect()
-    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+    tensors = (candidate for candidate in gc.get_objects() if type(candidate) is torch.Tensor)
     return sum(tensor.dtype == dtype and tuple(tensor.shape) in shapes for tensor in tensors)
 
 
@@ -113,14 +114,14 @@ MLP_WEIGHTS = [(3, 48, 160), (3, 80, 48)]  # transposed
 def test_delayed_weight_gradients_keep_no_weights(
     make, precision, dtype: torch.dtype, shapes: list
 ):
-    """Until backward_dw, which comes much later in some schedules, the operands of dgrad are gone."""
+    """Between backward and backward_dw, which is much later in some schedules, the operands of dgrad are freed."""
     module = make(3, 48, 80, precision=precision, delay_wgrad=True)
     x = torch.randn(6, 48, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = module(x, [1, 2, 3], *([torch.ones(6)] if make is GroupedMLP else []))
-    kept = [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None]
+    saved = [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None]
     assert alive(dtype, *shapes) == len(shapes)  # the count finds them
-    del kept
+    del saved
     y.sum().backward()
     assert x.grad.any()
     del y
@@ -131,8 +132,8 @@ def test_delayed_weight_gradients_keep_no_weights(
     )
 
 
-def test_what_torch_computes_of_operands_is_not_read():
-    """Of seeds and global scales. Kernels read nothing on GPUs (tests/gpu)."""
+def test_seeds_and_global_scales_are_not_read():
+    """The host reads no seeds and no global scales. tests/gpu checks the reads of kernels."""
     rows = torch.randn(40, 64).bfloat16()
     row_range = whole_groups((9, 0, 21))
     index = torch.arange(39, -1, -1, dtype=torch.int32)
@@ -165,7 +166,7 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
     rows = torch.zeros(4, 64)
     weight = torch.zeros(2, 64, 64)
     config = MoEConfig(hidden=64, ffn=32, num_experts=2, top_k=1, precision=recipe)
-    made = GroupedLinear(2, 64, 64, precision=recipe)
+    linear = GroupedLinear(2, 64, 64, precision=recipe)
     calls = [
         lambda: GroupedLinear(2, 64, 64, precision=recipe),
         lambda: GroupedMLP(2, 64, 32, precision=recipe),
@@ -178,7 +179,7 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
         lambda: recipe.quantize_weight(weight),
         lambda: recipe.quantize_weight_transposed(weight),
         lambda: recipe.quantize_weight_pair(weight),
-        lambda: made(rows, torch.tensor([2, 2])),
+        lambda: linear(rows, torch.tensor([2, 2])),
     ]
     if recipe.row_format.element == "e4m3":
         calls.append(lambda: WireFormat(recipe, 64).encode(rows))
@@ -200,7 +201,7 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
 def test_an_old_gpu_of_one_rank_raises_on_every_rank(
     rank, num_ranks, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """Only rank 1 has one: each call raises on both ranks, and the next call without it works."""
+    """Only rank 1 has an old GPU: each call with a recipe raises on both ranks, and the next call without one works."""
     capability = architectures.capability
     config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())
     layer = MoELayer(config, heap)
@@ -221,7 +222,7 @@ def test_an_old_gpu_of_one_rank_raises_on_every_rank(
         call()
 
 
-# -- what is counted --------------------------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------------------------------
 def count_bytes(
     rank: int, num_ranks: int, heap: SymmetricHeap, recipe: Recipe, wire: str
 ) -> tuple[int, int]:
@@ -249,5 +250,5 @@ def test_metrics_count_the_bytes_that_travel(cluster, recipe):
     assert all(sent == read > 0 for sent, read in plain)
     if recipe.row_format.element == "e4m3":
         for wire, row_bytes in (("forward", 272), ("both", 272), ("backward", 512)):
-            found = cluster(2).run(count_bytes, recipe, wire)
-            assert found == [(sent // 512 * row_bytes, read) for sent, read in plain]
+            actual = cluster(2).run(count_bytes, recipe, wire)
+            assert actual == [(sent // 512 * row_bytes, read) for sent, read in plain]

@@ -75,7 +75,7 @@ def wired(*cases):
 def test_all_ways_give_the_same_bits(
     rank: int, num_ranks: int, findings: Findings, device: str, recipe
 ):
-    """The same bits in all of them, near the oracle; what travels quantised changes only weight gradients."""
+    """All ways have the same bits, near the oracle; quantised rows on the wire change only weight gradients."""
     element, dtype = recipe.row_format.element, torch.bfloat16
     num_experts, num_tokens = 2 * num_ranks, RANK_TO_TOKENS[rank]
     generator = torch.Generator().manual_seed(rank)
@@ -87,49 +87,54 @@ def test_all_ways_give_the_same_bits(
     layout = oracle.lay_out([t.numpy() for t in all_ids], num_experts)
     gathered = [oracle.gather(tensor) for tensor in (x, probs, dy)]
     exact = oracle.dense_moe(layout, all_ids, *gathered[:2], weights, gathered[2])
-    mine = slice(2 * rank, 2 * rank + 2)
-    wanted = exact.y[rank], exact.dx[rank], exact.dprobs[rank], *(w[mine] for w in exact.dweights)
+    local = slice(2 * rank, 2 * rank + 2)
+    expected = (
+        exact.y[rank],
+        exact.dx[rank],
+        exact.dprobs[rank],
+        *(w[local] for w in exact.dweights),
+    )
     with open_heap(device, num_bytes=16 << 20) as heap:
         x, probs, dy, ids = (tensor.to(heap.device) for tensor in (x, probs, dy, ids))
         experts = experts_of(*local_part(weights, heap), precision=recipe)
         leaves = x.requires_grad_(), probs.requires_grad_(), experts.fc1.weight, experts.fc2.weight
 
-        def run(**way) -> list[torch.Tensor]:
-            limits = {"capacity": 768, "max_tokens": 300} if way.get("stash") == "none" else {}
+        def run(**options) -> list[torch.Tensor]:
+            limits = {"capacity": 768, "max_tokens": 300} if options.get("stash") == "none" else {}
             plan = make_plan(ids, num_experts=num_experts, heap=heap, **limits)
-            y = expert_parallel_mlp(x, probs, experts, plan, **way)
-            found = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+            y = expert_parallel_mlp(x, probs, experts, plan, **options)
+            actual = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
             del y
             findings.equal("leased bytes", heap.leased_bytes, 0)
-            return found
+            return actual
 
         for order in ("rank", "slot"):
             ways = (
-                [*WAYS, *({**way, "stash": stash} for way, stash in STASHED)]
+                [*WAYS, *({**options, "stash": stash} for options, stash in STASHED)]
                 if order == "rank"
                 else STASHED_SLOT
             )
             first = None
-            for way in ways:
-                findings.where = f"rank {rank} of {num_ranks}, {recipe}, order {order}, {way}"
-                found = run(order=order, **way)
-                first = found if first is None else first
-                findings.same_bits(found, first)
-            for name, got, want in zip(NAMES, first, wanted, strict=True):
+            for options in ways:
+                findings.where = f"rank {rank} of {num_ranks}, {recipe}, order {order}, {options}"
+                actual = run(order=order, **options)
+                first = actual if first is None else first
+                findings.same_bits(actual, first)
+            for name, got, want in zip(NAMES, first, expected, strict=True):
                 if want.numel() > 50:  # few numbers may be small by chance
                     error = relative_error(got, want)
                     findings.check(
                         0.01 < error < 1.25 * TWO_LAYERS[element], f"{name} is off by {error}"
                     )
         if element == "e4m3":
-            for wire, way in (
+            for wire, options in (
                 ("forward", WAYS[0]),
                 ("backward", WAYS[3]),
                 ("both", {**WAYS[1], "stash": "none"}),
                 ("both", {**WAYS[2], "stash": "rows"}),
             ):
-                findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {way}"
-                found = run(order="slot", quantized_wire=wire, **way)
+                findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {options}"
+                actual = run(order="slot", quantized_wire=wire, **options)
                 changed = (
                     {"dw1"}
                     if wire == "forward"
@@ -137,16 +142,18 @@ def test_all_ways_give_the_same_bits(
                     if wire == "backward"
                     else {"dw1", "dw2"}
                 )
-                for name, got, one, want in zip(NAMES, found, first, wanted, strict=True):
+                for name, got, same, want in zip(NAMES, actual, first, expected, strict=True):
                     if name not in changed:
-                        findings.check(torch.equal(got, one), f"{name} has other bits than without")
+                        findings.check(
+                            torch.equal(got, same), f"{name} has other bits than without"
+                        )
                         continue
                     # A row that was rounded once is rounded again along tokens: another 2.8 % at most. Where scales are
                     # powers of two, its numbers have 3 bits behind the leading one already, and nothing changes.
                     error = relative_error(got, want)
                     if recipe == Float8Block():
                         findings.check(
-                            not torch.equal(got, one), f"{name} knows nothing of the wire"
+                            not torch.equal(got, same), f"{name} knows nothing of the wire"
                         )
                     findings.check(
                         error < 1.25 * (TWO_LAYERS[element] + ONE_PRODUCT[element] / 2),
@@ -184,7 +191,7 @@ def run_cut(
             quantized_wire=wire,
         )
         y.backward(dy)
-        found = {
+        actual = {
             "y": y,
             "dx": x.grad,
             "dprobs": probs.grad,
@@ -193,33 +200,35 @@ def run_cut(
         }
         return {
             name: tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-            for name, tensor in found.items()
+            for name, tensor in actual.items()
         }
 
 
 @pytest.mark.parametrize("device", [slowly("cpu"), pytest.param("cuda", marks=ON_GPUS)])
 @wired((NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "forward"))
 def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire, device: str):
-    """With order="slot", stochastic rounding included: it depends on the expert's rows and not on where they are."""
+    """With order="slot", also with stochastic rounding, which depends on an expert's rows and not on their ranks."""
     want = None
     for num_ranks, cut in ((1, [44]), (2, [40, 4]), (4, [11, 0, 30, 3]))[
         : 3 if device == "cpu" else 2
     ]:
         results = cluster(num_ranks, device).run(run_cut, device, recipe, wire, cut, "slot")
-        found = {name: np.concatenate([part[name] for part in results]) for name in NAMES}
-        want = found if want is None else want
+        actual = {name: np.concatenate([part[name] for part in results]) for name in NAMES}
+        want = actual if want is None else want
         for name in NAMES:
-            assert np.array_equal(found[name], want[name]), (num_ranks, name)
-    (other,) = cluster(1, device).run(run_cut, device, replace(recipe), "none", [44], "slot")
-    assert np.array_equal(other["y"], want["y"])
+            assert np.array_equal(actual[name], want[name]), (num_ranks, name)
+    (single,) = cluster(1, device).run(run_cut, device, replace(recipe), "none", [44], "slot")
+    assert np.array_equal(single["y"], want["y"])
 
 
 # -- the layer --------------------------------------------------------------------------------------------------------
 @wired((NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward"))
 @on_ranks(cpu=(1, 2), cuda=(1, 2), marks=ON_GPUS)
 @run_on()
-def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, recipe, wire: str):
-    """Two layers in a row, as they are, watched (so as operators), and recomputed: the same bits."""
+def test_layers_in_a_row_have_the_same_bits_in_every_mode(
+    rank: int, num_ranks: int, findings: Findings, device: str, recipe, wire: str
+):
+    """Two layers in a row have the same bits eagerly, under a mode (as operators), and recomputed."""
     config = config_for(num_ranks, precision=recipe, quantized_wire=wire)
     with open_heap(device) as heap:
 
@@ -239,14 +248,15 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, reci
         def through(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(lambda x: layer(x)[0], x, use_reentrant=False)
 
-        kept = model(batch(), through=through)
+        output = model(batch(), through=through)
         findings.equal("leased bytes between forward and backward", heap.leased_bytes, 0)
-        del kept
+        del output
         findings.same_bits(step(model, batch(), through=through), want)
         plain = Stack(heap, replace(config, precision=None, quantized_wire="none"))
-        for name, one, other in zip(("y", "dx"), step(plain, batch()), want, strict=False):
+        for name, got, want_tensor in zip(("y", "dx"), step(plain, batch()), want, strict=False):
             findings.check(
-                1e-4 < relative_error(other, one) < 0.5, f"{name} is not near the layer in full"
+                1e-4 < relative_error(want_tensor, got) < 0.5,
+                f"{name} is not near the layer in full",
             )
         gc.collect()
         findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -255,8 +265,10 @@ def test_layers(rank: int, num_ranks: int, findings: Findings, device: str, reci
 @on_ranks(cpu=(1, 2), cuda=(1, 2), marks=ON_GPUS)
 @wired((Float8Block(), "none"), (Float8Block(), "both"), (MXFP8(), "none"), slowly(NVFP4(), "none"))
 @run_on()
-def test_second_bias(rank: int, num_ranks: int, findings: Findings, device: str, recipe, wire: str):
-    """The gradient of FC2's bias: the bits of a kernel that only sums, in every way to run a step, in parts too."""
+def test_gradients_of_the_second_bias_have_the_bits_of_sums(
+    rank: int, num_ranks: int, findings: Findings, device: str, recipe, wire: str
+):
+    """The gradient of FC2's bias has the bits of a kernel that only sums, in every way to run a step, also in parts."""
     right = quantized_experts.QuantizedBackward
 
     class Summed(right):
@@ -271,17 +283,15 @@ def test_second_bias(rank: int, num_ranks: int, findings: Findings, device: str,
     quantized_experts.QuantizedBackward, steps = Summed, []
     try:
         with open_heap(device, num_bytes=16 << 20, programs="off") as heap:
-            for way, (weights, dtype) in product(
+            for chosen, (weights, dtype) in product(
                 WAYS, (("packed", torch.float32), ("discrete", torch.bfloat16))
             ):
-                findings.where = (
-                    f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {way}, {weights}, {dtype}"
-                )
+                findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {chosen}, {weights}, {dtype}"
                 experts = GroupedMLP(
                     2, H, I, bias=True, precision=recipe, weights=weights, device=heap.device
                 )
                 config = replace(
-                    config_for(num_ranks, precision=recipe, quantized_wire=wire, **way),
+                    config_for(num_ranks, precision=recipe, quantized_wire=wire, **chosen),
                     hidden=H,
                     ffn=I,
                 )
@@ -296,8 +306,8 @@ def test_second_bias(rank: int, num_ranks: int, findings: Findings, device: str,
     findings.equal("backward passes", len(steps), 2 * len(WAYS))
 
 
-def test_rows_on_their_way_are_waited_for():
-    """Whatever hands out parts: all of them are taken before anything is quantised."""
+def test_rows_in_flight_are_awaited_before_quantisation():
+    """All parts are awaited before any row is quantised."""
     call = materialized(GroupedMLP(2, 64, 32, precision=NVFP4()), torch.float32)
     weights = expert_weights(call.form, call.biases, call.tensors, trains=(True, True))
     rows = torch.randn(8, 64)
@@ -311,17 +321,17 @@ def test_rows_on_their_way_are_waited_for():
             arriving[begin:end] = rows[begin:end]
             yield Part(row_range)
 
-    found, _ = weights.first_layer(
+    actual, _ = weights.first_layer(
         ExpertRows(arriving, row_range, scale), num_rows=8, parts=parts()
     )
-    assert torch.equal(found.h, want.h)
+    assert torch.equal(actual.h, want.h)
 
 
 # -- rows on the wire -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
 @pytest.mark.parametrize("hidden", [64, 160, 512])
-def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
-    """Bytes are what the recipe makes of the row; they come out as they went in, in any order."""
+def test_rows_of_the_wire_are_those_of_the_recipe(monkeypatch, recipe, hidden):
+    """The bytes are the recipe's numbers of the row; unpacked rows have the same bytes, in any order."""
     wire = WireFormat(recipe, hidden)
     x = torch.randn(20, hidden).bfloat16()
     x[3], x[4, 5] = 0, torch.nan
@@ -336,28 +346,28 @@ def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
     row_range = whole_groups((4, 5))
     index = torch.randint(20, (11,), dtype=torch.int32)
     for row_index in (None, index):
-        found = wire.quantized(sent, row_range, row_index)
+        actual = wire.quantized(sent, row_range, row_index)
         picked = slice(None) if row_index is None else index.long()
         for name in ("data", "scale"):
-            got, want = (getattr(q, name).view(torch.uint8) for q in (found, quantized))
+            got, want = (getattr(q, name).view(torch.uint8) for q in (actual, quantized))
             assert torch.equal(got[:9], want[picked][:9]), name  # the others belong to no group
-        assert found.row_range is row_range
+        assert actual.row_range is row_range
         for dtype in (
             torch.bfloat16,
             torch.float16,
             torch.float32,
         ):  # along tokens: of the decoded rows
             columns = wire.columns(sent, row_range, dtype, row_index)
-            wanted = recipe.quantize_columns(
+            expected = recipe.quantize_columns(
                 wire.decode(sent, dtype), row_range, row_index=row_index
             )
             assert (columns.layout, columns.num_rows, columns.row_range) == (
                 "columns",
-                wanted.num_rows,
+                expected.num_rows,
                 row_range,
             )
             assert torch.equal(
-                columns.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7)
+                columns.dequantize().nan_to_num(7), expected.dequantize().nan_to_num(7)
             )
     parts = quantized.data.view(torch.uint8), quantized.scale.view(torch.uint8)
     padding = torch.zeros(20, wire.row_bytes - recipe.row_bytes(hidden), dtype=torch.uint8)
@@ -374,8 +384,8 @@ def test_a_row_on_the_wire(monkeypatch, recipe, hidden):
 
 @every_recipe
 def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, recipe):
-    """No kernel reads the rows for them, unless nothing else asks for quantised rows."""
-    seen = count_calls(
+    """No kernel reads rows only for bias gradients, unless no product needs quantised rows."""
+    num_calls = count_calls(
         monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias"
     )
     mlp = GroupedMLP(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
@@ -383,13 +393,16 @@ def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, reci
     mlp(x, [3, 5], torch.ones(8)).sum().backward()
     assert mlp.fc1.bias.grad.any()
     apart = recipe.row_format.has_global_scale  # activation and quantiser
-    wanted = {"dact_quantize": 1 - apart, "scaled_activation_grad": apart, "sum_dbias": 1 + apart}
-    assert seen == {**wanted, "grouped_bias_grad": 0}
+    expected = {"dact_quantize": 1 - apart, "scaled_activation_grad": apart, "sum_dbias": 1 + apart}
+    assert num_calls == {**expected, "grouped_bias_grad": 0}
     linear = GroupedLinear(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
     for is_trained in (True, False):
-        seen.update(dict.fromkeys(seen, 0))
+        num_calls.update(dict.fromkeys(num_calls, 0))
         linear(x.requires_grad_(is_trained), [3, 5]).sum().backward()
-        assert (seen["sum_dbias"], seen["grouped_bias_grad"]) == (is_trained, not is_trained)
+        assert (num_calls["sum_dbias"], num_calls["grouped_bias_grad"]) == (
+            is_trained,
+            not is_trained,
+        )
 
 
 @every_recipe
@@ -428,7 +441,7 @@ def test_a_weight_is_quantised_once(monkeypatch, recipe):
 # -- memory -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
-def test_bytes_of_a_call(recipe, stash: str):
+def test_calls_save_the_planned_bytes(recipe, stash: str):
     for wire in ("none", "both") if recipe in WIRE_RECIPES else ("none",):
         options = {"precision": recipe, "quantized_wire": wire, "stash": stash, "capacity": 150}
         config = MoEConfig(
@@ -484,10 +497,12 @@ def test_a_configuration_is_a_value():
 
 
 def test_experts_must_have_the_precision_of_the_layer(heap: SymmetricHeap):
-    for mine, theirs in ((None, MXFP8()), (MXFP8(), None), (MXFP8(), Float8Block())):
+    for of_layer, of_experts in ((None, MXFP8()), (MXFP8(), None), (MXFP8(), Float8Block())):
         with pytest.raises(ArgumentError, match=r"experts.precision \(.*\) must be "):
             MoELayer(
-                config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs)
+                config_for(1, precision=of_layer),
+                heap,
+                experts=GroupedMLP(2, 64, 32, precision=of_experts),
             )
     layer = MoELayer(config_for(1), heap)
     x = torch.randn(4, 64)
@@ -509,7 +524,7 @@ def test_adapters_are_for_products_in_full_and_recipes_want_multiples():
 
 
 def test_compiled_layers_share_a_graph():
-    """Layers of equal recipes are alike to torch.compile; it gives the bits of the layer as it is."""
+    """Layers of equal recipes share a graph of torch.compile, which has the bits of the eager layer."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes long to import
 
     config = config_for(1, precision=Float8Block(), quantized_wire="both")
@@ -518,16 +533,19 @@ def test_compiled_layers_share_a_graph():
         backend = CompileCounterWithBackend("aot_eager")
         call = torch.compile(lambda layer, x: layer(x)[0], backend=backend, fullgraph=True)
         for layer in layers:
-            found = []
+            results = []
             for run in (call, lambda layer, x: layer(x)[0]):
                 x = tokens_of(0, 9, 64).requires_grad_()
                 y = run(layer, x)
-                found.append(
+                results.append(
                     [
                         y.detach(),
                         *torch.autograd.grad(y.square().sum(), (x, *layer.experts.parameters())),
                     ]
                 )
                 del y
-            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            assert all(
+                torch.equal(compiled_result, eager_result)
+                for compiled_result, eager_result in zip(*results, strict=True)
+            )
     assert backend.frame_count == 1

@@ -1,4 +1,4 @@
-"""Experts in E4M3 whose kernels begin with the rows that are there: parts of a layer's step, on CPUs and on GPUs."""
+"""Experts in E4M3 whose kernels begin with the rows that have arrived: parts of a step, on CPUs and on GPUs."""
 
 import time
 from collections import Counter
@@ -29,8 +29,8 @@ PART_KERNELS = {
 
 
 def is_part(row_range: torch.Tensor) -> bool:
-    """Whether it is the rows of one source rank, out of plan.source_to_rows, and not plan.row_range, which comes second
-    in the plan's storage."""
+    """Whether the range has the rows of one source rank, out of plan.source_to_rows, and is not plan.row_range, the
+    second tensor in the plan's storage."""
     first_after_splits = -(-row_range.shape[1] // 4) * 4
     return row_range.storage_offset() != first_after_splits
 
@@ -51,7 +51,7 @@ def counted_parts(lag_s: float = 0.0) -> Iterator[Counter[tuple[str, bool]]]:
 
 
 def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:
-    """y and all gradients of the layer that every configuration of these sizes has."""
+    """y and all gradients of a step of the layer with this configuration."""
     layer, _ = make_layer(heap, config)
     layer.experts.to(dtype)
     num_tokens = RANK_TO_TOKENS[heap.rank]
@@ -65,7 +65,8 @@ def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor
 
 
 def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Counter:
-    """With ranges: of each product, of what makes its rows and of the activation, as often as there are parts."""
+    """The expected calls with ranges: one for each part, of each product, of the kernels that make its rows and of the
+    activation."""
     forward, backward = (
         "unpack_rows" if config.quantized_wire in (direction, "both") else "quantize_rows"
         for direction in ("forward", "backward")
@@ -153,7 +154,7 @@ def test_parts_have_the_bits_of_the_whole(
 
 
 def all_at_once(weights, wire, x, parts, dbias):
-    """A wrong _part_by_part: it makes operands of all rows when the first part is there."""
+    """A wrong _part_by_part, which makes operands of all rows when the first part has arrived."""
     rows = None
     for part in parts:
         if rows is None and wire is None:
@@ -166,12 +167,12 @@ def all_at_once(weights, wire, x, parts, dbias):
 @pytest.mark.parametrize("wire", ["none", "both"])
 @run_on(2)
 def test_rows_that_are_not_there_are_noticed(rank: int, num_ranks: int, wire: str) -> None:
-    """y is right, but if rank 0 does not wait for the rows of rank 1, which is late with them and gets them back."""
+    """Negative control: y is wrong if rank 0 does not wait for the late rows of rank 1."""
     options = {"precision": Float8Block(), "quantized_wire": wire, "layout": "expert-major"}
     config = MoEConfig(
         hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=2, schedule="always-overlapped", **options
     )
-    found = []
+    results = []
     with open_heap("cpu", num_bytes=64 << 20, programs="off") as heap:
         want = layer_step(heap, replace(config, schedule="serial"), torch.bfloat16)
         right = quantized_experts._part_by_part
@@ -182,14 +183,14 @@ def test_rows_that_are_not_there_are_noticed(rank: int, num_ranks: int, wire: st
                     y, *_ = layer_step(heap, config, torch.bfloat16)
             finally:
                 quantized_experts._part_by_part = right
-            found.append(torch.equal(y, want[0]))
-    assert found == [True, rank == 0]
+            results.append(torch.equal(y, want[0]))
+    assert results == [True, rank == 0]
 
 
-def test_which_recipes_take_parts():
-    taken = {Float8Block(), Float8Block(power_of_two=True)}
-    assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(
-        RECIPES
-    )
-    assert all(map(quantized_experts.takes_parts, (None, *taken)))
+def test_recipes_that_support_parts():
+    supported = {Float8Block(), Float8Block(power_of_two=True)}
+    assert {
+        recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)
+    } == supported & set(RECIPES)
+    assert all(map(quantized_experts.takes_parts, (None, *supported)))
     assert not any(map(quantized_experts.takes_parts, (MXFP8(), NVFP4())))

@@ -1,4 +1,4 @@
-"""Recipes: what they promise of errors, sizes, layouts and arguments."""
+"""Recipes: errors, sizes, layouts and arguments."""
 
 import itertools
 from dataclasses import FrozenInstanceError, dataclass, replace
@@ -46,43 +46,43 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @every_recipe
-def test_round_trips(recipe):
-    """Every layout gives back what was quantised, as well as the format can; tails become 0."""
+def test_round_trips_have_the_errors_of_the_format(recipe):
+    """Every layout restores the quantised numbers within the errors of the format; tails become 0."""
     rows = normal(ROWS, C)
     row_start = bounds()
     weight = normal(3, O, C, seed=1)
     end = int(row_start[-1])
     # Errors of numbers from a normal distribution: E4M3 has 3 bits after the leading one, E2M1 has 1.
-    most = 0.028 if recipe.row_format.element == "e4m3" else 0.115
+    max_error = 0.028 if recipe.row_format.element == "e4m3" else 0.115
     for quantized in (recipe.quantize(rows, row_start), recipe.quantize_columns(rows, row_start)):
         back = quantized.dequantize()
         assert back.shape == rows.shape
-        assert 0.5 * most < relative_error(back[:end], rows[:end]) < most
+        assert 0.5 * max_error < relative_error(back[:end], rows[:end]) < max_error
         assert not back[end:].any()
     forward = recipe.quantize_weight(weight)
     dgrad = recipe.quantize_weight_transposed(weight)
     for quantized in (forward, dgrad):
         back = quantized.dequantize()
         assert back.shape == weight.shape
-        assert 0.5 * most < relative_error(back, weight) < most
+        assert 0.5 * max_error < relative_error(back, weight) < max_error
     has_square_blocks = recipe.weight_format.block_lines > 1
     assert torch.equal(forward.dequantize(), dgrad.dequantize()) == has_square_blocks
-    for found, wanted in zip(
+    for actual, expected in zip(
         recipe.quantize_weight_pair(weight), (forward, dgrad), strict=True
     ):  # by one read
-        assert [as_bytes(part).tolist() for part in found.buffers] == [
-            as_bytes(part).tolist() for part in wanted.buffers
+        assert [as_bytes(part).tolist() for part in actual.buffers] == [
+            as_bytes(part).tolist() for part in expected.buffers
         ]
-        assert (found.layout, found.num_rows) == (wanted.layout, wanted.num_rows)
-        assert torch.equal(found.dequantize(), wanted.dequantize())
-    assert [each.data.shape[:2] for each in recipe.quantize_weight_pair(weight[:0])] == [
+        assert (actual.layout, actual.num_rows) == (expected.layout, expected.num_rows)
+        assert torch.equal(actual.dequantize(), expected.dequantize())
+    assert [paired.data.shape[:2] for paired in recipe.quantize_weight_pair(weight[:0])] == [
         (0, O),
         (0, C),
     ]
 
 
 @every_recipe
-def test_sizes(recipe):
+def test_results_have_the_documented_sizes(recipe):
     rows = normal(ROWS, C)
     row_start = bounds()
     quantized = recipe.quantize(rows, row_start)
@@ -110,20 +110,20 @@ def test_sizes(recipe):
 
 
 @every_recipe
-def test_groups_as_bounds_as_ranges_without_and_of_an_index(recipe):
-    """Callers may bring either, kernels get ranges; without bounds all rows are one group; groups may have no rows."""
+def test_groups_are_bounds_ranges_or_none(recipe):
+    """Callers pass bounds or ranges, kernels get ranges; without bounds all rows are one group; groups may be empty."""
     rows = normal(ROWS, C)
     for method in (recipe.quantize, recipe.quantize_columns):
-        left = method(rows, bounds())
-        right = method(rows, row_range_of())
-        assert torch.equal(left.dequantize(), right.dequantize())
-        for quantized in (left, right):
+        first = method(rows, bounds())
+        second = method(rows, row_range_of())
+        assert torch.equal(first.dequantize(), second.dequantize())
+        for quantized in (first, second):
             assert torch.equal(quantized.row_start, bounds())
             assert torch.equal(quantized.row_range, row_range_of())
-        left = method(rows)
-        right = method(rows, bounds((ROWS,)))
-        assert torch.equal(as_bytes(left.scale), as_bytes(right.scale))
-        assert torch.equal(left.dequantize(), right.dequantize())
+        first = method(rows)
+        second = method(rows, bounds((ROWS,)))
+        assert torch.equal(as_bytes(first.scale), as_bytes(second.scale))
+        assert torch.equal(first.dequantize(), second.dequantize())
         for splits in ((0,), (0, 0, 0)):
             assert method(normal(0, C), bounds(splits)).dequantize().shape == (0, C)
         index = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(3)).to(
@@ -139,17 +139,19 @@ def test_groups_as_bounds_as_ranges_without_and_of_an_index(recipe):
 
 
 @every_recipe
-def test_groups_do_not_see_each_other(recipe):
-    """A group's bytes do not change with where it lies, nor with what the other groups and the tail hold."""
+def test_groups_do_not_depend_on_each_other(recipe):
+    """A group's bytes depend neither on its position nor on the rows of other groups and the tail."""
     rows = normal(ROWS, C)
-    others = normal(400, C, seed=2) * 100
+    further_rows = normal(400, C, seed=2) * 100
     alone = recipe.quantize(rows[:77].contiguous(), bounds((77,)))
-    beside = recipe.quantize(torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33)))
+    beside = recipe.quantize(
+        torch.cat([further_rows[:50], rows[:77], further_rows[50:]]), bounds((50, 77, 33))
+    )
     assert torch.equal(as_bytes(beside.data[50:127]), as_bytes(alone.data))
     assert torch.equal(as_bytes(beside.scale[50:127]), as_bytes(alone.scale))
     alone = recipe.quantize_columns(rows[:77].contiguous(), bounds((77,)))
     beside = recipe.quantize_columns(
-        torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33))
+        torch.cat([further_rows[:50], rows[:77], further_rows[50:]]), bounds((50, 77, 33))
     )
     width = recipe.row_format.data_width(TILE)
     assert torch.equal(as_bytes(beside.data[:, width : 2 * width]), as_bytes(alone.data[:, :width]))
@@ -157,7 +159,7 @@ def test_groups_do_not_see_each_other(recipe):
 
 
 @every_recipe
-def test_buffers_of_the_caller(recipe):
+def test_buffers_of_the_caller_get_the_results(recipe):
     rows = normal(ROWS, C)
     row_start = bounds()
     weight = normal(2, O, C)
@@ -167,20 +169,22 @@ def test_buffers_of_the_caller(recipe):
         (recipe.quantize_weight, (weight,)),
         (recipe.quantize_weight_transposed, (weight,)),
     ):
-        wanted = method(*args)
-        is_turned = wanted.layout == "columns" and wanted.scale.dtype == torch.float32
-        assert wanted.scale.stride() == (
-            (1, C) if is_turned else torch.empty(wanted.scale.shape).stride()
+        expected = method(*args)
+        is_turned = expected.layout == "columns" and expected.scale.dtype == torch.float32
+        assert expected.scale.stride() == (
+            (1, C) if is_turned else torch.empty(expected.scale.shape).stride()
         )
-        scale = filled(wanted.scale.shape[:: -1 if is_turned else 1], wanted.scale.dtype)
-        out = filled(wanted.data.shape, wanted.data.dtype), scale.t() if is_turned else scale
-        found = method(*args, out=out)
+        scale = filled(expected.scale.shape[:: -1 if is_turned else 1], expected.scale.dtype)
+        out = filled(expected.data.shape, expected.data.dtype), scale.t() if is_turned else scale
+        actual = method(*args, out=out)
         assert (
-            method != recipe.quantize or (as_bytes(found.data[int(row_start[-1]) :]) == FILL).all()
+            method != recipe.quantize or (as_bytes(actual.data[int(row_start[-1]) :]) == FILL).all()
         )
-        assert found.data is out[0]
-        assert found.scale is out[1]
-        assert torch.equal(found.dequantize().nan_to_num(7.0), wanted.dequantize().nan_to_num(7.0))
+        assert actual.data is out[0]
+        assert actual.scale is out[1]
+        assert torch.equal(
+            actual.dequantize().nan_to_num(7.0), expected.dequantize().nan_to_num(7.0)
+        )
         for position in range(2):
             wrong = list(out)
             wrong[position] = filled(
@@ -194,7 +198,7 @@ def test_buffers_of_the_caller(recipe):
 
 
 class Coarse(Recipe):
-    """A recipe of a user, whose text holds an address."""
+    """A recipe of a user, whose text contains an address."""
 
     row_format = weight_format = MXFP8().row_format
 
@@ -207,20 +211,21 @@ class Named(Coarse):
 
 
 def test_ranks_can_compare_recipes():
-    """By a number of 31 bits: equal for equal recipes, different for all others."""
+    """A recipe's number of 31 bits is equal for equal recipes, and different for all others."""
     assert tuple(PRECISIONS) == control.PRECISIONS[:-1]
     assert precision_word(None) == -1
     for index, recipe in enumerate(PRECISIONS.values()):
         assert recipe == type(recipe)()  # names stand for no options
         assert precision_word(type(recipe)()) == index
-    others = [
+    further_recipes = [
         Float8Block(power_of_two=True),
         NVFP4(hadamard_signs=None),
         NVFP4(stochastic_gradients=False),
         *(NVFP4(hadamard_signs=signs) for signs in range(0, 1 << 16, 97)),
     ]
     words = [
-        precision_word(recipe) for recipe in (*PRECISIONS.values(), *others, Named(), Coarse())
+        precision_word(recipe)
+        for recipe in (*PRECISIONS.values(), *further_recipes, Named(), Coarse())
     ]
     assert len(set(words)) == len(words)
     assert all(0 <= word < 1 << 31 for word in words)
@@ -242,7 +247,7 @@ WRONG_WEIGHTS = [EIGHT, normal(2, 33, 96), normal(2, 96, 64).mT, normal(2, 32, 3
 
 
 @every_recipe
-def test_arguments(recipe):
+def test_wrong_arguments_are_refused(recipe):
     by_rows = recipe.quantize, recipe.quantize_columns
     by_weights = recipe.quantize_weight, recipe.quantize_weight_pair
     for method, arguments, text in (
@@ -292,7 +297,7 @@ OTHER_MISTAKES = [
 
 
 @pytest.mark.parametrize(("call", "text"), OTHER_MISTAKES)
-def test_other_arguments(call, text):
+def test_further_wrong_arguments_are_refused(call, text):
     with pytest.raises(ArgumentError, match=text):
         call()
 
@@ -305,8 +310,8 @@ def test_recipes_are_values():
 
 
 @every_recipe
-def test_autograd(recipe):
-    """Results have no gradient; what autograd has saved of a buffer is refused once it has been filled again."""
+def test_results_have_no_gradient(recipe):
+    """A filled buffer has a new version, so autograd refuses tensors that it has saved of the buffer before."""
     rows = normal(64, C).requires_grad_()
     weight = torch.nn.Parameter(normal(2, O, C))
     results = [
@@ -326,7 +331,7 @@ def test_autograd(recipe):
     assert quantized.scale._version > versions[1]
 
 
-def test_seeds_make_the_difference():
+def test_results_depend_on_the_seeds():
     rows = normal(64, C)
     row_start = bounds((30, 34))
 
@@ -340,7 +345,7 @@ def test_seeds_make_the_difference():
     assert not torch.equal(data(1, 2), NVFP4().quantize(rows, row_start).data)
 
 
-def test_outliers_are_spread():
+def test_the_hadamard_transform_spreads_outliers():
     """One large token in 16 becomes 16 of a quarter."""
     rows = normal(128, 64) / 100
     rows[::16] = 4.0
@@ -357,8 +362,8 @@ def test_outliers_are_spread():
 
 
 @pytest.mark.parametrize("recipe", [MXFP8(), NVFP4()], ids=str)
-def test_swizzled_scales(recipe):
-    """Of all layouts, one scale after the other; lines of square blocks have the block's scale."""
+def test_swizzled_scales_lie_in_tiles(recipe):
+    """Every scale of every layout lies at its offset in tiles; lines of square blocks have the block's scale."""
     rows = normal(ROWS, C)
     weight = normal(2, O, C)
     lines = recipe.weight_format.block_lines
@@ -375,17 +380,19 @@ def test_swizzled_scales(recipe):
         for g, (start, end) in enumerate(itertools.pairwise(starts)):
             tiles = -(-(end - start) // 128)
             flat = swizzled[first : first + tiles].flatten()
-            found = torch.empty(end - start, scale.shape[-1])
+            actual = torch.empty(end - start, scale.shape[-1])
             for i, j in itertools.product(range(end - start), range(scale.shape[-1])):
-                found[i, j] = flat[swizzled_offset(i, j, scale.shape[-1])]
-            wanted = scale[g, torch.arange(end - start) // lines] if is_weight else scale[start:end]
-            assert torch.equal(found.to(torch.uint8), wanted), quantized.layout
+                actual[i, j] = flat[swizzled_offset(i, j, scale.shape[-1])]
+            expected = (
+                scale[g, torch.arange(end - start) // lines] if is_weight else scale[start:end]
+            )
+            assert torch.equal(actual.to(torch.uint8), expected), quantized.layout
             first += tiles
     with pytest.raises(ArgumentError, match="one-byte scales"):
         Float8Block().quantize(rows).swizzled_scale()
 
 
-def test_tails_of_swizzled_scales():
+def test_tails_of_swizzled_scales_are_zeros():
     quantized = MXFP8().quantize(normal(ROWS, C), bounds())
     back = unswizzle_scales(quantized.swizzled_scale(), bounds(), num_rows=ROWS, num_blocks=C // 32)
     end = sum(SPLITS)
@@ -395,10 +402,10 @@ def test_tails_of_swizzled_scales():
 
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 def test_quantised_weights_are_multiplied_by_pointer(recipe):
-    """Every expert's numbers and compact scales in memory of their own; the bits of packed ones."""
+    """Every expert's numbers and compact scales have separate memory; the bits are those of packed weights."""
     num_groups, out_features, in_features = 3, 160, 288
     row_range = torch.tensor([[0, 7, 7], [7, 7, 33]], dtype=torch.int32)
-    left = recipe.quantize(torch.randn(40, in_features), row_range).operand()
+    rows = recipe.quantize(torch.randn(40, in_features), row_range).operand()
     quantized = recipe.quantize_weight(torch.randn(num_groups, out_features, in_features))
     lines = (
         1 if quantized.scale.dtype == torch.float32 else recipe.weight_format.block_lines
@@ -407,24 +414,24 @@ def test_quantised_weights_are_multiplied_by_pointer(recipe):
     scales = [s.repeat_interleave(lines, 0) for s in quantized.scale]
     swizzle = {"e8m0": "mxfp8_rowwise", "e4m3": "nvfp4"}.get(recipe.weight_format.scale)
     if swizzle is None:
-        found = pack_weight_ptrs(data, fc1_scales=scales)
+        actual = pack_weight_ptrs(data, fc1_scales=scales)
         shape = tuple(quantized.scale.shape)
     else:
-        found = pack_weight_ptrs(
+        actual = pack_weight_ptrs(
             data, fc1_scales=[s.view(torch.uint8) for s in scales], swizzle=swizzle
         )
         shape = num_groups, 2, -(-scales[0].shape[1] // 4) * 512
     scattered = ScatteredWeight(
-        TensorTable(found.fc1, tuple(quantized.data.shape), quantized.data.dtype),
-        TensorTable(found.fc1_scales, shape, torch.float32 if swizzle is None else torch.uint8),
+        TensorTable(actual.fc1, tuple(quantized.data.shape), quantized.data.dtype),
+        TensorTable(actual.fc1_scales, shape, torch.float32 if swizzle is None else torch.uint8),
         quantized.global_scale,
     )
     packed, by_pointer = (torch.full((40, out_features), torch.nan) for _ in range(2))
     ops = kernels.for_device(torch.device("cpu"))
-    ops.grouped_gemm_quantized(left, quantized.operand(), row_range, packed)
-    ops.grouped_gemm_quantized(left, scattered, row_range, by_pointer)
+    ops.grouped_gemm_quantized(rows, quantized.operand(), row_range, packed)
+    ops.grouped_gemm_quantized(rows, scattered, row_range, by_pointer)
     assert packed[:33].isfinite().all()
     assert torch.equal(by_pointer[:33], packed[:33])
     data[2].view(torch.uint8).zero_()  # nothing was copied
-    ops.grouped_gemm_quantized(left, scattered, row_range, by_pointer)
+    ops.grouped_gemm_quantized(rows, scattered, row_range, by_pointer)
     assert not by_pointer[7:33].any()

@@ -1,4 +1,4 @@
-"""Which precision was faster: the table against its record, what is chosen between and beyond, and who decides."""
+"""The faster precision: the table against its record, and choices for other sizes, GPUs and ranks."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def pays(config: MoEConfig, **numbers: int) -> bool:
 
 # -- the table --------------------------------------------------------------------------------------------------------
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "precision-h200-ep2.json"
-# Of the table's columns.
+# The variants of the record for the table's columns.
 VARIANTS = {
     "full_ms": "static",
     "quantized_ms": "float8-block",
@@ -47,15 +47,15 @@ CHOICES = {"mixtral-8x7b": True, "deepseek-like": True, "qwen3-30b": False}
 
 
 def measured_ms(preset: str, variant: str) -> float:
-    """Of both directions, on 2 H200s; what was measured is what is chosen for here."""
-    found = {}
+    """Times of both directions on 2 H200s, of the layers for which the table chooses."""
+    results = {}
     for record in json.loads(RECORD.read_text(encoding="utf-8")):
         if (record["suite"], record["preset"], record["variant"]) == ("precision", preset, variant):
-            assert record["direction"] not in found
-            found[record["direction"]] = record
-    assert found.keys() == {"forward", "backward"}
+            assert record["direction"] not in results
+            results[record["direction"]] = record
+    assert results.keys() == {"forward", "backward"}
     config = config_of(preset)
-    wanted = {
+    expected = {
         **{name: getattr(config, name) for name in ("hidden", "ffn", "num_experts", "top_k")},
         "ep": 2,
         "tokens": 8192,
@@ -63,10 +63,10 @@ def measured_ms(preset: str, variant: str) -> float:
         "gpu": "NVIDIA H200",
         "dtype": "bfloat16",
     }
-    wanted["precision"] = "bf16" if variant == "static" else str(config.precision)
-    for record in found.values():
-        assert {name: record[name] for name in wanted} == wanted
-    return sum(record["ms_median"] for record in found.values())
+    expected["precision"] = "bf16" if variant == "static" else str(config.precision)
+    for record in results.values():
+        assert {name: record[name] for name in expected} == expected
+    return sum(record["ms_median"] for record in results.values())
 
 
 def test_the_table_is_that_of_the_record():
@@ -84,7 +84,7 @@ def test_the_table_is_that_of_the_record():
 
 
 @pytest.mark.parametrize("preset", CHOICES)
-def test_measured_layers_get_what_was_faster(preset: str):
+def test_measured_layers_get_the_faster_precision(preset: str):
     for wire, faster in (("both", "float8-block, wire"), ("none", "float8-block")):
         layer, speed_up = choices.best_measured(config_of(preset, quantized_wire=wire), **NUMBERS)
         assert layer.name == preset
@@ -94,31 +94,35 @@ def test_measured_layers_get_what_was_faster(preset: str):
         assert (speed_up >= choices.LEAST_SPEED_UP) == CHOICES[preset]
     # Weights that were quantised before cost a step nothing.
     _, speed_up = choices.best_measured(config_of(preset), **NUMBERS, num_micro_batches=10**6)
-    wanted = measured_ms(preset, "static") / measured_ms(preset, VARIANTS["constant_weights_ms"])
-    assert speed_up == pytest.approx(wanted, rel=1e-3)
+    expected = measured_ms(preset, "static") / measured_ms(preset, VARIANTS["constant_weights_ms"])
+    assert speed_up == pytest.approx(expected, rel=1e-3)
 
 
-# -- what is chosen ---------------------------------------------------------------------------------------------------
+# -- choices ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("preset", PRESETS)
-def test_more_of_anything_never_changes_it_back(preset: str):
-    """Tokens, ranks, micro-batches, features, and what travels quantised."""
+def test_low_precision_stays_chosen_for_larger_layers(preset: str):
+    """Larger numbers of tokens, ranks, micro-batches and features, and quantised rows on the wire."""
     for wire, num_ranks, num_micro_batches in itertools.product(
         QUANTIZED_WIRES, (1, 2, 4), (1, 4, 1000)
     ):
         config = config_of(preset, quantized_wire=wire)
-        more = {"num_micro_batches": num_micro_batches}
-        taken = [pays(config, num_ranks=num_ranks, num_tokens=2**i, **more) for i in range(22)]
-        assert taken == sorted(taken)
-        for i in [i for i, is_taken in enumerate(taken) if is_taken]:
+        options = {"num_micro_batches": num_micro_batches}
+        choices_by_size = [
+            pays(config, num_ranks=num_ranks, num_tokens=2**i, **options) for i in range(22)
+        ]
+        assert choices_by_size == sorted(choices_by_size)
+        for i in [i for i, is_taken in enumerate(choices_by_size) if is_taken]:
             numbers = {"num_ranks": num_ranks, "num_tokens": 2**i}
-            assert pays(config, **{**numbers, "num_ranks": 2 * num_ranks}, **more)
+            assert pays(config, **{**numbers, "num_ranks": 2 * num_ranks}, **options)
             assert pays(config, **numbers, num_micro_batches=num_micro_batches + 1)
-            assert pays(replace(config, quantized_wire="both"), **numbers, **more)
+            assert pays(replace(config, quantized_wire="both"), **numbers, **options)
             for name in ("hidden", "ffn"):
-                assert pays(replace(config, **{name: 2 * getattr(config, name)}), **numbers, **more)
+                assert pays(
+                    replace(config, **{name: 2 * getattr(config, name)}), **numbers, **options
+                )
 
 
-def test_a_layer_that_is_smaller_anywhere_computes_in_full():
+def test_layers_smaller_than_measured_ones_compute_in_full():
     for preset in ("mixtral-8x7b", "deepseek-like"):
         config = config_of(preset)
         for name in ("hidden", "ffn"):
@@ -131,7 +135,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
 
 
-def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
+def test_configs_keep_their_recipe_or_compute_in_full(monkeypatch):
     big = config_of(stash="rows", capacity=70_000)
     small = config_of("qwen3-30b", stash="rows", capacity=70_000)
     for config in (big, small):  # CPUs
@@ -147,8 +151,8 @@ def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
     assert replace(chosen, precision=small.precision, quantized_wire=small.quantized_wire) == small
     power = replace(big, precision=Float8Block(power_of_two=True))
     assert choices.choose_precision(power, **NUMBERS, device="cuda") is power
-    for other in (MXFP8(), NVFP4()):
-        config = replace(big, precision=other, quantized_wire="none")
+    for recipe in (MXFP8(), NVFP4()):
+        config = replace(big, precision=recipe, quantized_wire="none")
         assert choices.choose_precision(config, **NUMBERS, device="cuda") == choices.in_full(config)
 
 
@@ -173,7 +177,7 @@ def test_other_gpus_compute_in_full(monkeypatch, name: str):
         assert choices.choose_precision(config, **NUMBERS, device="cuda") == chosen
 
 
-def test_wrong_numbers():
+def test_wrong_numbers_are_refused():
     numbers = {**NUMBERS, "num_micro_batches": 1}
     for name in numbers:
         with pytest.raises(ArgumentError, match=rf"{name} \(0\) must be at least 1"):
@@ -187,10 +191,8 @@ def test_wrong_numbers():
 
 
 @run_on(2)
-def test_ranks_that_choose_differently_find_out(
-    rank: int, num_ranks: int, findings: Findings
-) -> None:
-    """Ranks on different GPUs choose differently, and both say so in their first call; the layer shows what it took."""
+def test_ranks_with_different_choices_raise(rank: int, num_ranks: int, findings: Findings) -> None:
+    """Ranks on different GPUs choose differently, and both raise in their first call; the layer shows its choice."""
     config = MoEConfig(
         hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), quantized_wire="both"
     )
@@ -202,7 +204,9 @@ def test_ranks_that_choose_differently_find_out(
         )
         for measured in ((False, False), (True, True), (True, False)):
             findings.where = f"rank {rank}, {measured}"
-            patch.setattr(choices, "_was_measured", lambda device, mine=measured[rank]: mine)
+            patch.setattr(
+                choices, "_was_measured", lambda device, was_measured=measured[rank]: was_measured
+            )
             chosen = choices.choose_precision(
                 config, num_ranks=num_ranks, num_tokens=4096, device=heap.device
             )
@@ -223,19 +227,19 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-    ("preset", "taken", "same"),
+    ("preset", "choice", "same"),
     [("mixtral-8x7b", "float8-block", ("float8-block", "both")), ("qwen3-30b", "bf16", None)],
 )
-def test_the_command_says_what_it_takes(capsys, preset: str, taken: str, same):
-    """By which layer and how much faster it was, and the memory of what is taken."""
+def test_the_command_prints_its_choice(capsys, preset: str, choice: str, same):
+    """The command prints the measured layer, the speed-up, and the memory of its choice."""
     plan = ["plan", *SIZES[preset].split(), "--ranks", "2", "--tokens", "8192"]
     assert main([*plan, "--precision", "float8-auto", "--quantized-wire", "both"]) == 0
     memory, reason = capsys.readouterr().out.split("\n\n")
-    assert reason.startswith(f"float8-auto takes {taken}: ")
+    assert reason.startswith(f"float8-auto takes {choice}: ")
     assert f"the layer of {preset} " in reason
-    ratio, least = map(float, re.findall(r"\d+\.\d\d", reason))
+    ratio, min_ratio = map(float, re.findall(r"\d+\.\d\d", reason))
     assert ratio == pytest.approx(choices.best_measured(config_of(preset), **NUMBERS)[1], abs=0.006)
-    assert (ratio > least) == (taken == "float8-block")
+    assert (ratio > min_ratio) == (choice == "float8-block")
     main(plan if same is None else [*plan, "--precision", same[0], "--quantized-wire", same[1]])
     assert capsys.readouterr().out.rstrip() == memory
     assert main([*plan, "--ffn", "16", "--precision", "float8-auto"]) == 0

@@ -1,4 +1,4 @@
-"""Calls that run programs: the bits of calls that do not, errors on all ranks, and what has no program."""
+"""Calls that run programs: bits of calls without programs, errors on all ranks, and calls without a program."""
 
 import itertools
 import random
@@ -45,7 +45,7 @@ SLOW = (
 
 
 def bit_cases() -> Iterator[object]:
-    """Quick ones: on two ranks with nothing around it, and the defaults in a checkpoint."""
+    """The quick cases: on two ranks without a surrounding call, and the defaults in a checkpoint."""
     for name, options in cases.OPTIONS.items():
         for num_ranks in (1, 2):
             for around in cases.AROUND:
@@ -64,30 +64,36 @@ def bit_cases() -> Iterator[object]:
     ]
     for name, options, num_ranks, around in [
         *on_gpus,
-        *(("large", cases.LARGE, 2, each) for each in cases.AROUND[1:]),
+        *(("large", cases.LARGE, 2, place) for place in cases.AROUND[1:]),
     ]:
         words = [name, f"{num_ranks} GPUs", *around.split()]
         # A copy has the size of the routing, so hardly any backward has the sizes of another.
-        least = 8 if around == "saved copies" else 16
+        min_runs = 8 if around == "saved copies" else 16
         yield pytest.param(
-            "cuda", options, num_ranks, around, least, id="-".join(words), marks=pytest.mark.gpu
+            "cuda", options, num_ranks, around, min_runs, id="-".join(words), marks=pytest.mark.gpu
         )
 
 
-@pytest.mark.parametrize(("device", "options", "num_ranks", "around", "least"), list(bit_cases()))
-def test_played_calls_have_the_bits_of_others(cluster, device, options, num_ranks, around, least):
+@pytest.mark.parametrize(
+    ("device", "options", "num_ranks", "around", "min_runs"), list(bit_cases())
+)
+def test_calls_with_programs_have_the_bits_of_calls_without(
+    cluster, device, options, num_ranks, around, min_runs
+):
     results = cluster(num_ranks, device).run(cases.check_bits, options, around, device)
     assert [text for *_, texts in results for text in texts] == []
     for num_runs, repeats, _ in results:
-        assert num_runs >= least
+        assert num_runs >= min_runs
         if device == "cpu" and num_ranks > 1 and "capacity" not in options:
             assert repeats > 0
 
 
 @run_on(2)
-def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
-    """Backward of a call comes after two more forward calls, and results stay as they are. Memory is not filled, so
-    leases that are parts of one may overlap; filled: test_features.py."""
+def test_calls_in_flight_do_not_change_each_other(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """Backward of a call follows two more forward calls, and results stay unchanged. Memory is not filled, so leases
+    that are parts of one may overlap; test_features.py has filled memory."""
     flying = []
     with open_heap("cpu", programs="on", fills="0", num_bytes=16 << 20) as heap:
         layer = cases.make_layer(heap)
@@ -98,16 +104,16 @@ def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
             flying.append((x, dy, y, y.detach().clone()))
             if len(flying) == 3:
                 x, dy, y, copy = flying.pop(0)
-                found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+                actual = torch.autograd.grad(y, (x, *layer.parameters()), dy)
                 with cases.without_programs(heap):
-                    _, _, _, *wanted = cases.step(plain, x.detach(), dy, "")
-                findings.same_bits(found, wanted, f"rank {rank}: other gradients")
+                    _, _, _, *expected = cases.step(plain, x.detach(), dy, "")
+                findings.same_bits(actual, expected, f"rank {rank}: other gradients")
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.programs.num_runs > 12, "no program has run")
 
 
 @run_on(2)
-def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_main_grads_may_change_between_calls(rank: int, num_ranks: int, findings: Findings) -> None:
     """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
     with open_heap("cpu", programs="on", num_bytes=16 << 20) as heap:
         layer = cases.make_layer(heap, overwrites=(False, False))
@@ -118,10 +124,10 @@ def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -
         added = first - before[0], second - before[1]
         for number in range(20):
             findings.where = f"rank {rank}, call {number}"
-            for weight, wanted in zip(weights, added, strict=True):
+            for weight, expected in zip(weights, added, strict=True):
                 weight.main_grad = torch.ones(weight.shape)
                 weight.overwrite_main_grad = number % 3 == 0
-                weight.wanted = wanted + (number % 3 > 0)
+                weight.expected = expected + (number % 3 > 0)
             if number == 15:
                 if rank == 0:
                     del weights[1].main_grad
@@ -135,7 +141,7 @@ def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -
                 weights[0].main_grad = torch.ones(weights[0].shape)
             played = heap.programs.num_runs
             cases.step(layer, x, dy, "")
-            close = [torch.allclose(w.main_grad, w.wanted, atol=1e-4) for w in weights]
+            close = [torch.allclose(w.main_grad, w.expected, atol=1e-4) for w in weights]
             findings.check(all(close), f"other gradients: {close}")
             if number >= 10 and number != 15:  # the first call after an error measures again
                 findings.check(heap.programs.num_runs > played, "it was not played")
@@ -144,13 +150,13 @@ def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -
 BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 
-@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("option", BETWEEN)
 @run_on(2)
-def test_options_that_change_between_forward_and_backward(
-    rank, num_ranks, findings: Findings, what: str
+def test_options_may_change_between_forward_and_backward(
+    rank, num_ranks, findings: Findings, option: str
 ) -> None:
-    """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
-    of their kind are recorded."""
+    """An option that decides the destination of gradients changes between forward and backward of some calls, before,
+    during and after the recording of their kind."""
     with open_heap("cpu", programs="on", num_bytes=16 << 20) as heap:
         layer = cases.make_layer(heap)
         linears = layer.experts.fc1, layer.experts.fc2
@@ -160,9 +166,9 @@ def test_options_that_change_between_forward_and_backward(
 
         def change(changes: bool) -> None:
             for fc in linears:
-                if what == "frozen":
+                if option == "frozen":
                     fc.weight.requires_grad_(not changes)
-                elif what == "delay_wgrad":
+                elif option == "delay_wgrad":
                     fc.delay_wgrad = changes
                 else:
                     fc.accumulate_into_main_grad = changes
@@ -176,17 +182,17 @@ def test_options_that_change_between_forward_and_backward(
             is_changed = number < 4 or number in (8, 9)
             change(is_changed)
             y.backward(dy)
-            if what == "delay_wgrad" and is_changed:
+            if option == "delay_wgrad" and is_changed:
                 findings.check(weights[0].grad is None, "it was not delayed")
                 layer.experts.backward_dw()
             change(False)
-            found = [weight.grad for weight in weights]
-            if is_changed and what != "delay_wgrad":
-                findings.check(found == [None, None], "there are gradients")
+            actual = [weight.grad for weight in weights]
+            if is_changed and option != "delay_wgrad":
+                findings.check(actual == [None, None], "there are gradients")
             else:
                 same = [
                     a is not None and torch.equal(a, b)
-                    for a, b in zip(found, (first, second), strict=True)
+                    for a, b in zip(actual, (first, second), strict=True)
                 ]
                 findings.check(all(same), f"other gradients: {same}")
         findings.check(heap.programs.num_runs > 15, "nothing was played")
@@ -231,9 +237,9 @@ def test_leases_and_memory_of_programs_begin_as_nan(monkeypatch, fills: str):
                 assert is_unwritten(lease.tensor) == (fills == "1")
                 assert lease.tensor.isnan().all() or lease.tensor.min() >= 1
         for _ in range(5):
-            (made,) = heap._run(("some",), lambda: (x.new_empty(3, 5).t(),), [x])
+            (result,) = heap._run(("some",), lambda: (x.new_empty(3, 5).t(),), [x])
         assert heap.programs.num_runs > 0
-        assert made.isnan().all() or fills == "0"
+        assert result.isnan().all() or fills == "0"
 
 
 @pytest.mark.parametrize("fills", ["0", "1"])
@@ -248,7 +254,7 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
 
         def function() -> tuple[torch.Tensor]:
-            kept = heap.lease((7,), torch.float32, name="kept")
+            remaining = heap.lease((7,), torch.float32, name="kept")
             first = heap.lease((1000,), torch.int8)
             first_tensor = first.tensor
             second = heap.lease((3, 5), torch.bfloat16)
@@ -256,28 +262,28 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
             first.release()
             third = heap.lease((10,), torch.float64)
             third.tensor.fill_(3)
-            note(kept.tensor, first_tensor, second.tensor, third.tensor)
+            note(remaining.tensor, first_tensor, second.tensor, third.tensor)
             total = second.tensor.sum() + third.tensor.sum()
             second.release()
             third.release()
-            return (kept.tensor.fill_(total),)
+            return (remaining.tensor.fill_(total),)
 
         for turn in range(4):
             before = heap.statistics.num_leases
             (y,) = heap._run(("some",), function, [torch.ones(2)])
-            kept, first, second, third = offsets[-1]
+            remaining, first, second, third = offsets[-1]
             assert y.tolist() == [60.0] * 7
             assert heap.statistics.num_leases - before == (2 if turn else 4)
             assert (third == first) == (turn == 0 or fills == "0")
-            assert len({kept, first, second}) == 3
+            assert len({remaining, first, second}) == 3
             del y
             heap.lease((1,), torch.int8).release()  # takes back what has been dropped
             assert heap.leased_bytes == 0
-        taken = heap.lease((heap.memory.arena.largest_free_bytes - 1024,), torch.int8)
+        filler = heap.lease((heap.memory.arena.largest_free_bytes - 1024,), torch.int8)
         num_runs = heap.programs.num_runs
         with pytest.raises(HeapExhausted, match="lease 'lease'"):
             heap._run(("some",), function, [torch.ones(2)])
-        taken.release()
+        filler.release()
         assert (heap.leased_bytes, heap.programs.num_runs) == (0, num_runs)
         assert heap._run(("some",), function, [torch.ones(2)])[0].tolist() == [60.0] * 7
         assert heap.programs.num_runs == num_runs + 1
@@ -290,33 +296,33 @@ def test_leases_that_end_in_the_call_are_parts_of_one(monkeypatch, fills: str):
     ids=["defaults", "overlapped"],
 )
 @run_on(2)
-def test_an_error_in_a_played_call_is_every_ranks(
+def test_an_error_in_a_program_raises_on_every_rank(
     rank: int, num_ranks: int, findings: Findings, options: dict
 ) -> None:
-    """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
+    """An error of rank 0 before each kernel of a program: all ranks raise, and the next call works."""
     names: list[str] = []
     with open_heap(
         "cpu", programs="on", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30
     ) as heap:
         layer = cases.make_layer(heap, **options)
         x, dy = next(cases.make_calls(rank, 1, torch.float32))
-        wanted = cases.step(layer, x, dy, "")
+        expected = cases.step(layer, x, dy, "")
         for _ in range(4):
             cases.step(layer, x, dy, "")
         with before_steps(cases.CPU, names.append, twin.__all__):
             cases.step(layer, x, dy, "")
         last = (
             len(names) - 1 - names[::-1].index("barrier")
-        )  # of errors after it peers learn in the next call
+        )  # peers raise later errors in the next call
         for fails_at, name in enumerate(names[:last]):
-            # Errors of the heap; one that peers could not be told of.
+            # Errors of the heap itself; an error that cannot be reported to peers.
             if name in ("barrier", "push_slots"):
                 continue
-            left = [fails_at]
+            remaining = [fails_at]
 
-            def fail(_: str, left: list[int] = left) -> None:
-                left[0] -= 1
-                if left[0] == -1:
+            def fail(_: str, remaining: list[int] = remaining) -> None:
+                remaining[0] -= 1
+                if remaining[0] == -1:
                     raise RuntimeError("no memory, say")
 
             findings.where = f"rank {rank}, error before {name} ({fails_at} of {len(names)})"
@@ -324,13 +330,13 @@ def test_an_error_in_a_played_call_is_every_ranks(
                 error = outcome(cases.step, layer, x, dy, "")
             expect(findings, error, "SymmoeError" if rank else "RuntimeError", "no memory, say")
             for _ in range(2):  # the first one measures again
-                found = cases.step(layer, x, dy, "")
-                findings.same_bits(found, wanted, "other bits afterwards")
+                actual = cases.step(layer, x, dy, "")
+                findings.same_bits(actual, expected, "other bits afterwards")
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert heap.programs.num_runs > 20
 
 
-# -- what is played, and what is not ----------------------------------------------------------------------------------
+# -- calls with and without programs ----------------------------------------------------------------------------------
 def make_programs() -> Programs:
     return Programs(cases.CPU, lambda error: None, (), lambda: twin, lambda program: program)
 
@@ -338,14 +344,14 @@ def make_programs() -> Programs:
 def run_often(
     programs: Programs, function, make_inputs, *, times: int = 6, **numbers
 ) -> list[object]:
-    found = []
+    results = []
     for n in range(times):
         inputs = make_inputs()
         now = {name: value + n for name, value in numbers.items()}
-        found.append(
+        results.append(
             programs.run(("some",), lambda inputs=inputs: function(*inputs), inputs, now)[0]
         )
-    return found
+    return results
 
 
 def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
@@ -357,14 +363,14 @@ def test_the_second_call_of_a_kind_builds_and_later_ones_run_its_program():
         return (x * 2 + 1,)
 
     inputs: list[torch.Tensor] = []
-    found = run_often(programs, function, lambda: inputs.append(torch.rand(3)) or inputs[-1:])
-    assert all(torch.equal(y, x * 2 + 1) for x, y in zip(inputs, found, strict=True))
-    assert len({y.data_ptr() for y in found}) == 6
+    actual = run_often(programs, function, lambda: inputs.append(torch.rand(3)) or inputs[-1:])
+    assert all(torch.equal(y, x * 2 + 1) for x, y in zip(inputs, actual, strict=True))
+    assert len({y.data_ptr() for y in actual}) == 6
     assert (len(num_calls), programs.num_built, programs.num_runs) == (2, 1, 5)
 
 
 def test_absent_inputs_are_a_part_of_the_key():
-    """The same tensors in other places: only which inputs are None tells the calls apart."""
+    """Calls with the same tensors at other positions differ only in the positions of None."""
     programs = make_programs()
     a = torch.ones(3)
     b = torch.full((3,), 2.0)
@@ -375,51 +381,51 @@ def test_absent_inputs_are_a_part_of_the_key():
     calls = [(a, b, None), (a, None, b), (a, None, None), (a, b, b + 1)]
     for _ in range(4):
         for call in calls:
-            (found,) = programs.run(("some",), lambda call=call: combined(*call), call, {})
-            assert torch.equal(found, combined(*call)[0])
+            (actual,) = programs.run(("some",), lambda call=call: combined(*call), call, {})
+            assert torch.equal(actual, combined(*call)[0])
     assert (programs.num_built, programs.num_runs) == (4, 12)
 
 
 def test_nothing_happens_while_a_program_is_built():
-    """Operators, kernels and memory of the function: inputs stay as they are, and what it makes has no memory."""
+    """A build runs no operator and no kernel: inputs stay unchanged, and new tensors have no memory."""
     x = torch.ones(3)
-    seen = []
+    called = []
 
     @noted()
     def note(number: int) -> None:
-        seen.append(number)
+        called.append(number)
 
     with Builder([x], {}, ()) as builder:
         y = x.add_(1) * torch.empty(1 << 40, dtype=torch.int8)[:3]
         note(5)
         assert y.data_ptr() > 1 << 59
-    assert (x.tolist(), seen, len(builder.entries)) == ([1.0] * 3, [], 4)
+    assert (x.tolist(), called, len(builder.entries)) == ([1.0] * 3, [], 4)
 
 
 def test_other_shapes_strides_and_dtypes_are_other_programs():
     programs = make_programs()
     run_often(programs, lambda x: (x + 1,), lambda: [torch.rand(4, 3)])
     played = programs.num_runs
-    for other in (torch.rand(3, 3), torch.rand(3, 4).t(), torch.rand(4, 3, dtype=torch.float64)):
-        (y,) = programs.run(("some",), lambda x=other: (x + 1,), [other], {})
-        assert torch.equal(y, other + 1)
+    for tensor in (torch.rand(3, 3), torch.rand(3, 4).t(), torch.rand(4, 3, dtype=torch.float64)):
+        (y,) = programs.run(("some",), lambda x=tensor: (x + 1,), [tensor], {})
+        assert torch.equal(y, tensor + 1)
     assert (programs.num_built, programs.num_runs) == (1, played)
 
 
-def test_what_requires_gradients_is_another_kind():
+def test_inputs_that_require_gradients_are_another_kind():
     programs = make_programs()
     turns = itertools.count()
-    found = run_often(
+    actual = run_often(
         programs,
         lambda x: (x.detach() * (2 if x.requires_grad else 3),),
         lambda: [torch.ones(3).requires_grad_(next(turns) % 3 == 0)],
         times=12,
     )
-    assert [int(y[0]) for y in found] == [2, 3, 3] * 4
+    assert [int(y[0]) for y in actual] == [2, 3, 3] * 4
     assert programs.num_runs > 3
 
 
-def test_nothing_is_played_on_a_poisoned_heap(alone):
+def test_no_program_runs_on_a_poisoned_heap(alone):
     heap, layer, steps = alone
     steps()
     x, dy = next(cases.make_calls(0, 1, torch.float32))
@@ -431,13 +437,13 @@ def test_nothing_is_played_on_a_poisoned_heap(alone):
     assert heap.programs.num_runs == played
 
 
-def test_a_number_that_the_call_brings_may_change():
+def test_numbers_of_a_call_may_change():
     programs = make_programs()
-    seen: list[int] = []
+    values: list[int] = []
 
     @noted()
     def note(*, generation: int) -> None:
-        seen.append(generation)
+        values.append(generation)
 
     numbers = iter(range(7, 100))
 
@@ -446,7 +452,7 @@ def test_a_number_that_the_call_brings_may_change():
         return (x + 1,)
 
     run_often(programs, function, lambda: [torch.zeros(2)], times=6, generation=7)
-    assert (seen, programs.num_runs) == ([7, 8, 9, 10, 11, 12], 5)
+    assert (values, programs.num_runs) == ([7, 8, 9, 10, 11, 12], 5)
 
 
 @pytest.mark.parametrize(
@@ -458,7 +464,7 @@ def test_a_number_that_the_call_brings_may_change():
     ],
     ids=["outside", "read back", "several results"],
 )
-def test_what_no_program_can_do_is_a_defect(function, problem):
+def test_functions_that_no_program_supports_are_defects(function, problem):
     x = torch.full((3,), 2.0)
     programs = make_programs()
     programs.run(("some",), lambda: function(x), [x], {})
@@ -467,10 +473,10 @@ def test_what_no_program_can_do_is_a_defect(function, problem):
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_empty_tensors(size: int):
-    """As inputs, as memory that is made, and as results."""
+def test_empty_tensors_are_inputs_memory_and_results(size: int):
+    """Empty tensors may be inputs, new memory and results."""
     programs = make_programs()
-    seen = list[torch.Tensor]()
+    tensors = list[torch.Tensor]()
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.empty(size, 2)
@@ -481,15 +487,15 @@ def test_empty_tensors(size: int):
         x = torch.rand(size)
         empty, both = programs.run(("some",), lambda x=x: function(x), [x], {})
         assert empty.shape == (0, 4)
-        assert all(empty is not each for each in seen)  # autograd will know it by itself
-        seen.append(empty)
+        assert all(empty is not tensor for tensor in tensors)  # autograd will know it by itself
+        tensors.append(empty)
         assert torch.equal(both, torch.cat([torch.ones(size, 2), x[:, None].expand(size, 2)]))
     assert programs.num_runs == 2
 
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_programs_of_inference_mode_serve_training(size: int):
-    """Memory that a build has made in inference mode is of no harm to builds and calls outside of it."""
+    """Memory of a build in inference mode does not disturb builds and calls outside of it."""
     programs = make_programs()
     rows = torch.rand(size)
     ones = torch.ones(size, requires_grad=True)
@@ -510,22 +516,22 @@ def test_inputs_that_share_memory_have_no_program():
     programs = make_programs()
 
     def inputs() -> list[torch.Tensor]:
-        whole = torch.rand(4)
-        return [whole[:3], whole[1:]]
+        memory = torch.rand(4)
+        return [memory[:3], memory[1:]]
 
     run_often(programs, lambda a, b: (a + b,), inputs)
     assert (programs.num_built, programs.num_runs) == (0, 0)
 
 
-def test_views_and_writes_in_place_land_where_they_should():
+def test_views_and_writes_in_place_reach_the_right_memory():
     programs = make_programs()
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = torch.empty(4, 3)
-        whole[1:3].copy_(x)
-        whole[0].zero_()
-        whole[3].fill_(5)
-        return whole[1:], whole.view(12)[4:]
+        memory = torch.empty(4, 3)
+        memory[1:3].copy_(x)
+        memory[0].zero_()
+        memory[3].fill_(5)
+        return memory[1:], memory.view(12)[4:]
 
     for _ in range(6):
         x = torch.rand(2, 3)
@@ -536,7 +542,7 @@ def test_views_and_writes_in_place_land_where_they_should():
     assert programs.num_runs == 5
 
 
-def test_there_is_no_program_where_somebody_sees_every_operator():
+def test_no_program_runs_under_a_dispatch_mode():
     programs = make_programs()
     run_often(programs, lambda x: (x + 1,), lambda: [torch.rand(2)])
     with FlopCounterMode(display=False) as counter:
@@ -591,18 +597,18 @@ def test_a_closed_heap_keeps_no_programs(alone):
     ],
 )
 @run_on(2)
-def test_calls_that_get_too_little_room_at_random(
+def test_calls_with_random_small_budgets_have_the_same_bits(
     rank: int, num_ranks: int, name: str, around: str
 ) -> list[str]:
-    """check_bits, where a third of the calls get far too small a row budget, also recomputed ones and those of
+    """check_bits, where a third of the calls get far too small a row budget, also recomputed calls and calls of
     backward."""
     budget = RowHistory.budget
     calls = itertools.count()
 
     def random_budget(self: RowHistory, *args: int | None) -> RowBudget | None:
-        found = budget(self, *args)
+        row_budget = budget(self, *args)
         too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
-        return RowBudget(1, 0, 1, 1) if found is not None and too_little else found
+        return RowBudget(1, 0, 1, 1) if row_budget is not None and too_little else row_budget
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "budget", random_budget)
@@ -618,21 +624,21 @@ def test_a_router_needs_no_turn_on_the_heap(rank: int, num_ranks: int) -> None:
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
         layer = cases.make_layer(heap)
         x, _ = next(cases.make_calls(rank, 1, torch.float32))
-        wanted = layer.router(x).probs
+        expected = layer.router(x).probs
         with heap.one_call, ThreadPoolExecutor(1) as pool:
-            assert torch.equal(pool.submit(layer.router, x).result().probs, wanted)
+            assert torch.equal(pool.submit(layer.router, x).result().probs, expected)
 
 
 @pytest.mark.slow
-def test_compiled_layers_are_played_too(alone):
+def test_compiled_layers_run_programs_too(alone):
     heap, layer, _ = alone
     compiled = torch.compile(layer, backend="aot_eager")
     for x, dy in cases.make_calls(0, 8, torch.float32):
         num_runs = heap.programs.num_runs
-        found, wanted = (
-            torch.autograd.grad(each(x)[0], tuple(layer.parameters()), dy)
-            for each in (compiled, layer)
+        actual, expected = (
+            torch.autograd.grad(module(x)[0], tuple(layer.parameters()), dy)
+            for module in (compiled, layer)
         )
-        assert all(map(torch.equal, found, wanted))
+        assert all(map(torch.equal, actual, expected))
     # Forward and backward, of the compiled call and of the eager one. The compiled router is not one of the heap's.
     assert heap.programs.num_runs - num_runs == 4

@@ -1,4 +1,4 @@
-"""Steps of programs by themselves: what their arguments are."""
+"""Steps of programs: their arguments, in tests without kernels."""
 
 from typing import Any, NamedTuple
 
@@ -45,17 +45,17 @@ class Lease(NamedTuple):
 
 
 def view(offset_bytes: int, *shape: int, dtype: torch.dtype = torch.float32) -> TensorRef:
-    """Contiguous, in the memory of slot 0."""
+    """A contiguous tensor in the memory of slot 0."""
     strides = torch.empty(shape, device="meta").stride()
     return TensorRef(0, offset_bytes, shape, strides, dtype)
 
 
-def run(*entries: Entry, given: tuple[Any, ...] = (BASE, 7), **fields: Any) -> Program:
-    """Runs entries whose first slots have what is given; returns the program, and all things."""
-    program = with_steps(Program(len(given) + 2, entries, (), **fields))
-    things = [*given, *program.slot_values[len(given) :]]
-    run_steps(program.steps, things, lambda: twin)
-    return things
+def run(*entries: Entry, inputs: tuple[Any, ...] = (BASE, 7), **fields: Any) -> Program:
+    """Runs entries with these inputs in the first slots; returns the program, and the values of all slots."""
+    program = with_steps(Program(len(inputs) + 2, entries, (), **fields))
+    slot_values = [*inputs, *program.slot_values[len(inputs) :]]
+    run_steps(program.steps, slot_values, lambda: twin)
+    return slot_values
 
 
 @pytest.mark.parametrize(
@@ -76,56 +76,56 @@ def run(*entries: Entry, given: tuple[Any, ...] = (BASE, 7), **fields: Any) -> P
 )
 @pytest.mark.parametrize("by_name", [False, True])
 def test_an_operand_gets_its_value_in_each_call(operand, value, by_name: bool):
-    seen = []
+    calls = []
     template = ((), {"value": operand}) if by_name else ((operand,), {})
-    call = Call(lambda value: seen.append(value), template, None)
+    call = Call(lambda value: calls.append(value), template, None)
     for _ in range(2):
         run(call)
-    for found in seen:
-        torch.testing.assert_close(found, value, rtol=0, atol=0)
-        assert type(found) is type(value)
+    for actual in calls:
+        torch.testing.assert_close(actual, value, rtol=0, atol=0)
+        assert type(actual) is type(value)
 
 
 def test_leases_and_results_have_parts():
-    lease, seen = Lease(BASE, 256), []
+    lease, calls = Lease(BASE, 256), []
     run(
         Call(lambda: (1, 2, 3), ((), {}), 2),
         Call(
-            lambda *values: seen.extend(values),
+            lambda *values: calls.extend(values),
             ((LeaseOffset(0, 8), ResultField(2, 1), view(8, 2)), {}),
             None,
         ),
-        given=(lease, 7),
+        inputs=(lease, 7),
         leases=Leases([Leased(0)]),
     )
-    assert seen[:2] == [264, 2]
-    assert torch.equal(seen[2], BASE[2:4])
+    assert calls[:2] == [264, 2]
+    assert torch.equal(calls[2], BASE[2:4])
 
 
 def test_two_outputs_are_two_tensors_and_an_empty_one_is_new_in_each_call():
     program = with_steps(Program(1, (), (view(0, 3), view(0, 3), EMPTY, EMPTY)))
     results = []
     for _ in range(2):
-        things = [BASE, *program.slot_values[1:]]
-        run_steps(program.steps, things, lambda: twin)
-        results += program.result(things)
+        slot_values = [BASE, *program.slot_values[1:]]
+        run_steps(program.steps, slot_values, lambda: twin)
+        results += program.result(slot_values)
     assert len({id(tensor) for tensor in results}) == 8
     assert results[0].data_ptr() == results[1].data_ptr() == BASE.data_ptr()
 
 
-def test_what_is_owed_to_peers_needs_no_step_that_is_not():
-    seen = []
+def test_work_owed_to_peers_depends_on_no_other_step():
+    calls = []
     entries = [
         Mark(MUST_SIGNAL),
-        Call(seen.append, ((view(8, 2),), {}), None),
-        Call(seen.append, (((view(8, 2), 1),), {}), None, must_complete=True),
+        Call(calls.append, ((view(8, 2),), {}), None),
+        Call(calls.append, (((view(8, 2), 1),), {}), None, must_complete=True),
         Mark(CLEAN),
     ]
     program = with_steps(Program(1, tuple(entries), ()))
-    things = [BASE, *program.slot_values[1:]]
-    run_steps([step for step in program.steps if step.must_complete], things, lambda: twin)
-    ((owed, one),) = seen
-    assert one == 1
+    slot_values = [BASE, *program.slot_values[1:]]
+    run_steps([step for step in program.steps if step.must_complete], slot_values, lambda: twin)
+    ((owed, further),) = calls
+    assert further == 1
     assert torch.equal(owed, BASE[2:4])
-    assert things[MARK] == CLEAN
+    assert slot_values[MARK] == CLEAN
     assert [step.slot for step in program.steps].count(MARK) == 2

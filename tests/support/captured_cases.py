@@ -39,7 +39,7 @@ def in_a_graph(by_host: Callable) -> Iterator[None]:
                 symmoe.SymmetricHeap, "_run", lambda heap, key, function, *_, **numbers: function()
             )
         )
-        for owner, name in ((RemoteNodes, "meet"), (RowHistory, "budget")):
+        for owner, name in ((RemoteNodes, "rendezvous"), (RowHistory, "budget")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
 

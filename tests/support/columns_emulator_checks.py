@@ -97,7 +97,7 @@ def check_that_mistakes_are_noticed():
         (hopper_weights, "code_pairs", lambda right: lambda a, b: right(b, a)),
         (
             hopper_weights,
-            "store_turned",
+            "store_transposed",
             lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:]),
         ),
         (hopper_weights, "scales_of", lambda right: lambda x, plan: right(2 * x, plan)),

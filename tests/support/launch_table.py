@@ -731,9 +731,9 @@ TABLE: dict[str, dict[str, Any]] = {
         "numbers": "i32 L+2",
         "token_to_rail_row": "i32 T L",
         "num_experts": size("E"),
-        "most": 8,
+        "max_rows": 8,
     },
-    "tell_header": {"number": "i32 L+2", "peers": node_peers, "source": 0, "word": 1},
+    "publish_header": {"number": "i32 L+2", "peers": node_peers, "source": 0, "word": 1},
     "own_counts": {
         "ranks": "i64 Q",
         "peers": node_peers,
@@ -752,7 +752,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "token_to_rail_row": "i32 T L",
         "numbers": "i32 L+2",
         "maps": rank_maps,
-        "found": in_node_plan,
+        "integers": in_node_plan,
     },
     # between ranks
     "barrier": {

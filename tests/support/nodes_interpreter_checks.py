@@ -67,8 +67,8 @@ def check_lines(
     owners = {}
     for token, node in product(range(num_tokens), range(len(maps.by_node))):
         row = int(rows[token, node])
-        home = -1 if row < 0 else num_tokens + most * (node - (node > maps.here)) + row
-        if node == maps.here:
+        home = -1 if row < 0 else num_tokens + most * (node - (node > maps.own_node)) + row
+        if node == maps.own_node:
             home = token
         assert int(in_node.token_to_home_row[token, node]) == home
         if home >= 0:
@@ -102,7 +102,7 @@ def plan_differences(
     numbers = int32(num_nodes + 2)
     rows = int32(num_tokens, num_nodes)
     kernels.rail_rows(ids, maps, numbers, rows, num_experts=LOCAL * len(node_of), most=most)
-    expected = expected_rail_rows(ids, node_of, maps.here, most)
+    expected = expected_rail_rows(ids, node_of, maps.own_node, most)
     assert [numbers.tolist(), *rows.tolist()] == expected
     plan = plan_of(ids, len(node_of))
     assert control.num_blocks(num_tokens) == len(plan.block_tokens)
@@ -132,7 +132,7 @@ def table_launches(maps: control.RankMaps, *state: int) -> list[Launch]:
     sizes = {"T": 1, "E": 1, "R": num_nodes * per_node, "L": num_nodes}
     header = {"source": int(maps.own_ranks[0]), "word": control.HEAD_RAIL_DROPPED}
     kernels = {
-        "tell_header": {"number": torch.tensor([1234], dtype=I32), **header},
+        "publish_header": {"number": torch.tensor([1234], dtype=I32), **header},
         "own_counts": {"ranks": maps.own_ranks},
         "other_counts": {"ranks": maps.other_ranks},
     }

@@ -11,7 +11,7 @@ NUM_BLOCKS = 24
 
 
 class Model:
-    """First fit over a list of blocks that are free (None) or hold the number of their range."""
+    """First fit over a list of blocks: None where a block is free, else the number of its range."""
 
     def __init__(self) -> None:
         self.blocks: list[int | None] = [None] * NUM_BLOCKS
@@ -19,10 +19,10 @@ class Model:
 
     def take(self, number: int, num_bytes: int) -> int | None:
         """First block of the range, or None."""
-        wanted = max(1, -(-num_bytes // ALIGNMENT_BYTES))
-        for first in range(NUM_BLOCKS - wanted + 1):
-            if all(block is None for block in self.blocks[first : first + wanted]):
-                self.blocks[first : first + wanted] = [number] * wanted
+        num_blocks = max(1, -(-num_bytes // ALIGNMENT_BYTES))
+        for first in range(NUM_BLOCKS - num_blocks + 1):
+            if all(block is None for block in self.blocks[first : first + num_blocks]):
+                self.blocks[first : first + num_blocks] = [number] * num_blocks
                 self.high_water = max(self.high_water, self.used)
                 return first
         return None
@@ -46,7 +46,7 @@ give_back = st.tuples(st.just("give back"), st.integers(0, NUM_BLOCKS))
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 5000), st.lists(st.one_of(take, take, give_back), max_size=60))
-def test_arena_is_the_model(start: int, calls: list[tuple[str, int]]):
+def test_the_arena_allocates_like_the_model(start: int, calls: list[tuple[str, int]]):
     first_byte = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     arena = Arena(start, first_byte + NUM_BLOCKS * ALIGNMENT_BYTES + 511)
     model = Model()
@@ -73,7 +73,7 @@ def test_arena_is_the_model(start: int, calls: list[tuple[str, int]]):
         assert arena.largest_free_bytes == model.largest_free * ALIGNMENT_BYTES
     for span in live.values():
         arena.give_back(*span)
-    # Whatever the order, everything merges into one range again.
+    # After any order of releases, everything is one range again.
     assert arena.used_bytes == 0
     assert arena.take(arena.capacity_bytes) == (first_byte, arena.capacity_bytes)
 
@@ -87,16 +87,16 @@ def test_an_arena_without_room():
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.one_of(take, take, give_back), max_size=60), st.integers(0, NUM_BLOCKS))
-def test_an_arena_that_grows_by_another(calls: list[tuple[str, int]], num_taken: int):
-    """Nothing is handed out twice by the two, and clearing the one gives the other everything back."""
-    whole = Arena(0, NUM_BLOCKS * ALIGNMENT_BYTES)
+def test_an_arena_grows_by_ranges_of_another(calls: list[tuple[str, int]], num_taken: int):
+    """No byte is allocated twice by both arenas, and clearing the grown one returns all its ranges to the source."""
+    source = Arena(0, NUM_BLOCKS * ALIGNMENT_BYTES)
     grown = Arena(0, 0)
-    outside = whole.take(num_taken * ALIGNMENT_BYTES) if num_taken else None
+    outside = source.take(num_taken * ALIGNMENT_BYTES) if num_taken else None
     live: dict[int, tuple[int, int]] = {}
     for number, (call, value) in enumerate(calls):
         if call == "take":
-            largest = max(grown.largest_free_bytes, whole.largest_free_bytes)
-            span = grown.take_or_grow(value, whole)
+            largest = max(grown.largest_free_bytes, source.largest_free_bytes)
+            span = grown.take_or_grow(value, source)
             assert (span is None) == (max(1, value) > largest)
             if span is not None:
                 live[number] = span
@@ -108,8 +108,8 @@ def test_an_arena_that_grows_by_another(calls: list[tuple[str, int]], num_taken:
     for span in live.values():
         grown.give_back(*span)
     for span in grown.clear():
-        whole.give_back(*span)
+        source.give_back(*span)
     assert (grown.capacity_bytes, grown.largest_free_bytes) == (0, 0)
     if outside:
-        whole.give_back(*outside)
-    assert (whole.used_bytes, whole.largest_free_bytes) == (0, NUM_BLOCKS * ALIGNMENT_BYTES)
+        source.give_back(*outside)
+    assert (source.used_bytes, source.largest_free_bytes) == (0, NUM_BLOCKS * ALIGNMENT_BYTES)

@@ -1,5 +1,5 @@
-"""Closing a heap of which a rank stays away, or raises inside of `heap.close()`: nobody waits longer than the bound.
-And how processes end that close and destroy nothing."""
+"""Closing a heap of which a rank stays away, or raises inside of `heap.close()`: no rank waits longer than the bound.
+And the end of processes that close and destroy nothing."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ VICTIM, SLOW = 1, 2
 
 
 class OwnError(BaseException):
-    """As KeyboardInterrupt: no Exception."""
+    """An error that is no Exception, like KeyboardInterrupt."""
 
 
 def raise_own_error(*args: object) -> None:
@@ -40,7 +40,7 @@ def raise_own_error(*args: object) -> None:
 def test_an_error_of_the_last_call_is_raised_by_close(
     rank: int, num_ranks: int, device: str
 ) -> None:
-    """On GPUs the host learns only in a later call that a static capacity was too small."""
+    """On GPUs a later call of the host finds that a static capacity was too small."""
     backend = "host" if device == "cpu" else "auto"
     heap = SymmetricHeap(num_bytes=4 << 20, backend=backend)
     ids = torch.zeros((8, 2), dtype=torch.int32, device=heap.device)
@@ -57,7 +57,9 @@ def test_an_error_of_the_last_call_is_raised_by_close(
 
 @pytest.mark.parametrize("where", ["before the barrier", "in the wait"])
 @run_on(3)
-def test_peers_of_a_rank_that_raises_in_close(rank: int, num_ranks: int, where: str) -> None:
+def test_a_rank_that_raises_in_close_aborts_its_peers(
+    rank: int, num_ranks: int, where: str
+) -> None:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S)
     assert round_trip(heap)
     dist.barrier()
@@ -109,26 +111,26 @@ def test_close_waits_no_longer_than_the_timeout(rank: int, num_ranks: int) -> No
     assert rank != 1 or "within timeout_s=0.5" in text
 
 
-def ends(num_pairs: int, way: str, folder: Path) -> tuple[list[int], str]:
-    """Exit statuses of pairs of ranks, and what they have printed to stderr."""
+def ends(num_pairs: int, kind: str, folder: Path) -> tuple[list[int], str]:
+    """Exit statuses of pairs of ranks, and their output on stderr."""
     command = [
         sys.executable,
         ROOT / "tests" / "support" / "many_ends.py",
         str(num_pairs),
-        way,
+        kind,
         folder,
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
     )
-    return ast.literal_eval(done.stdout), done.stderr
+    return ast.literal_eval(process.stdout), process.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["a heap", "a layer"])
-def test_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
-    codes, errors = ends(20, way, tmp_path)
+@pytest.mark.parametrize("kind", ["a heap", "a layer"])
+def test_processes_that_close_nothing_end_well(tmp_path: Path, kind: str):
+    codes, errors = ends(20, kind, tmp_path)
     assert codes == [0] * len(codes), errors
     assert len(codes) >= 4  # 40, unless other processes are busy too
 
@@ -137,8 +139,8 @@ def test_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
 @pytest.mark.skipif(
     sys.version_info >= (3, 14), reason="Python does not end other threads any more"
 )
-def test_without_a_heap_some_do_not(tmp_path: Path):
-    """Else the test above would not see what they are for. What is at fault is in torch (symm_mem/bootstrap.py)."""
+def test_processes_without_a_heap_may_crash_at_their_end(tmp_path: Path):
+    """Negative control of the test above. The fault is in torch (symm_mem/bootstrap.py)."""
     codes, errors = ends(100, "without a heap", tmp_path)
     assert set(codes) <= {0, -6}
     assert -6 in codes

@@ -1,4 +1,4 @@
-"""Nothing depends on torch's default device, which a user may have set, or be in the context of."""
+"""Nothing depends on torch's default device, which a user may have set for the process or in a context."""
 
 import ast
 import re
@@ -30,13 +30,13 @@ CONSTRUCTORS = {
     *("randperm", "scalar_tensor", "tensor", "zeros"),
 }
 MAKES_TENSORS = re.compile(rf"torch\.({'|'.join(CONSTRUCTORS)})\(")
-# Commands with a process of their own, in which nobody has set a default.
+# Commands in a separate process, which has no other default device.
 OWN_PROCESS = ("tools", "timeline")
 
 
 def calls_without_device(source: str) -> list[str]:
-    """Tensors that a module makes on whatever is the default."""
-    found = []
+    """Calls of a module that make tensors on the default device."""
+    results = []
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
@@ -46,22 +46,22 @@ def calls_without_device(source: str) -> list[str]:
             and node.func.attr in CONSTRUCTORS
             and not {"device", None} & {k.arg for k in node.keywords}
         ):
-            found.append(f"{node.lineno}: {ast.unparse(node)}")
-    return found
+            results.append(f"{node.lineno}: {ast.unparse(node)}")
+    return results
 
 
 def test_every_tensor_names_its_device():
     assert calls_without_device("import torch\ntorch.zeros(3)\ntorch.ones(3, device='cpu')") == [
         "2: torch.zeros(3)"
     ]
-    found = {
+    actual = {
         str(path.relative_to(PACKAGE)): calls
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in OWN_PROCESS
         and MAKES_TENSORS.search(text := path.read_text())
         and (calls := calls_without_device(text))
     }
-    assert found == {}
+    assert actual == {}
 
 
 FEATURES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "expert_bias": True, "aux_loss": "global"}

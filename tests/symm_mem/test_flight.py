@@ -1,4 +1,4 @@
-"""Flight records: what they say has happened, in files for this user only; and `symmoe doctor` makes sense of them."""
+"""Flight records: their contents, in files for this user only, and the findings of `symmoe doctor` from them."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from symmoe.symm_mem.flight_record import FORMAT, MAX_FILES
 from symmoe.symm_mem.waits import NUM_CALLS
 
 H, K = 8, 2
-SECRET = -1234567936.0  # what tokens hold
+SECRET = -1234567936.0  # the values of tokens
 FOLDER = "SYMMOE_FLIGHT_DIR"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Does not exist yet."""
+    """A folder that does not exist yet."""
     return tmp_path / "records"
 
 
@@ -52,7 +52,7 @@ def new_plan(heap: SymmetricHeap):
 
 
 def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_up: int) -> dict:
-    """`missing` does not come to combine; what the others raise."""
+    """`missing` does not reach combine. Facts of this rank's call and of the error that it raises."""
     heap = open_recorded(folder, HANG_S)
     for turn in range(warm_up):
         assert round_trip(heap, turn)
@@ -65,9 +65,9 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
         "before_s": before_s,
     }
     if rank != missing:
-        first, *others = (each for each in range(num_ranks) if each != missing)
+        first, *peers = (peer for peer in range(num_ranks) if peer != missing)
         if rank == first:  # only this rank loses patience with the missing one
-            wait_for_arrivals(heap, others)
+            wait_for_arrivals(heap, peers)
             heap.timeout_s = heap.start_timeout_s = 0.6
         try:
             combine_tokens(rows, handle)
@@ -78,10 +78,10 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
                 "rank": error.rank,
                 "reported_by": error.reported_by,
             }
-    dist.barrier()  # the missing one comes when all others have raised
+    dist.barrier()  # the missing rank continues when all others have raised
     try:
         heap.close()
-    except PeerAborted as error:  # the missing one is told that it has been given up
+    except PeerAborted as error:  # the missing rank gets the report of its peers
         facts["told"] = str(error)
     return facts
 
@@ -116,10 +116,10 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
         assert record["error"]["seen"] == facts["epoch"] - 1
         assert record["num_tokens_of_rank"] == [3 + r for r in range(num_ranks)]
         if facts["reported_by"] is None:
-            for r, seen in enumerate(
+            for r, epoch_of_rank in enumerate(
                 record["epoch_of_rank"]
             ):  # 0: another rank has given up at the same moment
-                assert seen in (0, facts["epoch"] - (r == missing))
+                assert epoch_of_rank in (0, facts["epoch"] - (r == missing))
             assert record["status"]["kind"] == "timeout"
         calls = record["calls"]
         assert len(calls) == NUM_CALLS
@@ -144,30 +144,34 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
         times = [call["launched_unix_s"] for call in calls]
         assert times == sorted(times)
         assert facts["before_s"] - 0.01 <= calls[-1]["launched_unix_s"] <= record["written_unix_s"]
-    # As if the missing one were dead, which leaves no record. What is said in which words: test_doctor.py.
+    # Without the record of the missing rank, as of a dead one. test_doctor.py tests the texts.
     epoch = results[waiting[0]]["epoch"]
     assert main(["doctor", "--json", "--read", *map(str, files.values())]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["kind"], found["culprits"], found["witnesses"]) == ("timeout", [missing], waiting)
-    assert (found["phase"], found["epoch"], found["without_record"]) == (
+    actual = json.loads(capsys.readouterr().out)
+    assert (actual["kind"], actual["culprits"], actual["witnesses"]) == (
+        "timeout",
+        [missing],
+        waiting,
+    )
+    assert (actual["phase"], actual["epoch"], actual["without_record"]) == (
         "combine: ready",
         epoch,
         [missing],
     )
-    assert found["last_call"] == {
+    assert actual["last_call"] == {
         "phase": "dispatch: arrived",
         "epoch": epoch - 1,
         "at_unix_s": None,
         "own": False,
     }
-    # It lives, and has left one of its own; and one record is enough.
+    # With the record of the missing rank, which is alive; and with a single record.
     assert main(["doctor", "--read", str(of_missing), *map(str, files.values())]) == 0
     assert "and it came to 'close' too late, 20" in capsys.readouterr().out
     assert main(["doctor", "--read", str(files[min(files)])]) == 0
     assert f"waited for rank {missing} at 'combine: ready'" in capsys.readouterr().out
 
 
-def test_nothing_is_written_unless_asked_for(cluster, folder: Path, tmp_path: Path):
+def test_no_record_is_written_without_a_folder(cluster, folder: Path, tmp_path: Path):
     facts = cluster(2).run(stay_away, 1, None, 0)[0]
     assert "flight record" not in facts["text"]
     assert facts["flight"]["calls"]
@@ -193,15 +197,15 @@ def test_an_abort_leaves_records(cluster, folder: Path, capsys):
     assert [name for name, _ in results] == ["PeerAborted", "ZeroDivisionError", "PeerAborted"]
     files = sorted(folder.iterdir())
     assert len(files) == 3
-    for given in (files, [path for path in files if "rank1" not in path.name], files[1:2]):
-        assert main(["doctor", "--read", *map(str, given)]) == 0
+    for paths in (files, [path for path in files if "rank1" not in path.name], files[1:2]):
+        assert main(["doctor", "--read", *map(str, paths)]) == 0
         sentence = capsys.readouterr().out
         assert sentence.startswith("rank 1 gave up: ZeroDivisionError: a bug of the user;"), (
             sentence
         )
-        if len(given) > 1:
+        if len(paths) > 1:
             assert "ranks 0 and 2 found out at 'dispatch: ready' (epoch 4)" in sentence
-        assert ("rank 1 left no record" in sentence) == (len(given) == 2)
+        assert ("rank 1 left no record" in sentence) == (len(paths) == 2)
 
 
 def fail_again_and_again(rank: int, num_ranks: int, folder: str, times: int) -> list[str]:
@@ -209,7 +213,7 @@ def fail_again_and_again(rank: int, num_ranks: int, folder: str, times: int) -> 
     with open_recorded(folder, 20.0) as heap:
         for turn in range(times):
             ids = torch.full((1, 1), 99 if rank == 1 else 0)
-            # With a static capacity the kernel reports it, else the host reads it.
+            # With a static capacity the kernel reports the error, else the host reads the report.
             options = {"num_experts": num_ranks, "heap": heap, "capacity": 8 if turn else None}
             texts.append(outcome(make_plan, ids, **options)[1])
             assert round_trip(heap, turn)
@@ -232,8 +236,8 @@ def test_errors_that_all_raise_leave_records_too(cluster, folder: Path, capsys):
     )
 
 
-def test_a_folder_that_takes_nothing_hides_no_error(tmp_path: Path, monkeypatch):
-    """What cannot be written is said in the error's text, and the error stays what it was."""
+def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch):
+    """The text of the error names the problem of the record, and the error stays the same."""
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     for folder, text in ((blocked, "File exists"), (blocked / "below", "Not a directory")):
@@ -251,10 +255,10 @@ def test_records_do_not_fill_the_disk(tmp_path: Path, monkeypatch):
         for turn in range(MAX_FILES + 2):
             with pytest.raises(ArgumentError) as caught:
                 make_plan(torch.full((1, 1), 5), num_experts=1, heap=heap, capacity=1)
-            kept = (
+            expected = (
                 f"-{turn}.json)"
                 if turn < MAX_FILES
                 else f"there are {MAX_FILES} of this process already)"
             )
-            assert str(caught.value).endswith(kept)
+            assert str(caught.value).endswith(expected)
     assert len(list(tmp_path.iterdir())) == MAX_FILES

@@ -1,4 +1,4 @@
-"""Leases: tensors of their own, what ends them, and what keeps a rank from getting one."""
+"""Leases: separate tensors, their ends, and the errors of a rank that gets none."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ def heap():
         yield heap
 
 
-def test_an_arena_of_odd_bytes_holds_every_dtype():
+def test_an_arena_of_odd_bytes_fits_every_dtype():
     with SymmetricHeap(num_bytes=NUM_BYTES + 3, backend="host") as heap:
         for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
             with heap.lease((5, 3), dtype) as lease:
@@ -39,28 +39,30 @@ def test_an_arena_of_odd_bytes_holds_every_dtype():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_leases_are_tensors_of_their_own(heap: SymmetricHeap, seed: int):
-    """Whatever comes and goes: where they lie is where the heap says, and what is in one is written by no other."""
+def test_leases_are_separate_tensors(heap: SymmetricHeap, seed: int):
+    """Random leases and releases: every tensor lies at its lease's offset, and no other tensor writes into it."""
     draw, live, generations, highest = random.Random(seed), [], [], 0
     for turn in range(60):
         shape = [draw.choice((0, 1, 3, 130)) for _ in range(draw.randint(1, 3))]
         dtype = draw.choice((torch.float32, torch.bfloat16, torch.int32, torch.uint8))
         lease = heap.lease(shape, dtype, name=f"of {turn}")
-        found = lease.tensor.shape, lease.tensor.dtype, lease.tensor.device, lease.name
-        assert found == (torch.Size(shape), dtype, heap.device, f"of {turn}")
+        actual = lease.tensor.shape, lease.tensor.dtype, lease.tensor.device, lease.name
+        assert actual == (torch.Size(shape), dtype, heap.device, f"of {turn}")
         assert lease.tensor.is_contiguous()
         assert lease.num_bytes == lease.tensor.nbytes
         assert lease.offset % ALIGNMENT_BYTES == lease.tensor.data_ptr() % 128 == 0  # TMA
         assert (lease.peer(0).data_ptr(), lease.peer(0).shape) == (
             lease.tensor.data_ptr(),
-            found[0],
+            actual[0],
         )
         assert lease.num_bytes == 0 or heap.owns(lease.tensor)
         assert lease.num_bytes == 0 or heap._offset_of(lease.tensor) == lease.offset
         generations.append(lease.generation)
         live.append((lease, lease.tensor.fill_(turn), turn))
-        # Empty ones count, too, so that equal calls give equal offsets.
-        spans = [max(1, -(-each.num_bytes // ALIGNMENT_BYTES)) for each, *_ in live]
+        # Empty leases count, too, so that equal calls give equal offsets.
+        spans = [
+            max(1, -(-lease_of_span.num_bytes // ALIGNMENT_BYTES)) for lease_of_span, *_ in live
+        ]
         assert heap.leased_bytes == ALIGNMENT_BYTES * sum(spans)
         highest = max(highest, heap.leased_bytes)
         assert all((tensor == value).all() for _, tensor, value in live)
@@ -70,11 +72,11 @@ def test_leases_are_tensors_of_their_own(heap: SymmetricHeap, seed: int):
     assert generations == sorted(set(generations))
     assert heap.high_water_bytes == highest
     lease = heap.lease((16, 16), torch.float32)
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as other:
-        foreign = other.lease((16, 16), torch.float32)
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as second_heap:
+        foreign = second_heap.lease((16, 16), torch.float32)
         for tensor in (foreign.tensor, torch.empty(16), torch.empty(16, device="meta")):
             assert not heap.owns(tensor)
-        assert not other.owns(lease.tensor)  # one of the two arenas lies above the other
+        assert not second_heap.owns(lease.tensor)  # one of the two arenas lies above the other
     assert not heap.owns(heap.peers.control_block)
     assert heap._offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
     with pytest.raises(StaleLease):  # half of it is past the end of the lease
@@ -99,18 +101,19 @@ def test_released_lease_is_stale(heap: SymmetricHeap):
     assert heap.leased_bytes == 0
 
 
-def test_what_ends_a_lease(heap: SymmetricHeap):
-    """Its block, a release in it, its last reference, that of a tensor on it, and what autograd has saved."""
+def test_a_lease_ends_with_its_block_or_its_last_reference(heap: SymmetricHeap):
+    """The end is the end of the block, a release in it, or the end of the last reference: to the lease, to a tensor
+    over it, or of autograd's saved tensors."""
     with heap.lease((8,), torch.float32) as lease:
         assert heap.leased_bytes == ALIGNMENT_BYTES
     assert heap.leased_bytes == 0
     with heap.lease((8,), torch.float32) as lease:
         lease.release()
-    other = lease = heap.lease((8,), torch.float32)
+    reference = lease = heap.lease((8,), torch.float32)
     del lease
     gc.collect()
     assert heap.leased_bytes == ALIGNMENT_BYTES
-    del other
+    del reference
     gc.collect()
     assert heap.leased_bytes == 0
     tensor = heap.lease((8,), torch.float32).tensor
@@ -131,7 +134,7 @@ def test_what_ends_a_lease(heap: SymmetricHeap):
 
 def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):
     capacity = NUM_BYTES - control.ControlLayout(1).num_bytes
-    kept = heap.lease((1000, 10), torch.float32)
+    lease = heap.lease((1000, 10), torch.float32)
     with pytest.raises(HeapExhausted) as caught:
         heap.lease((512, 1024), torch.bfloat16, name="too much")
     for part in (
@@ -142,21 +145,21 @@ def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):
         f"num_bytes={NUM_BYTES - capacity + 40448 + 1048576} (now {NUM_BYTES})",
     ):
         assert part in str(caught.value)
-    assert heap.leased_bytes == kept.num_bytes + 448
+    assert heap.leased_bytes == lease.num_bytes + 448
 
 
 @pytest.mark.parametrize("is_fragmented", [False, True])
 def test_a_heap_of_the_size_that_exhaustion_names_has_room(is_fragmented: bool):
-    """For all that was leased, and the lease that had no room; 512 bytes less are too few."""
+    """The size is enough for all live leases and the refused one; 512 bytes less are too few."""
 
     def lease_all(num_bytes: int) -> tuple[str, str]:
         with SymmetricHeap(num_bytes=num_bytes, backend="host") as heap:
-            first, kept = (heap.lease((100_000,), torch.uint8) for _ in range(2))
+            first, second = (heap.lease((100_000,), torch.uint8) for _ in range(2))
             if is_fragmented:
                 first.release()
-            found = outcome(heap.lease, (150_000,), torch.uint8)
-            kept.release()
-            return found
+            actual = outcome(heap.lease, (150_000,), torch.uint8)
+            second.release()
+            return actual
 
     name, text = lease_all(300_000)
     assert name == "HeapExhausted"
@@ -179,7 +182,9 @@ def test_a_heap_of_the_size_that_exhaustion_names_has_room(is_fragmented: bool):
         ((4, 4), None, "dtype (None) must be a torch.dtype"),
     ],
 )
-def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object, text: str):
+def test_wrong_arguments_of_a_lease_are_refused(
+    heap: SymmetricHeap, shape: object, dtype: object, text: str
+):
     assert outcome(heap.lease, shape, dtype) == ("ArgumentError", text)
     assert (heap.leased_bytes, heap.statistics.num_leases) == (0, 0)
     lease = heap.lease([np.int64(2), torch.tensor(3)], torch.float32)
@@ -187,20 +192,20 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
 
 
 @run_on(2)
-def test_ranks_and_peers_of_a_lease(
+def test_errors_of_a_lease_raise_on_all_ranks_of_its_call(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """In a collective call all ranks raise it; outside, and for ranks that there are none of, only this one."""
+    """Outside of a collective call, and for a peer that does not exist, only this rank raises."""
     if rank == 1:
-        found = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)
+        actual = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)
     else:
-        found = outcome(heap.barrier, control.PHASE_DISPATCH_READY)
+        actual = outcome(heap.barrier, control.PHASE_DISPATCH_READY)
     text = "shape ((-1,)) must be of ints of at least 0"
-    findings.equal("error", found, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}"))
+    findings.equal("error", actual, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}"))
     lease = heap.lease((1,), torch.uint8)
     for peer in (-1, num_ranks, 5, True, 0.0, "0"):
-        wanted = ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
-        findings.equal("error of a peer", outcome(lease.peer, peer), wanted)
+        expected = ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
+        findings.equal("error of a peer", outcome(lease.peer, peer), expected)
     findings.check(
         all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease"
     )
@@ -223,21 +228,21 @@ def test_a_lease_without_room_collects_where_it_may_help(
     gc.disable()
     gc.callbacks.append(note)
     try:
-        fails(NUM_BYTES, 50)  # nobody holds anything
-        most = heap.memory.arena.largest_free_bytes
-        kept = heap.lease((512,), torch.uint8)
+        fails(NUM_BYTES, 50)  # without live leases
+        largest_bytes = heap.memory.arena.largest_free_bytes
+        lease = heap.lease((512,), torch.uint8)
         fails(2 * NUM_BYTES, 50)  # more than the whole heap
         assert len(full) == 0
-        fails(most, 5)
+        fails(largest_bytes, 5)
         assert len(full) == 1
-        now = itertools.count(2000.0, 0.01)  # something may have died meanwhile
-        fails(most)
+        now = itertools.count(2000.0, 0.01)  # objects may have died meanwhile
+        fails(largest_bytes)
         assert len(full) == 2
         cycle = [heap.lease((1024,), torch.uint8)]
         cycle.append(cycle)
         del cycle
-        kept.release()  # the live leases are others by now
-        heap.lease((most,), torch.uint8).release()
+        lease.release()  # the set of live leases has changed
+        heap.lease((largest_bytes,), torch.uint8).release()
         assert len(full) == 3
     finally:
         gc.callbacks.remove(note)

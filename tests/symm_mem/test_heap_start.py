@@ -1,4 +1,4 @@
-"""How heaps are made and closed: wrong arguments, what a rank lacks, and what is left behind."""
+"""Construction and end of heaps: wrong arguments, missing capabilities of a rank, and remains in shared memory."""
 
 import errno
 import gc
@@ -30,7 +30,7 @@ from symmoe.symm_mem import faults, host_backend, shared_heap
 NUM_BYTES = 1 << 20
 
 
-def test_a_heap_shows_itself():
+def test_the_repr_of_a_heap_shows_its_state():
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     capacity = NUM_BYTES - control.ControlLayout(1).num_bytes
     lease = heap.lease((100,), torch.float32)
@@ -45,8 +45,8 @@ def test_a_heap_shows_itself():
     assert repr(heap) == repr(SymmetricHeap.__new__(SymmetricHeap)) == "SymmetricHeap(closed)"
 
 
-def test_giving_up_with_a_gpu_that_is_out_of_order(monkeypatch: pytest.MonkeyPatch):
-    """After an error of CUDA every call of it raises; giving up raises nothing more, and is written down."""
+def test_an_abort_with_a_broken_gpu_raises_no_further_error(monkeypatch: pytest.MonkeyPatch):
+    """After an error of CUDA every call of CUDA raises; the abort raises no further error, and closes the heap."""
 
     def broken(device: torch.device) -> int:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -83,7 +83,9 @@ MEMINFO = "MemTotal: 8000 kB\nMemFree: 1 kB\nMemAvailable: 6000 kB\n"
         ),
     ],
 )
-def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | None):
+def test_available_memory_respects_control_groups(
+    tmp_path: Path, files: dict[str, str], want: int | None
+):
     for name, text in ({"proc/self/cgroup": "0::/a/b\n"} | files).items():
         path = tmp_path / ("" if name.startswith("proc") else "sys/fs/cgroup") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | 
 
 
 @run_on(2)
-def test_more_memory_than_the_machine_has_is_said_once(rank: int, num_ranks: int) -> None:
+def test_arenas_larger_than_the_machine_warn_once(rank: int, num_ranks: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with SymmetricHeap(num_bytes=1 << 44, backend="host") as heap:
@@ -108,7 +110,7 @@ def test_more_memory_than_the_machine_has_is_said_once(rank: int, num_ranks: int
         )
 
 
-def test_a_group_of_one_needs_no_process_group_and_auto_says_what_it_picked():
+def test_a_group_of_one_needs_no_process_group_and_auto_reports_its_choice():
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU: with one, auto picks nvshmem")
     with SymmetricHeap(num_bytes=NUM_BYTES) as heap:
@@ -123,7 +125,7 @@ def test_a_group_of_one_needs_no_process_group_and_auto_says_what_it_picked():
     assert not dist.is_initialized()
 
 
-def test_ranks_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_without_a_process_group_are_warned(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2.*init_process_group") as warned:
         SymmetricHeap(num_bytes=1 << 20, backend="host").close()
@@ -134,7 +136,7 @@ def test_ranks_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch)
         SymmetricHeap(num_bytes=1 << 20, backend="host").close()
 
 
-def test_use_after_close():
+def test_calls_after_close_are_refused():
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     lease = heap.lease((4,), torch.float32)
     plan = make_plan(torch.zeros(1, 1, dtype=torch.int64), num_experts=1, heap=heap)
@@ -198,10 +200,10 @@ def test_bad_construction_fails_on_every_rank(
             ):
                 continue
             findings.where = f"{name}={value!r} on {culprits}, rank {rank} of {num_ranks}"
-            found, text = outcome(
+            name_of_error, text = outcome(
                 SymmetricHeap, **{**GOOD, **({name: value} if rank in culprits else {})}
             )
-            findings.equal("error", found, error)
+            findings.equal("error", name_of_error, error)
             if error == "ConfigMismatch":
                 values = [value if r in culprits else GOOD[name] for r in range(num_ranks)]
                 findings.equal("text", text, f"{name} differs between ranks: {values}")
@@ -235,7 +237,7 @@ def another_namespace(
     )
 
 
-# (function of `os` on rank 1, what stands for it, the rank that is named, parts of the text)
+# (function of `os` on rank 1, its replacement, the rank that is named, parts of the text)
 LACKS: tuple[tuple[str, Callable[..., object], int, tuple[str, ...]], ...] = (
     (
         "stat",
@@ -256,39 +258,41 @@ LACKS: tuple[tuple[str, Callable[..., object], int, tuple[str, ...]], ...] = (
 
 
 @run_on(3)
-def test_what_a_rank_lacks_fails_on_every_rank(
+def test_a_missing_capability_of_one_rank_fails_on_every_rank(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
-    """A rank on a machine that lacks something, or that is none of its peers' machine."""
+    """A rank on a machine that lacks something, or on another machine than its peers."""
     for name, stand_in, culprit, parts in LACKS:
         findings.where = f"{name}: {parts[0]}, rank {rank}"
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(host_backend.os, name, partial(stand_in, getattr(os, name)))
-            found, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
-        findings.equal("error", found, "BackendUnavailable")
+            actual, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
+        findings.equal("error", actual, "BackendUnavailable")
         findings.check(
             text.startswith(f"on rank {culprit}: ") and all(part in text for part in parts), text
         )
     findings.where = f"rank {rank}"
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of so many bytes
-        found, text = outcome(SymmetricHeap, num_bytes=1 << 62, backend="host")
+        actual, text = outcome(SymmetricHeap, num_bytes=1 << 62, backend="host")
         findings.equal(
-            "error", (found, f"arenas of {1 << 62} bytes" in text), ("BackendUnavailable", True)
+            "error", (actual, f"arenas of {1 << 62} bytes" in text), ("BackendUnavailable", True)
         )
         if rank == 1:
             patch.setattr(host_backend, "preflight", lambda: [][0])  # an error that is not symmoe's
-        found, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
+        actual, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
         findings.check(text.startswith("on rank 1: IndexError: list index"), text)
-        findings.equal("error", found, "BackendUnavailable")
+        findings.equal("error", actual, "BackendUnavailable")
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         findings.check(round_trip(heap), "a heap does not work afterwards")
 
 
 @run_on(2)
-def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: Findings) -> None:
-    """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
+def test_groups_without_this_rank_are_refused_at_once(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """Groups without this rank raise here at once, and the heaps of other ranks work."""
     group = dist.new_group([0])
     over = dist.new_group([rank])
     dist.destroy_process_group(over)
@@ -300,26 +304,29 @@ def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: F
             findings.check(round_trip(heap), "the heap of a group of one does not work")
         dist.destroy_process_group(group)
         return
-    for other, part in (
+    for wrong_group, part in (
         (group, "this rank is not in"),
         (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in"),
         (over, "group is not usable"),
         ("ep", "group ('ep') must be a torch.distributed.ProcessGroup, or None"),
     ):
-        name, text = outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host")
+        name, text = outcome(SymmetricHeap, wrong_group, num_bytes=NUM_BYTES, backend="host")
         findings.check(name == "ArgumentError" and part in text, f"{name}: {text}")
     findings.check(time.monotonic() - start < PROMPT_S, "it has waited")
 
 
 @run_on(4)
-def test_expert_groups_that_do_not_fit(rank: int, num_ranks: int, findings: Findings) -> None:
-    """Two EP groups. Both ranks of a group get the error of the second one's expert_group, and the next heap works."""
+def test_wrong_expert_groups_are_refused_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """Two EP groups. Both ranks of a group raise the error of the second rank's expert_group, and the next heap
+    works."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     group = pairs[rank // 2]
     replicas = pairs[2 + rank % 2]
     ranks = dist.get_process_group_ranks(group)
     make = partial(SymmetricHeap, group, num_bytes=NUM_BYTES, backend="host")
-    for other, kind, part in (
+    for wrong_group, kind, part in (
         (
             group,
             "ArgumentError",
@@ -333,7 +340,7 @@ def test_expert_groups_that_do_not_fit(rank: int, num_ranks: int, findings: Find
         ("edp", "ArgumentError", "expert_group ('edp') must be a torch.distributed.ProcessGroup"),
         (None, "ConfigMismatch", "size of expert_group differs between ranks: [2, 1]"),
     ):
-        name, text = outcome(make, expert_group=replicas if rank == ranks[0] else other)
+        name, text = outcome(make, expert_group=replicas if rank == ranks[0] else wrong_group)
         findings.check(name == kind and part in text, f"{name}: {text}")
     with make(expert_group=replicas) as heap, make() as without:
         findings.check(heap.expert_group is replicas, "another group")
@@ -367,11 +374,11 @@ def test_arenas_are_private_and_have_no_name(cluster, shared_memory_before, num_
 
 @run_on(2)
 def test_modules_built_apart_share_a_heap(rank: int, num_ranks: int) -> None:
-    """Of one group and size, as long as it is open."""
+    """Modules with the same group and size share a heap as long as it is open."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     first, second = (shared_heap(num_bytes=NUM_BYTES, backend="host") for _ in range(2))
-    with shared_heap(alone, num_bytes=NUM_BYTES, backend="host") as mine:
-        assert (first is second, first.num_ranks, mine.num_ranks) == (True, 2, 1)
+    with shared_heap(alone, num_bytes=NUM_BYTES, backend="host") as single:
+        assert (first is second, first.num_ranks, single.num_ranks) == (True, 2, 1)
     with first:
         assert shared_heap(num_bytes=2 * NUM_BYTES, backend="host").close() is None
     with shared_heap(num_bytes=NUM_BYTES, backend="host") as third:

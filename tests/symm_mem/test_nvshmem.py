@@ -25,8 +25,8 @@ ONE_RANK = Topology(0, ((0,),))
 
 
 class FakeNvshmem:
-    """Stands for the NVSHMEM packages in a group of one. Its arena is memory of this process; it notes what happens to
-    it, and the umask and the environment that its calls see."""
+    """Replaces the NVSHMEM packages in a group of one. The arena is memory of this process; the fake records calls, and
+    their umask and environment."""
 
     def __init__(self, num_bytes: int = 5000) -> None:
         self.umasks, self.environment, self.calls = {}, {}, []
@@ -36,8 +36,8 @@ class FakeNvshmem:
         self.any_byte_when_freed: bool | None = None
 
     def note(self, call: str) -> None:
-        os.umask(old := os.umask(0))
-        self.umasks[call] = old
+        os.umask(old_mask := os.umask(0))
+        self.umasks[call] = old_mask
         self.environment = dict(os.environ)
 
     def init(self, **kwargs: object) -> None:
@@ -66,8 +66,7 @@ class FakeNvshmem:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvshmem]:
-    """A fake, which starts as the real one does, where the NVSHMEM packages are imported, the CPU for the GPU.
-    The umask is as before afterwards."""
+    """A fake in place of the NVSHMEM packages, with the CPU for the GPU. Afterwards the umask is as before."""
     fake = FakeNvshmem()
     core = types.SimpleNamespace(
         InitStatus=types.SimpleNamespace(STATUS_IS_INITIALIZED=2),
@@ -108,23 +107,24 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvshmem]:
 
 @pytest.mark.parametrize("num_machines", [1, 2])
 def test_nvshmem_starts_privately(fake: FakeNvshmem, num_machines: int):
-    """Up to its first allocation; there the fake one fails, like one without peer access. Its shared memory asks for
-    mode 0777. On one machine it stays on loopback; it must not leave out the links between machines."""
+    """The start up to the first allocation, where the fake fails like NVSHMEM without peer access. NVSHMEM requests
+    shared memory with mode 0777. On one machine its sockets are on loopback; on two machines their links are used."""
     fake.has_peer_access, fake.num_machines = False, num_machines
-    more = ", here between 2 machines of one" if num_machines == 2 else "$"
+    end_of_text = ", here between 2 machines of one" if num_machines == 2 else "$"
     with pytest.raises(
-        BackendUnavailable, match=rf"no direct address for ranks \[0\]: peer access is needed{more}"
+        BackendUnavailable,
+        match=rf"no direct address for ranks \[0\]: peer access is needed{end_of_text}",
     ):
         nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     assert fake.umasks == {"init": 0o077, "malloc": 0o077}
     assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     on_one_machine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo", "NVSHMEM_DISABLE_MNNVL": "1"}
-    found = on_one_machine.items() & fake.environment.items()
-    assert found == (on_one_machine.items() if num_machines == 1 else set())
+    set_variables = on_one_machine.items() & fake.environment.items()
+    assert set_variables == (on_one_machine.items() if num_machines == 1 else set())
     assert fake.calls == []  # finalize is collective
 
 
-def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
+def test_preflight_names_the_problem_of_nvshmem(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -144,9 +144,9 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
 
 
 @run_on(2)
-def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
-    """What a heap checks of the GPUs of two ranks, on GPUs that are made up; the numbers of machines that it finds."""
-    found, num_machines, find = [], [], nvshmem_backend.find_machine
+def test_gpus_that_cannot_address_each_other_are_refused(rank: int, num_ranks: int) -> None:
+    """A heap's checks of the GPUs of two ranks, with fake GPUs; and the numbers of machines that it finds."""
+    outcomes, num_machines, find = [], [], nvshmem_backend.find_machine
     for gpus, reach, machines in (
         ("00", True, 1),
         ("01", False, 1),
@@ -161,17 +161,19 @@ def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
             patch.setattr(
-                torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach
+                torch.cuda, "can_device_access_peer", lambda device, peer, reach=reach: reach
             )
             patch.setattr(nvshmem_backend, "find_machine", lambda machine=machine: machine)
             check = backend._check_peers
-            found.append(outcome(lambda check=check: num_machines.append(check(Bootstrap(None)))))
+            outcomes.append(
+                outcome(lambda check=check: num_machines.append(check(Bootstrap(None))))
+            )
     assert num_machines == [1, 2]
-    assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + ["", ""]
-    assert found[0][1].startswith(
+    assert [name for name, _ in outcomes] == ["BackendUnavailable"] * 2 + ["", ""]
+    assert outcomes[0][1].startswith(
         "on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device("
     )
-    assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
+    assert outcomes[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -197,7 +199,8 @@ def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(
 
 
 class FakeDriver:
-    """Of CUDA, what maps memory; notes its calls. pieces: (start, size) of what NVSHMEM has mapped; fails: a call."""
+    """The functions of CUDA's driver that map memory; records the calls. pieces: (start, size) of NVSHMEM's mappings;
+    fails: the call that fails."""
 
     def __init__(self, calls: list[object], pieces: list[tuple[int, int]]) -> None:
         self.calls, self.pieces, self.fails = calls, pieces, ""
@@ -205,31 +208,39 @@ class FakeDriver:
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*arguments) -> int:
-            given = [getattr(argument, "_obj", argument) for argument in arguments]
+            values = [getattr(argument, "_obj", argument) for argument in arguments]
             if name == "cuMemAddressReserve":
-                given[0].value = ctypes.addressof(self.range)
+                values[0].value = ctypes.addressof(self.range)
             elif name == "cuMemRetainAllocationHandle":
-                given[0].value = given[1].value + 1
+                values[0].value = values[1].value + 1
             elif name == "cuMemGetAddressRange_v2":
-                address = given[2].value
-                found = next(
+                address = values[2].value
+                piece = next(
                     (start, size) for start, size in self.pieces if start <= address < start + size
                 )
-                given[0].value, given[1].value = found
+                values[0].value, values[1].value = piece
                 return 0
             self.calls.append(
-                (name, *(list(each) if hasattr(each, "__len__") else each.value for each in given))
+                (
+                    name,
+                    *(
+                        list(value) if hasattr(value, "__len__") else value.value
+                        for value in values
+                    ),
+                )
             )
             return int(name == self.fails)
 
         return call
 
 
-def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
-    """Its memory, which lies in two pieces, is mapped there, let go and mapped again."""
+def test_reserved_addresses_stay_valid_after_a_suspend(
+    fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch
+):
+    """NVSHMEM's memory, in two pieces, is mapped at the reserved addresses, unmapped and mapped again."""
     start, size = fake.address - 600, len(fake.memory) + 1000
     cuda = FakeDriver(fake.calls, [(start, 2000), (start + 2000, size - 2000)])
-    own = ctypes.addressof(cuda.range)
+    reserved = ctypes.addressof(cuda.range)
     monkeypatch.setattr(driver, "library", lambda: cuda)
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(
@@ -237,20 +248,26 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     )
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     mapped = []
-    for at, piece, length in ((own, start, 2000), (own + 2000, start + 2000, size - 2000)):
+    for at, piece, length in (
+        (reserved, start, 2000),
+        (reserved + 2000, start + 2000, size - 2000),
+    ):
         mapped += [
             ("cuMemRetainAllocationHandle", piece + 1, piece),
             ("cuMemMap", at, length, 0, piece + 1, 0),
         ]
         mapped += [("cuMemRelease", piece + 1), ("cuMemSetAccess", at, length, [1, 0, 3], 1)]
-    assert fake.calls == [("cuMemAddressReserve", own, size, 0, 0, 0), *mapped]
-    assert (backend.bases, backend.suspend_problem) == ([own + 600], "")
+    assert fake.calls == [("cuMemAddressReserve", reserved, size, 0, 0, 0), *mapped]
+    assert (backend.bases, backend.suspend_problem) == ([reserved + 600], "")
     backend.arenas[0]().fill_(7)
     fake.calls.clear()
     backend.suspend()
     assert not any(cuda.range)
     assert fake.calls == [
-        *(("cuMemUnmap", at, length) for at, length in ((own + 2000, size - 2000), (own, 2000))),
+        *(
+            ("cuMemUnmap", at, length)
+            for at, length in ((reserved + 2000, size - 2000), (reserved, 2000))
+        ),
         *("free", "finalize"),
     ]
     fake.calls.clear()
@@ -261,7 +278,7 @@ def test_nvshmem_at_own_addresses(fake: FakeNvshmem, monkeypatch: pytest.MonkeyP
     with pytest.raises(BackendUnavailable, match="laid out its memory otherwise than before"):
         backend.resume(Bootstrap(None))
     backend.close(together=True)
-    assert fake.calls[-3:] == ["free", "finalize", ("cuMemAddressFree", own, size)]
+    assert fake.calls[-3:] == ["free", "finalize", ("cuMemAddressFree", reserved, size)]
     cuda.fails, cuda.cuGetErrorName = "cuMemMap", lambda *_: 0
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), ONE_RANK, len(fake.memory))
     assert backend.bases == [fake.address]

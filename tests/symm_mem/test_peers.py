@@ -1,4 +1,4 @@
-"""Ranks that reach each other, in groups of all kinds; ranks that do not come, give up or fail in a call."""
+"""Ranks that reach each other, in groups of all kinds; ranks that are missing, abort or fail in a call."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> 
         for peer in range(num_ranks):
             want = [[100 * source + peer] * 4 for source in range(num_ranks)]
             findings.equal(f"what rank {peer} holds", a.peer(peer).tolist(), want)
-        # what a barrier publishes arrives, in many rounds with ranks that dawdle
+        # Words that a barrier publishes arrive, in many rounds with slow ranks.
         generator = random.Random(rank)
         for turn in range(200):
             if generator.random() < 0.05:
@@ -62,8 +62,8 @@ def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> 
 
 
 @run_on(2, 4, 8)
-def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
-    """Leases at other offsets on every rank: peers are told, nothing is assumed."""
+def test_ranks_may_have_different_leases(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
+    """Leases may have other offsets on every rank: ranks publish offsets."""
     with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
         first = round_trip(heap)
         with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
@@ -88,11 +88,11 @@ def test_disjoint_groups_at_once(
             stack.enter_context(open_heap(device, group=group, num_bytes=NUM_BYTES))
             for group in kinds
         ]
-        wanted = [(rank // 2, num_ranks // 2), (rank, num_ranks), (0, 1)][: len(heaps)]
+        expected = [(rank // 2, num_ranks // 2), (rank, num_ranks), (0, 1)][: len(heaps)]
         findings.equal(
-            "rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], wanted
+            "rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], expected
         )
-        half, *others = heaps
+        half, *further_heaps = heaps
         with half.lease((64,), torch.uint8, name="untouched") as lease:
             for turn in range(30):
                 if turn % 3 == rank % 2:  # one half is ahead of the other now and then
@@ -100,7 +100,7 @@ def test_disjoint_groups_at_once(
                 findings.check(
                     round_trip(half, 1000 * (rank % 2) + 10 * turn), f"half, turn {turn}"
                 )
-                for heap in others if turn % 5 == 0 else others[1:]:
+                for heap in further_heaps if turn % 5 == 0 else further_heaps[1:]:
                     findings.check(
                         round_trip(heap, 7 * turn), f"group of {heap.num_ranks}, turn {turn}"
                     )
@@ -126,10 +126,10 @@ def test_disjoint_groups_at_once(
     ],
 )
 @run_on(2, 4)
-def test_a_peer_that_does_not_come(
+def test_a_missing_peer_is_named_by_all_others(
     rank: int, num_ranks: int, findings: Findings, call: str, phase: str
 ) -> None:
-    """The last rank stays away from `call` and comes late; what the others see, and that a new heap works at once."""
+    """The last rank misses `call` and arrives late: all others raise the same error, and a new heap works at once."""
     missing, timeout_s = num_ranks - 1, 0.5
     findings.where = f"rank {rank} of {num_ranks}"
     heap = SymmetricHeap(
@@ -144,10 +144,10 @@ def test_a_peer_that_does_not_come(
     first = list(calls).index(call)
     result = reduce(lambda result, name: calls[name](result), list(calls)[:first], None)
     dist.barrier()
-    if rank == 0:  # only this rank loses patience: the others, who have more, wait by then
+    if rank == 0:  # only this rank has a short bound: the others already wait, with a long one
         wait_for_arrivals(heap, range(1, missing))
         heap.timeout_s = heap.start_timeout_s = timeout_s
-    wanted = f"rank {missing} did not reach '{phase}' within "
+    expected = f"rank {missing} did not reach '{phase}' within "
     start = time.monotonic()
     if rank != missing:
         with pytest.raises(PeerTimeout) as caught:
@@ -155,14 +155,14 @@ def test_a_peer_that_does_not_come(
         took_s = time.monotonic() - start
         error = caught.value
         findings.check(0.9 * timeout_s < took_s < PROMPT_S, f"it took {took_s} s")
-        found = (error.rank, error.phase, error.expected - error.seen)
-        findings.equal("rank, phase and epochs too late", found, (missing, phase, 1))
-        exact = wanted + (f"timeout_s={timeout_s}: expected epoch" if rank == 0 else "")
+        actual = (error.rank, error.phase, error.expected - error.seen)
+        findings.equal("rank, phase and epochs too late", actual, (missing, phase, 1))
+        exact = expected + (f"timeout_s={timeout_s}: expected epoch" if rank == 0 else "")
         findings.check(str(error).startswith(exact), str(error))
         heap.timeout_s = heap.start_timeout_s = HANG_S  # nobody waits any more
         name, text = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
-        findings.check(name == "HeapPoisoned" and wanted in text, f"{name}: {text}")
-        # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
+        findings.check(name == "HeapPoisoned" and expected in text, f"{name}: {text}")
+        # Kernels that were launched before the abort return at once, without offsets.
         offsets = heap.waits.wait(control.pack_call(phase=control.PHASE_START))
         findings.equal("offsets", offsets.tolist(), [[-1] * control.NUM_PUBLISHED] * num_ranks)
         findings.equal(
@@ -173,7 +173,7 @@ def test_a_peer_that_does_not_come(
         name, text = outcome(
             reduce, lambda result, name: calls[name](result), list(calls)[first:], result
         )
-        exact = f"rank 0 gave up: {wanted}timeout_s={timeout_s}: expected epoch"
+        exact = f"rank 0 gave up: {expected}timeout_s={timeout_s}: expected epoch"
         findings.check(name == "PeerAborted" and text.startswith(exact), f"{name}: {text}")
     heap.close()
     findings.equal("after close", outcome(heap.check)[0], "HeapClosed")
@@ -183,8 +183,8 @@ def test_a_peer_that_does_not_come(
 
 
 @run_on(3)
-def test_a_late_rank_does_not_succeed_in_what_others_gave_up(rank: int, num_ranks: int) -> None:
-    """Although all of them had come to that barrier."""
+def test_a_late_rank_fails_in_a_call_that_peers_aborted(rank: int, num_ranks: int) -> None:
+    """All ranks had reached the barrier of the call, but too late."""
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=0.5, start_timeout_s=0.5)
     if rank == 0:
         dist.barrier()
@@ -197,17 +197,19 @@ def test_a_late_rank_does_not_succeed_in_what_others_gave_up(rank: int, num_rank
 
 
 @run_on(2, 4, 8)
-def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: Findings) -> None:
-    """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at
-    the status, as the hosts of GPUs do: the fault is raised once, and all go on from the same epoch."""
+def test_a_fault_ends_barriers_that_peers_have_launched(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
+    """One rank fails a call. Its peers have launched the barriers of this call and of later calls without a look at
+    the status, as hosts of GPUs do: the fault is raised once, and all ranks continue from the same epoch."""
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=PROMPT_S) as heap:
         for turn in range(4 * num_ranks):
             findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
             if rank == turn % num_ranks:
-                found = outcome(
+                actual = outcome(
                     heap._fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY
                 )
-                findings.equal("error", found, ("ArgumentError", f"turn {turn}"))
+                findings.equal("error", actual, ("ArgumentError", f"turn {turn}"))
             else:
                 phases = [
                     control.PHASE_DISPATCH_READY,
@@ -231,7 +233,8 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: F
 
 
 def _aborts_in_its_first_step(heap: SymmetricHeap, peer: int) -> None:
-    """Instead of the signal to the next rank, once the rank before has sent its own: no other can have done so."""
+    """Aborts instead of the signal to the next rank, once the rank before has sent its signal: no other rank can have
+    sent one."""
     signals = heap.peers.signals(heap.rank)[:, 0]
     while int(signals[heap.rank - 1]) != heap.epoch:
         time.sleep(0.01)
@@ -253,10 +256,10 @@ def _gives_up(heap: SymmetricHeap, at: int):
 
 @run_on(2, 3)
 def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: Findings) -> None:
-    """The last rank gives up between its rows and their arrival; what the others have of the call then."""
+    """The last rank aborts between its rows and their arrival: the other ranks' buffers are NaN."""
     last = rank == num_ranks - 1
-    for way in ("dispatch_tokens", "gradient", "during GEMMs"):
-        findings.where = f"{way}, rank {rank} of {num_ranks}"
+    for kind in ("dispatch_tokens", "gradient", "during GEMMs"):
+        findings.where = f"{kind}, rank {rank} of {num_ranks}"
         heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
         x = torch.ones(5, 8, dtype=torch.bfloat16)
         probs = torch.rand(5, 2)
@@ -269,9 +272,9 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
             heap.barrier = _gives_up(heap, control.PHASE_DISPATCH_DONE)
             heap._send_signal = partial(_aborts_in_its_first_step, heap)
         try:
-            if way == "dispatch_tokens":
+            if kind == "dispatch_tokens":
                 dispatch_tokens(x, plan, probs=probs, out=out)
-            elif way == "gradient":
+            elif kind == "gradient":
                 index = ReceivedIndex(
                     torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32),
                     torch.zeros(plan.row_capacity, dtype=torch.int32),
@@ -286,7 +289,7 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
                         pass
         except (PeerAborted, HeapPoisoned):
             # Where rows travel one rank at a time, some of the last rank's may come after the failure: right ones.
-            spoiled = out.isnan() | ((out == 1) if way == "during GEMMs" else False)
+            spoiled = out.isnan() | ((out == 1) if kind == "during GEMMs" else False)
             fine = bool(spoiled.all() and out.isnan().any())
             findings.check(fine or last, f"rows of a failed call: {out.tolist()}")
             findings.check(
@@ -302,7 +305,7 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: 
 def test_rows_are_sent_once_when_the_trip_fails(
     rank: int, num_ranks: int, findings: Findings
 ) -> None:
-    """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
+    """An exception while the last rank copies a peer's rows: the rank has sent all its rows, none of them twice."""
     ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)
@@ -344,12 +347,12 @@ def test_rows_are_sent_once_when_the_trip_fails(
         findings.check(round_trip(heap), "the next correct call is wrong")
 
 
-@pytest.mark.parametrize("how", ["close", "exception"])
+@pytest.mark.parametrize("end", ["close", "exception"])
 @run_on(2)
-def test_nothing_of_the_tokens_is_left(
-    rank: int, num_ranks: int, findings: Findings, how: str
+def test_closed_arenas_contain_no_tokens(
+    rank: int, num_ranks: int, findings: Findings, end: str
 ) -> None:
-    """What is left of the tokens in an arena that somebody has kept mapped when its rank has closed it."""
+    """An arena that a process keeps mapped after its rank has closed it is zero behind the control block."""
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
     assert round_trip(heap)
     lease = heap.lease((1000, 8), torch.float32)
@@ -361,14 +364,14 @@ def test_nothing_of_the_tokens_is_left(
         "nothing to be zeroed",
     )
     dist.barrier()
-    if how == "close":
+    if end == "close":
         heap.close()
     else:
         with contextlib.suppress(ZeroDivisionError), heap:
             raise ZeroDivisionError
     dist.barrier()
     for peer, arena in enumerate(arenas):
-        # The peers write into the control block that they give up.
+        # The peers write into the control block that they abort.
         findings.check(
             not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something"
         )
@@ -376,32 +379,32 @@ def test_nothing_of_the_tokens_is_left(
 
 
 def stay_away_from_construction(
-    rank: int, num_ranks: int, how: str
+    rank: int, num_ranks: int, kind: str
 ) -> tuple[str, int | None, str, float]:
-    """Rank 0 does. What the others raise, and how long that takes."""
-    if rank == 0 and how == "killed":
+    """Rank 0 stays away. The error of another rank, and its seconds."""
+    if rank == 0 and kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
         time.sleep(HANG_S)
     start = time.monotonic()
     with pytest.raises(PeerError) as caught:
         SymmetricHeap(
-            num_bytes=NUM_BYTES, backend="host", start_timeout_s=1.0 if how == "late" else HANG_S
+            num_bytes=NUM_BYTES, backend="host", start_timeout_s=1.0 if kind == "late" else HANG_S
         )
     error = caught.value
     return type(error).__name__, error.rank, str(error), time.monotonic() - start
 
 
-@pytest.mark.parametrize(("how", "num_ranks"), [("killed", 3), ("late", 2)])
-def test_construction_does_not_wait_for_ever(how: str, num_ranks: int):
-    found = Cluster(num_ranks).run_without((0,), stay_away_from_construction, how)
-    assert sorted(found) == [*range(1, num_ranks)]
-    assert 0 in [missing for _, missing, *_ in found.values()]
-    for rank, (error, missing, text, took_s) in found.items():
-        # gloo takes leave of all ranks when it has lost one: a survivor may be as lost as the one that was killed.
-        assert missing == 0 or (how == "killed" and missing == 3 - rank)
+@pytest.mark.parametrize(("kind", "num_ranks"), [("killed", 3), ("late", 2)])
+def test_construction_names_a_missing_rank(kind: str, num_ranks: int):
+    actual = Cluster(num_ranks).run_without((0,), stay_away_from_construction, kind)
+    assert sorted(actual) == [*range(1, num_ranks)]
+    assert 0 in [missing for _, missing, *_ in actual.values()]
+    for rank, (error, missing, text, took_s) in actual.items():
+        # gloo closes all connections when it has lost one rank: a survivor may count as lost like the killed rank.
+        assert missing == 0 or (kind == "killed" and missing == 3 - rank)
         assert took_s < PROMPT_S  # and not start_timeout_s
-        if how == "late":
+        if kind == "late":
             assert error == PeerTimeout.__name__
             assert text.startswith("rank 0 did not reach 'start-up' within start_timeout_s=1")
             assert took_s > 0.9
@@ -411,7 +414,7 @@ def test_construction_does_not_wait_for_ever(how: str, num_ranks: int):
 
 @run_on(2)
 def test_a_timeout_that_gloo_rounds_down_is_no_lost_peer(rank: int, num_ranks: int) -> None:
-    """gloo gives a message up a moment before the bound has passed by our clock."""
+    """gloo ends the wait for a message a moment before the bound has passed on this process's clock."""
     ended = RuntimeError("Timed out waiting 4999ms for recv operation to complete")
     bootstrap = Bootstrap(None, timeout_s=5.0)
     with (

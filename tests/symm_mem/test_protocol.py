@@ -1,4 +1,4 @@
-"""Ranks that are out of step, disagree or fail: the same typed error everywhere, and the next correct call is right."""
+"""Ranks that are out of step, disagree or fail: all raise the same typed error, and the next correct call works."""
 
 import time
 from collections.abc import Callable
@@ -31,7 +31,7 @@ T, K, H = 12, 2, 16
 
 
 def attempt(heap: SymmetricHeap, call: Callable[[], object]) -> tuple[str, str]:
-    """(class, text) of what the call raises on this rank, at the latest when the rank waits for its stream."""
+    """(class, text) of the error that a call raises on this rank, at the latest when the rank waits for its stream."""
     return outcome(lambda: [call(), heap.synchronize()])
 
 
@@ -47,8 +47,10 @@ def new_plan(heap: SymmetricHeap, **kwargs):
 
 
 @run_on(3, on_gpus=(2,))
-def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """Ranks whose calls do not fit together: all raise it, and nobody writes beyond a peer's buffer."""
+def test_ranks_in_different_calls_raise_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """If the calls of ranks differ, all ranks raise the error, and no rank writes beyond a peer's buffer."""
     ready, back = "dispatch: ready", "combine: ready"
     with open_heap(device) as heap:
 
@@ -114,17 +116,17 @@ def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str
             ("", "", "plan: counts", ready, lambda: [new_plan(heap), new_plan(heap)], dispatch),
         ]
         findings.check(round_trip(heap), "the first call is wrong")
-        for turn, (culprit, (field, phase, usual, other, call, wrong)) in enumerate(
+        for turn, (culprit, (field, phase, usual, wrong_value, call, wrong)) in enumerate(
             product((0, num_ranks - 1), cases)
         ):
             findings.where = (
-                f"{field}: {other} at {phase} on rank {culprit}, rank {rank} of {num_ranks}"
+                f"{field}: {wrong_value} at {phase} on rank {culprit}, rank {rank} of {num_ranks}"
             )
             if field:
-                text = difference(f"{field} differs at '{phase}'", culprit, usual, other)
+                text = difference(f"{field} differs at '{phase}'", culprit, usual, wrong_value)
             else:
                 text = difference(
-                    "ranks are in different calls", culprit, f"'{usual}'", f"'{other}'"
+                    "ranks are in different calls", culprit, f"'{usual}'", f"'{wrong_value}'"
                 ).replace("has", "at")
             with heap.lease((4096,), torch.int32, name="neighbour") as lease:
                 lease.tensor.fill_(7)
@@ -140,8 +142,10 @@ def test_disagreement(rank: int, num_ranks: int, findings: Findings, device: str
 
 @pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
 @run_on(3, on_gpus=(2,))
-def test_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
-    """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
+def test_errors_of_one_rank_raise_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, device: str, schedule: str
+) -> None:
+    """Hosts on GPUs run ahead of their peers' faults; after any fault all continue from the same epoch."""
     last = rank == num_ranks - 1
     with open_heap(device) as heap:
         sizes = {
@@ -156,14 +160,14 @@ def test_faults(rank: int, num_ranks: int, findings: Findings, device: str, sche
         tight = MoELayer(MoEConfig(**sizes, capacity=1), heap)
 
         def without_room(call: Callable[[], object]) -> None:
-            taken = []
+            leases = []
             while last and free_bytes(heap) > 1024:
-                taken.append(heap.lease((free_bytes(heap),), torch.uint8, name="everything"))
+                leases.append(heap.lease((free_bytes(heap),), torch.uint8, name="everything"))
             try:
                 call()
                 heap.synchronize()
             finally:
-                for lease in taken:
+                for lease in leases:
                     lease.release()
 
         def two_at_once() -> None:
@@ -215,7 +219,7 @@ def test_faults(rank: int, num_ranks: int, findings: Findings, device: str, sche
 
 
 def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
-    """Rows of the last rank that never arrive while the experts compute: the next rank names it, and nobody hangs."""
+    """Rows of the last rank never arrive while the experts compute: the next rank names it, and no rank hangs."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S)
     layer = MoELayer(
         MoEConfig(
@@ -226,7 +230,9 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     raised = ""
     for _ in range(2):
         y, _ = layer(tokens(heap))
-    heap.programs.run = lambda key, function, *_: function()  # they would not call what is changed
+    heap.programs.run = lambda key, function, *_: (
+        function()
+    )  # programs would not call the changed method
     if rank == num_ranks - 1:
         heap._send_signal = lambda peer: None
     else:  # its own wait does not end first
@@ -244,10 +250,10 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     return raised, bool(y.isfinite().all())
 
 
-def test_a_signal_that_does_not_come(cluster):
+def test_a_missing_signal_is_a_timeout_of_its_sender(cluster):
     results = cluster(3).run(lose_a_signal)
     assert all(fine for _, fine in results)
-    for text, _ in results[:2]:  # whoever's wait ends first tells the others
+    for text, _ in results[:2]:  # the rank whose wait ends first informs the others
         assert text.startswith(
             "PeerTimeout: rank 2 did not reach 'dispatch: arrived' within timeout_s=1"
         )
@@ -255,9 +261,12 @@ def test_a_signal_that_does_not_come(cluster):
 
 
 @run_on(3)
-def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks: int) -> None:
-    """An error that all ranks raise ends everybody's `with heap:`; a rank that looks late must not see that instead."""
-    found = []
+def test_an_error_of_all_ranks_is_not_hidden_by_the_first_to_leave(
+    rank: int, num_ranks: int
+) -> None:
+    """An error that all ranks raise ends the `with heap:` of every rank; a late rank must raise it, too, and not the
+    abort of a rank that has left."""
+    results = []
     wait = sync._wait
 
     def late(*args):
@@ -271,28 +280,32 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks:
                 with patch.object(sync, "_wait", late):
                     dispatch_tokens(tokens(heap)[: T - (rank == 1 + turn % (num_ranks - 1))], plan)
         except SymmoeError as error:
-            found.append(type(error).__name__)
-    assert found == ["ArgumentError"] * 6
+            results.append(type(error).__name__)
+    assert results == ["ArgumentError"] * 6
 
 
 @run_on(3)
-def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int, findings: Findings) -> None:
+def test_an_aborted_heap_raises_in_every_call(
+    rank: int, num_ranks: int, findings: Findings
+) -> None:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
     plan = new_plan(heap)
     reason = "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
     dist.barrier()
     if rank == 0:
         heap.abort("first")
-        heap.abort("second")  # nobody hears it
+        heap.abort("second")  # no effect
     else:
         findings.equal(
             "error",
             attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)),
             ("PeerAborted", reason),
         )
-    wanted = ("HeapPoisoned", f"an earlier call failed: {reason}")
-    findings.equal("next error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), wanted)
-    findings.equal("error of a plan", attempt(heap, lambda: new_plan(heap)), wanted)
+    expected = ("HeapPoisoned", f"an earlier call failed: {reason}")
+    findings.equal(
+        "next error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), expected
+    )
+    findings.equal("error of a plan", attempt(heap, lambda: new_plan(heap)), expected)
     dist.barrier()
     heap.close()
     heap.abort("after close: nothing happens")

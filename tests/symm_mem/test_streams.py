@@ -1,4 +1,4 @@
-"""The order of calls and of the reuse of memory over CUDA streams, with streams and events that only take notes."""
+"""The order of calls and of the reuse of memory over CUDA streams, with fake streams and events."""
 
 import contextlib
 import random
@@ -14,17 +14,17 @@ from symmoe.symm_mem.streams import Access, OneCall, StreamOrder
 
 
 class Fake:
-    """Two streams, 1 and 2, and what each has waited for: (stream, how much was on it)."""
+    """Two streams, 1 and 2, and the work of other streams that each has waited for, by stream."""
 
     def __init__(self) -> None:
         self.current, self.capture = 1, 0
         self.work = {1: 0, 2: 0}
-        self.seen: dict[int, dict[int, int]] = {1: {}, 2: {}}
+        self.waited: dict[int, dict[int, int]] = {1: {}, 2: {}}
 
     def stream(self, number: int) -> types.SimpleNamespace:
         def wait_event(event: types.SimpleNamespace) -> None:
-            seen = self.seen[number]
-            seen[event.stream] = max(seen.get(event.stream, 0), event.work)
+            waited = self.waited[number]
+            waited[event.stream] = max(waited.get(event.stream, 0), event.work)
 
         def record_event() -> types.SimpleNamespace:
             return types.SimpleNamespace(stream=number, work=self.work[number])
@@ -34,12 +34,12 @@ class Fake:
         )
 
     def launch(self) -> int:
-        """A kernel on the current stream; how much is on it then."""
+        """Launches a kernel on the current stream; returns the number of kernels on it."""
         self.work[self.current] += 1
         return self.work[self.current]
 
     def has_waited_for(self, stream: int, work: int) -> bool:
-        return self.current == stream or self.seen[self.current].get(stream, 0) >= work
+        return self.current == stream or self.waited[self.current].get(stream, 0) >= work
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def call(fake: Fake, order: StreamOrder, stream: int) -> int:
 
 
 @pytest.mark.parametrize("part", [(512, 512), (1536, 512)])
-def test_what_is_left_of_a_span_is_still_waited_for(
+def test_the_remainder_of_a_span_is_still_waited_for(
     fake: Fake, order: StreamOrder, part: tuple[int, int]
 ):
-    fake.work[3], fake.seen[3] = 0, {}
+    fake.work[3], fake.waited[3] = 0, {}
     for stream in fake.work:
         call(fake, order, stream)
     fake.current = 1
@@ -91,16 +91,16 @@ def test_what_is_left_of_a_span_is_still_waited_for(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
-    """Calls follow each other, also one that raises; and whoever takes memory has waited for what has used it: for the
-    work of the stream that released it, and of all streams if nobody did. One stream alone keeps no marks, and marks do
-    not pile up. Against a table of every 512 bytes, with random streams."""
+def test_calls_and_uses_of_memory_wait_for_earlier_work(fake: Fake, order: StreamOrder, seed: int):
+    """Calls follow each other, also after one that raises. A stream that acquires memory has waited for its earlier
+    uses: for the work of the stream that released the memory, or of all streams if it was dropped. A single stream
+    keeps no marks, and the number of marks is bounded. Against a table of every 512 bytes, with random streams."""
     arena = Arena(0, 1 << 20)
     draw = random.Random(seed)
-    fake.work[3], fake.seen[3] = 0, {}
-    needed: dict[int, dict[int, int]] = {}  # by unit of 512 bytes: how much of each stream
-    ended: list[tuple[int, int]] = []  # of each call: its stream, and how much was on it
-    taken, num_marks = [], []
+    fake.work[3], fake.waited[3] = 0, {}
+    needed: dict[int, dict[int, int]] = {}  # by unit of 512 bytes: the work of each stream
+    ended: list[tuple[int, int]] = []  # of each call: the stream, and its work so far
+    spans, num_marks = [], []
     for turn in range(2000):
         fake.current = draw.choice([1, 2, 3]) if turn > 50 else 1
         if fake.current not in dict(ended) or draw.random() < 0.1:
@@ -110,11 +110,11 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
                 raise ValueError("in the middle")
         span = arena.take(512 * draw.randint(1, 100))
         order.acquire(span)
-        taken.append(span)
+        spans.append(span)
         for unit in units(span):
             assert all(fake.has_waited_for(*use) for use in needed.pop(unit, {}).items())
-        while len(taken) > draw.randint(0, 12):
-            span = taken.pop(draw.randrange(len(taken)))
+        while len(spans) > draw.randint(0, 12):
+            span = spans.pop(draw.randrange(len(spans)))
             fake.launch()  # a kernel that is no call of the heap
             if draw.random() < 0.2:
                 uses = dict(fake.work)
@@ -125,7 +125,7 @@ def test_every_wait_that_is_needed(fake: Fake, order: StreamOrder, seed: int):
             needed |= dict.fromkeys(units(span), uses)
             arena.give_back(*span)
         num_marks.append(len(order._eager.released))
-    # Spans of memory nobody has taken again; their number depends on how many are out at a time, not on how often.
+    # The marks are of released spans that are still free: their number depends on the live spans, not on the turns.
     assert max(num_marks[:51]) == 0
     assert max(num_marks) < 60
 
@@ -135,15 +135,15 @@ def units(span: tuple[int, int]) -> range:
     return range(offset // 512, (offset + size) // 512)
 
 
-def test_a_capture_has_an_order_of_its_own(fake: Fake, order: StreamOrder):
+def test_a_capture_has_a_separate_order(fake: Fake, order: StreamOrder):
     call(fake, order, 1)
     fake.capture = 7
     call(fake, order, 2)
-    assert fake.seen == {1: {}, 2: {}}  # an event of another stream would end the capture
+    assert fake.waited == {1: {}, 2: {}}  # an event of another stream would end the capture
     work = call(fake, order, 2)
     call(fake, order, 1)
     assert fake.has_waited_for(2, work)
     fake.capture = 0
-    fake.seen = {1: {}, 2: {}}
+    fake.waited = {1: {}, 2: {}}
     call(fake, order, 1)
-    assert fake.seen == {1: {}, 2: {}}
+    assert fake.waited == {1: {}, 2: {}}

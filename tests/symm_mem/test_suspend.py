@@ -1,4 +1,5 @@
-"""A heap gives its memory back and gets it back: what it was keeps working, and nothing works in between."""
+"""A heap returns its memory to the system and restores it: layers and graphs keep working, and no call works in
+between."""
 
 import re
 import threading
@@ -21,8 +22,8 @@ from symmoe.symm_mem.streams import NoStreams
 from symmoe.training.captured_step import CudaGraph
 
 
-def held_bytes(device: str) -> int:
-    """What is held of this rank's GPU, or of shared memory."""
+def used_bytes(device: str) -> int:
+    """Bytes in use of this rank's GPU, or of its shared memory."""
     if device == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return total_bytes - free_bytes
@@ -30,8 +31,10 @@ def held_bytes(device: str) -> int:
 
 
 @run_on(2, on_gpus=[2])
-def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """With the same bits at the same addresses, eagerly, by programs and from a captured step; five times."""
+def test_a_layer_has_the_same_bits_after_suspends(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """Eager steps, programs and a captured step use the same addresses, in five suspends."""
     num_bytes = 1 << 30 if device == "cuda" else 64 << 20
     with open_heap(device, num_bytes=num_bytes, programs="on", fills="0") as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, device))
@@ -47,24 +50,24 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
             captured.make_graph = lambda function, heaps: HostGraph(layer, [], function, heaps)
 
         def results() -> list[torch.Tensor]:
-            found = []
-            for way in (captured, step):
+            tensors = []
+            for run in (captured, step):
                 layer.zero_grad()
-                found += [way(x).detach().clone(), *(p.grad.clone() for p in layer.parameters())]
-            return found
+                tensors += [run(x).detach().clone(), *(p.grad.clone() for p in layer.parameters())]
+            return tensors
 
-        wanted = [results() for _ in range(4)][-1]
+        expected = [results() for _ in range(4)][-1]
         before = heap.peers.bases.tolist(), dict(heap.row_histories), captured.num_captures
         for number in range(5):
             with heap.lease((num_bytes // 2,), torch.uint8, name="rows") as lease:
                 lease.tensor.fill_(7)
-            held = held_bytes(device)
+            bytes_before = used_bytes(device)
             heap.suspend()
             heap.suspend()
-            given_back = held - held_bytes(device)
+            freed_bytes = bytes_before - used_bytes(device)
             findings.check(
-                given_back > num_bytes * (0.9 if device == "cuda" else 0.45),
-                f"{given_back} bytes back",
+                freed_bytes > num_bytes * (0.9 if device == "cuda" else 0.45),
+                f"{freed_bytes} bytes back",
             )
             calls = (
                 lambda: captured(x),
@@ -82,7 +85,7 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
             heap.resume()
             with heap.lease((num_bytes // 2,), torch.uint8, name="rows") as lease:
                 findings.check(not lease.tensor.any(), "old rows")
-            findings.same_bits(results(), wanted, f"other bits in round {number}")
+            findings.same_bits(results(), expected, f"other bits in round {number}")
         findings.equal(
             "kept",
             (heap.peers.bases.tolist(), dict(heap.row_histories), captured.num_captures),
@@ -93,8 +96,10 @@ def test_a_layer_goes_on(rank: int, num_ranks: int, findings: Findings, device: 
 
 
 @run_on(2, on_gpus=[2])
-def test_live_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
-    """Of saved activations, and of one rank only: all ranks raise, and the heap goes on."""
+def test_live_leases_prevent_a_suspend_on_all_ranks(
+    rank: int, num_ranks: int, findings: Findings, device: str
+) -> None:
+    """Leases of saved activations, and a lease of one rank only: all ranks raise, and the heap continues."""
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, device))
         y, _ = layer(tokens_of(rank, 40, layer.config.hidden).to(heap.device))
@@ -119,7 +124,7 @@ def test_live_leases(rank: int, num_ranks: int, findings: Findings, device: str)
 
 @pytest.mark.parametrize("end", ["close", "leave", "abort"])
 @run_on(2, on_gpus=[2])
-def test_the_end_of_a_suspended_heap(rank: int, num_ranks: int, end: str, device: str) -> None:
+def test_a_suspended_heap_can_be_closed(rank: int, num_ranks: int, end: str, device: str) -> None:
     heap = symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host" if device == "cpu" else "nvshmem")
     assert round_trip(heap)
     heap.suspend()
@@ -141,7 +146,7 @@ def test_the_end_of_a_suspended_heap(rank: int, num_ranks: int, end: str, device
 
 @pytest.mark.parametrize("call", ["suspend", "resume"])
 @run_on(2)
-def test_a_rank_that_does_not_come(rank: int, num_ranks: int, call: str) -> None:
+def test_a_missing_rank_is_a_timeout(rank: int, num_ranks: int, call: str) -> None:
     group = dist.new_group(backend="gloo")  # it breaks
     heap = symmoe.SymmetricHeap(group, num_bytes=8 << 20, backend="host", timeout_s=0.5)
     if call == "resume":
@@ -163,8 +168,8 @@ def test_a_rank_that_does_not_come(rank: int, num_ranks: int, call: str) -> None
 
 
 @run_on(2)
-def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
-    """They are those of all ranks: of one that cannot suspend, of one that cannot resume, of one that fails to."""
+def test_errors_of_one_rank_raise_on_all_ranks(rank: int, num_ranks: int) -> None:
+    """One rank cannot suspend, one cannot resume, one fails while it suspends: all ranks raise the error."""
     with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host", ranks_per_node=1) as heap:
         assert outcome(heap.suspend)[1].startswith("suspend: a heap that spans nodes cannot")
         assert round_trip(heap)
@@ -202,8 +207,10 @@ def test_errors_of_one_rank(rank: int, num_ranks: int) -> None:
         ]
 
 
-def test_other_threads(heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None gets a lease once suspend has looked for leases; none resumes a heap, or closes it, that one is resuming."""
+def test_other_threads_can_neither_lease_nor_resume(
+    heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread gets a lease after suspend's check for leases, or resumes or closes a heap that another resumes."""
     barrier = heap.barrier
     late = []
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""A rank that leaves a call by an error of its own before it has raised the one that all ranks have found there. On
-GPUs hosts look late; here they look away. tests/gpu/test_unraised_gpu.py has real late ones."""
+"""A rank leaves a call by its own error before it has raised the error that all ranks have found there. On GPUs hosts
+look for errors late; here they do not look. tests/gpu/test_unraised_gpu.py has hosts that are really late."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ T, K, H = 6, 2, 16
 
 @contextmanager
 def looking_away(heap: SymmetricHeap) -> Iterator[None]:
-    """The host goes on and looks for no error."""
+    """The host continues and looks for no error."""
     heap.check = lambda phase=None, *, waits=False: None  # type: ignore[method-assign]
     try:
         yield
@@ -33,8 +33,8 @@ def plan_of(heap: SymmetricHeap, *, capacity: int | None = None):
 
 
 def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tuple[str, str]:
-    """A dispatch in which the first rank of each node brings another hidden size, so that nobody but barriers finds it.
-    What this rank raises by the end of the call; a leaver is gone before it looks."""
+    """A dispatch in which the first rank of each node has another hidden size, which only barriers find. The error that
+    this rank raises by the end of the call; a leaver leaves before it looks."""
     plan = plan_of(heap, capacity=capacity)
     with looking_away(heap):
         rows, _, handle = dispatch_tokens(
@@ -60,7 +60,7 @@ def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tu
     ],
 )
 @run_on()
-def test_the_next_correct_call_works(
+def test_the_next_correct_call_after_a_left_one_works(
     rank: int,
     num_ranks: int,
     findings: Findings,
@@ -78,7 +78,7 @@ def test_the_next_correct_call_works(
                     "hidden differs at 'dispatch: ready': rank 0 has 32, rank 1 has 16" in text,
                     text,
                 )
-            if len(leavers) == num_ranks:  # nobody has raised it
+            if len(leavers) == num_ranks:  # no rank has raised the error
                 name, text = outcome(plan_of, heap)
                 findings.equal("error of the next plan", name, "ConfigMismatch")
                 findings.check("hidden differs at 'dispatch: ready'" in text, text)
@@ -91,15 +91,15 @@ def test_the_next_correct_call_works(
 
 
 @run_on(2)
-def test_the_next_call_of_a_rank_that_left(
+def test_the_next_wrong_call_after_a_left_one_raises_on_all_ranks(
     rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
 ) -> None:
-    """What rank 0 does in its next call, when it has left one that failed, or a plan; all ranks raise the same."""
+    """Rank 0 has left a failed call, or a plan, and its next call is wrong or late; all ranks raise the same error."""
 
-    def raised(how: str, found: tuple[str, str], name: str, part: str) -> None:
-        findings.where = f"{how}, rank {rank} of {num_ranks}"
+    def raised(name_of_case: str, actual: tuple[str, str], name: str, part: str) -> None:
+        findings.where = f"{name_of_case}, rank {rank} of {num_ranks}"
         findings.check(
-            found[0] == name and part in found[1], f"raised {found}, want {name} with {part!r}"
+            actual[0] == name and part in actual[1], f"raised {actual}, want {name} with {part!r}"
         )
         findings.check(round_trip(heap), "the next correct call is wrong")
 
@@ -119,16 +119,16 @@ def test_the_next_call_of_a_rank_that_left(
         )
     for _ in range(3):  # an overflow, found by a plan, and not by its barrier
         with looking_away(heap) if rank == 1 else nullcontext():
-            found = outcome(plan_of, heap, capacity=1)
-        raised("an overflow", found, "" if rank == 1 else "CapacityError", "")
+            actual = outcome(plan_of, heap, capacity=1)
+        raised("an overflow", actual, "" if rank == 1 else "CapacityError", "")
     for culprit in range(
         num_ranks
-    ):  # the leaver has something wrong in its next call as well, or its peer has
+    ):  # the next call of the leaver, or of its peer, is wrong as well
         fail_together(heap, None, rank == 0)
         ids = torch.zeros(T, K, dtype=torch.float32 if rank == culprit else torch.int64)
-        found = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
+        actual = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
         raised(
-            f"wrong on rank {culprit}", found, "ArgumentError", "topk_idx has dtype torch.float32"
+            f"wrong on rank {culprit}", actual, "ArgumentError", "topk_idx has dtype torch.float32"
         )
 
 
@@ -160,5 +160,5 @@ COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
         (END, [PLAN], False),
     ],
 )
-def test_what_a_left_call_looks_like(phase: int, since: list[int | None], want: bool):
+def test_left_calls_are_recognised_by_their_phases(phase: int, since: list[int | None], want: bool):
     assert has_left_call(phase, since) is want

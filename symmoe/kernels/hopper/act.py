@@ -154,8 +154,8 @@ def dact_piece(
     sums = gl.convert_layout(
         gl.sum(add_neighbours(term_low + term_high, SUM_STEPS - 1), axis=1), row.type.layout
     )
-    place = scale_sums + (first_pair // PAIRS).to(gl.int64) * num_rows + first_row + row
-    gl.store(place, sums, mask=(first_row + row < end) & (first_pair < PIPE.columns // 2))
+    sum_pointers = scale_sums + (first_pair // PAIRS).to(gl.int64) * num_rows + first_row + row
+    gl.store(sum_pointers, sums, mask=(first_row + row < end) & (first_pair < PIPE.columns // 2))
 
 
 @gluon.jit
@@ -166,7 +166,7 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     alternate between two sets of registers, because a copy between registers would wait for the load.
     """
     h, row_scale, dh, a, scale_sums, num_rows = args
-    chunks, dumped, taken = dump
+    chunks, dumped, freed = dump
     DTYPE: gl.constexpr = h.dtype.element_ty
     h = h.to(gl.pointer_type(gl.int32))
     results = (
@@ -197,21 +197,21 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
             next_row = tile_row + following // PIPE.tile_chunks * ROWS
             next_pair = tile_pair + following % PIPE.tile_chunks * PAIRS
             next_end = gl.where(following < 2 * PIECES, end, 0)
-            left = pieces.index(piece)
-            dact_piece(left, even, results, first_row, end, first_pair, DTYPE, PIPE)
+            even_piece = pieces.index(piece)
+            dact_piece(even_piece, even, results, first_row, end, first_pair, DTYPE, PIPE)
             even = load_piece(h, row_scale, next_row, next_end, next_pair, PIPE)
-            right = pieces.index(piece + STRIPS)
-            dact_piece(right, odd, results, first_row, end, first_pair + PAIRS, DTYPE, PIPE)
+            odd_piece = pieces.index(piece + STRIPS)
+            dact_piece(odd_piece, odd, results, first_row, end, first_pair + PAIRS, DTYPE, PIPE)
             odd = load_piece(h, row_scale, next_row, next_end, next_pair + PAIRS, PIPE)
         if PIPE.finish_warps > 0:
-            mbarrier.arrive(taken.index(half))
+            mbarrier.arrive(freed.index(half))
 
 
 @gluon.jit
 def dact_epilogue(
     acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
-    """Of a multiplying warpgroup."""
+    """The epilogue of a multiplying warpgroup."""
     chunks, _, _ = dump
     write_dump(acc, chunks, WARPGROUP, PIPE)
     dact_tile(args, dump, turn, 4 * WARPGROUP, first_row, end, n_tile, PIPE)
@@ -240,7 +240,7 @@ def act_piece(
 def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.constexpr):
     """h, by TMA, and a of a tile of 128 rows, from chunks first_chunk.. of rounded h: gates, then as many of ups."""
     h_desc, row_scale, a = args
-    chunks, dumped, taken = dump
+    chunks, dumped, freed = dump
     DTYPE: gl.constexpr = a.dtype.element_ty
     a = a.to(gl.pointer_type(gl.int32))
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
@@ -272,14 +272,14 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
             act_piece(both, row_scale, a, row, end, first_pair, DTYPE, PIPE)
         if PIPE.finish_warps > 0:
             tma.store_wait(0)
-            mbarrier.arrive(taken.index(half))
+            mbarrier.arrive(freed.index(half))
 
 
 @gluon.jit
 def act_epilogue(
     acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
-    """Of a multiplying warpgroup."""
+    """The epilogue of a multiplying warpgroup."""
     chunks, _, _ = dump
     tma.store_wait(0)
     write_dump(acc, chunks, WARPGROUP, PIPE)

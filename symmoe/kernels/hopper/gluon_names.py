@@ -56,7 +56,7 @@ else:
     copy_async = async_copy.async_copy_global_to_shared
 
     @builtin
-    def tma_add(desc: Any, place: Any, shared: Any, _semantic: Any = None) -> None:
-        coordinates = _semantic._convert_to_ir_values(place, require_i64=False)
+    def tma_add(desc: Any, coord: Any, shared: Any, _semantic: Any = None) -> None:
+        coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
         add = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, desc.handle, coordinates, shared.handle)

@@ -7,7 +7,7 @@ One program per SM visits the tiles as in triton/gemm.py: BLOCK_M rows of a grou
     multiply  2 warpgroups. They share a tile of 256 features, 64 rows each; or, `alternate`, each has every other tile
               of 128 features, and the epilogue of one runs during the products of the other
     finish    1 more warpgroup, or none. With it, the multiplying ones leave their rounded products in shared memory
-              and go on with the next tile; without it, they do the epilogue.
+              and go on with the next tile; without it, the multiplying warpgroups do the epilogue.
 
 Roles wait for each other on mbarriers, whose phases alternate; the wait for use u of a barrier has parity u & 1.
 
@@ -16,9 +16,9 @@ Roles wait for each other on mbarriers, whose phases alternate; the wait for use
     empty[s]   1 per warpgroup that reads          stage s has been multiplied    load
     turn[w]    1                                   the other's products are done  multiply w, if they alternate
     dumped[w]  1                                   w's products are in memory     finish
-    taken[w]   1                                   finish has read them           multiply w
+    freed[w]   1                                   finish has read them           multiply w
 
-A role that waits for a free place begins one phase ahead: in the first round every place is free.
+A role that waits for a free stage or chunk begins one phase ahead: in the first round every one is free.
 tests/support/hopper_emulator_checks.py runs these roles without a GPU, in any order.
 """
 
@@ -40,7 +40,7 @@ from symmoe.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from symmoe.kernels.hopper.table import matrix_place
+from symmoe.kernels.hopper.table import matrix_coordinates
 from symmoe.kernels.launch.launch import Constants, Describe
 from symmoe.kernels.triton import tiles
 
@@ -200,12 +200,12 @@ def load_weight(
     mbarrier.expect(full.index(stage), NUM_BYTES)
     column = n_tile * PIPE.tile_columns
     if PIPE.weight_k_first:
-        place = matrix + (k * PIPE.block_k, column)
+        coordinates = matrix + (k * PIPE.block_k, column)
     elif PIPE.block_n > PIPE.tile_columns:  # [G, 2, columns, in_width]: gates and ups
-        place = matrix + (0, column, k * PIPE.block_k)
+        coordinates = matrix + (0, column, k * PIPE.block_k)
     else:
-        place = matrix + (column, k * PIPE.block_k)
-    tma_load(b_desc, place, full.index(stage), b.index(stage))
+        coordinates = matrix + (column, k * PIPE.block_k)
+    tma_load(b_desc, coordinates, full.index(stage), b.index(stage))
 
 
 @gluon.jit
@@ -228,13 +228,13 @@ def load_contiguous(source, weights, row_range, ring, PIPE: gl.constexpr):
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, _end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        matrix = (group,) if table is None else matrix_place(table, anchor, group)
+        matrix = (group,) if table is None else matrix_coordinates(table, anchor, group)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
             load_weight(b_desc, b, full, stage, matrix, n_tile, k, num_bytes, PIPE)
-            place = [first_row, k * PIPE.block_k]
-            tma_load(source, place, full.index(stage), a.index(stage))
+            coordinates = [first_row, k * PIPE.block_k]
+            tma_load(source, coordinates, full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
 
 
@@ -253,7 +253,7 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 1
-    asked = 0
+    num_begun = 0
     landed = 0  # stages, in the ring's order
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
@@ -271,12 +271,12 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
             async_copy.commit_group()
             pointers += BLOCK_K
             async_copy.wait_group(LAG)
-            landed = announce(full, landed, asked >= LAG, PIPE)
-            asked += 1
+            landed = announce(full, landed, num_begun >= LAG, PIPE)
+            num_begun += 1
             stage, phase = next_stage(stage, phase, PIPE)
     async_copy.wait_group(0)
     for _ in gl.static_range(LAG):
-        landed = announce(full, landed, asked > 0, PIPE)
+        landed = announce(full, landed, num_begun > 0, PIPE)
 
 
 @gluon.jit
@@ -380,7 +380,7 @@ def multiply(
 
 @gluon.jit
 def make_dump(dtype: gl.constexpr):
-    """Shared memory for a tile's products in 8 chunks [CHUNK, CHUNK], 4 of each warpgroup; barriers dumped, taken.
+    """Shared memory for a tile's products in 8 chunks [CHUNK, CHUNK], 4 of each warpgroup; barriers dumped, freed.
 
     The chunks of a warpgroup: its rows from left to right, `alternate`: the upper rows first.
     """
@@ -414,8 +414,8 @@ def write_dump(acc, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
 @gluon.jit
 def store_chunk(desc, chunk, row, end, column):
     """TMA store of a chunk to a ragged descriptor; hardware skips the rows at and past `end`."""
-    place = [RAGGED, end, RAGGED - end + row, column]
-    tma_store(desc, place, chunk.reshape([1, 1, CHUNK, CHUNK]))
+    coordinates = [RAGGED, end, RAGGED - end + row, column]
+    tma_store(desc, coordinates, chunk.reshape([1, 1, CHUNK, CHUNK]))
 
 
 @gluon.jit
@@ -423,8 +423,8 @@ def leave_to_finish(
     acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
     """Epilogue: leaves a tile to the role finish."""
-    chunks, dumped, taken = dump
-    mbarrier.wait(taken.index(WARPGROUP), turn ^ 1)
+    chunks, dumped, freed = dump
+    mbarrier.wait(freed.index(WARPGROUP), turn ^ 1)
     write_dump(acc, chunks, WARPGROUP, PIPE)
     fence_async_shared()  # finish may read it by TMA
     mbarrier.arrive(dumped.index(WARPGROUP))

@@ -97,8 +97,8 @@ def prefetch(pointer):
 
 
 @gluon.jit
-def place_of(item, CUT: gl.constexpr):
-    """Token and first segment of an item: a piece of the token's row."""
+def row_and_segment(item, CUT: gl.constexpr):
+    """Token and first segment of an item: a piece of the token's row or packed row."""
     token = item // CUT.num_pieces
     return token, (item - token * CUT.num_pieces) * CUT.piece
 
@@ -120,21 +120,23 @@ def stage_before(stage, RING: gl.constexpr, CUT: gl.constexpr):
 
 
 @gluon.jit
-def ask(
+def request_batch(
     x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_due, CUT: gl.constexpr
 ):
     """Begins to load a batch of pieces: for tokens that go to the rank their pieces, for other tokens zeros."""
     BATCH: gl.constexpr = CUT.batch
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
     for i in gl.static_range(BATCH):
-        token, segment = place_of(batch * BATCH + i, CUT)
+        token, segment = row_and_segment(batch * BATCH + i, CUT)
         row = gl.load(
             token_to_row + token * CUT.num_ranks + rank,
             mask=is_due & (token < num_tokens),
             other=-1,
         )
-        place = [gl.where(row >= 0, token, num_tokens), segment, 0]
-        tma_load(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
+        coordinates = [gl.where(row >= 0, token, num_tokens), segment, 0]
+        tma_load(
+            x_desc, coordinates, full.index(stage), slots.index(stage * BATCH + i), pred=is_due
+        )
 
 
 @gluon.jit
@@ -151,7 +153,7 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     first = gl.program_id(0) * CUT.rings + MOVER
     for early in gl.static_range(CUT.stages - 1):
         due = first + early * step
-        ask(
+        request_batch(
             x_desc,
             token_to_row,
             rank,
@@ -168,18 +170,18 @@ def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
         for i in gl.static_range(BATCH):
-            token, segment = place_of(batch * BATCH + i, CUT)
+            token, segment = row_and_segment(batch * BATCH + i, CUT)
             row = gl.load(
                 token_to_row + token * CUT.num_ranks + rank, mask=token < num_tokens, other=-1
             )
             unit = (first_unit + row.to(gl.int64) * (CUT.row_bytes // UNIT_BYTES)).to(gl.int32)
             goes = (row >= 0) & (offset >= 0)
-            place = [gl.where(goes, unit, NOWHERE), segment, 0]
-            tma_store(arena_desc, place, slots.index(stage * BATCH + i))
+            coordinates = [gl.where(goes, unit, NOWHERE), segment, 0]
+            tma_store(arena_desc, coordinates, slots.index(stage * BATCH + i))
         tma.store_wait(BATCH)  # the earlier batch has left its stage, which is filled next
         previous_stage = stage_before(stage, MOVER, CUT)
         later = batch + (CUT.stages - 1) * step
-        ask(
+        request_batch(
             x_desc,
             token_to_row,
             rank,
@@ -219,7 +221,7 @@ def make_rings(desc, CUT: gl.constexpr):
 
 @gluon.jit
 def role(ROLE: gl.constexpr, tensors, ring, RING: gl.constexpr, CUT: gl.constexpr):
-    """A role, with the stages of a ring."""
+    """Runs a role with the stages of a ring."""
     ROLE(tensors, ring, RING, CUT)
 
 
@@ -338,7 +340,7 @@ def primary_row(rows, CUT: gl.constexpr):
 
 
 @gluon.jit
-def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
+def request_primary_batch(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
     """Begins to load a batch of pieces: for tokens with several rows, of their primary rows; for others, zeros."""
     rows_desc, packed_to_row, begin, number = tokens
     is_due = batch < (number * CUT.num_pieces + (CUT.batch - 1)) // CUT.batch
@@ -346,13 +348,15 @@ def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
     for i in range(
         CUT.batch
     ):  # not unrolled: the code of all roles has to fit into the instruction cache
-        index, segment = place_of(batch * CUT.batch + i, CUT)
-        later, _ = place_of(batch * CUT.batch + i + step * CUT.batch, CUT)
+        index, segment = row_and_segment(batch * CUT.batch + i, CUT)
+        later, _ = row_and_segment(batch * CUT.batch + i + step * CUT.batch, CUT)
         prefetch(packed_to_row + (begin + gl.maximum(gl.minimum(later, number - 1), 0)) * CUT.top_k)
         rows = load_slots(packed_to_row, begin + index, is_due & (index < number), CUT)
         primary, num_rows = primary_row(rows, CUT)
-        place = [gl.where(num_rows > 1, primary, NOWHERE), segment, 0]
-        tma_load(rows_desc, place, full.index(stage), slots.index(stage * CUT.batch + i), is_due)
+        coordinates = [gl.where(num_rows > 1, primary, NOWHERE), segment, 0]
+        tma_load(
+            rows_desc, coordinates, full.index(stage), slots.index(stage * CUT.batch + i), is_due
+        )
 
 
 @gluon.jit
@@ -369,16 +373,20 @@ def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     first = gl.program_id(0) * CUT.rings + MOVER
     tokens = (rows_desc, packed_to_row, begin, number)
     for early in range(CUT.stages - 1):
-        ask_primary(tokens, first + early * step, step, slots, full, FIRST_STAGE + early, CUT)
+        request_primary_batch(
+            tokens, first + early * step, step, slots, full, FIRST_STAGE + early, CUT
+        )
     stage = FIRST_STAGE
     phase = 0
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
         tma.store_wait(0)  # the earlier batch has left its stage, which is filled next
         previous_stage = stage_before(stage, MOVER, CUT)
-        ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
+        request_primary_batch(
+            tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT
+        )
         for i in range(CUT.batch):
-            index, segment = place_of(batch * CUT.batch + i, CUT)
+            index, segment = row_and_segment(batch * CUT.batch + i, CUT)
             rows = load_slots(packed_to_row, begin + index, index < number, CUT)
             primary, _ = primary_row(rows, CUT)
             for k in gl.static_range(1, TOP_K):
@@ -421,7 +429,7 @@ def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_c
 
 
 @gluon.jit
-def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
+def request_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
     """Begins to load a piece of a row, if the row exists, into the stage; returns the next free stage."""
     slots, full, empty = ring
     if row >= 0:
@@ -433,13 +441,13 @@ def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, CUT: g
 
 
 @gluon.jit
-def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
+def add_piece(low, high, is_present, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
     """Adds the next row's pairs of features to the sums, if the row exists; returns the sums and the next stage.
 
     A missing row must not turn -0.0 into 0.0.
     """
     slots, full, empty = ring
-    if has:
+    if is_present:
         mbarrier.wait(full.index(stage), phase)
         more_low, more_high = unpack(slots.index(stage).load(PIECE_LAYOUT), CUT.dtype)
         thread_barrier()  # all threads have read
@@ -464,11 +472,11 @@ def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
         0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, PIECE_LAYOUT))
     )
     word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, PIECE_LAYOUT)))
-    places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(
+    offsets = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(
         gl.expand_dims(word, 0), 1
     )
-    target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
-    gl.store(target, pack(low, high, CUT.dtype), mask=places < CUT.num_segments * CUT.segment)
+    target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + offsets
+    gl.store(target, pack(low, high, CUT.dtype), mask=offsets < CUT.num_segments * CUT.segment)
 
 
 @gluon.jit
@@ -480,7 +488,7 @@ def rows_of_home(source_to_packed_start, received, home, CUT: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
+def request_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     """The requesting role: loads pieces of the rows of each token of the rank `home`."""
     rows_desc, _arena, packed_to_row, source_to_packed_start, received, _rank, home = tensors
     TOP_K: gl.constexpr = CUT.top_k
@@ -489,12 +497,12 @@ def ask_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     stage = PAIR * CUT.stages + 0
     phase = 1
     for item in range(gl.program_id(0) * CUT.rings + PAIR, number * CUT.num_pieces, step):
-        index, segment = place_of(item, CUT)
-        later, _ = place_of(item + 2 * step, CUT)
+        index, segment = row_and_segment(item, CUT)
+        later, _ = row_and_segment(item + 2 * step, CUT)
         prefetch(packed_to_row + (begin + gl.minimum(later, number - 1)) * TOP_K)
         rows = load_slots(packed_to_row, begin + index, True, CUT)
         for k in gl.static_range(TOP_K):
-            stage, phase = ask_piece(rows_desc, rows[k], segment, ring, stage, phase, PAIR, CUT)
+            stage, phase = request_piece(rows_desc, rows[k], segment, ring, stage, phase, PAIR, CUT)
 
 
 @gluon.jit
@@ -512,7 +520,7 @@ def add_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     phase = 0
     step = gl.num_programs(0) * CUT.rings
     for item in range(gl.program_id(0) * CUT.rings + PAIR, number * CUT.num_pieces, step):
-        index, segment = place_of(item, CUT)
+        index, segment = row_and_segment(item, CUT)
         rows = load_slots(packed_to_row, begin + index, True, CUT)
         highest = rows[0]
         low = constant_piece(NEGATIVE_ZERO, CUT)  # -0.0 plus a number is exactly that number
@@ -558,7 +566,7 @@ def hopper_push_sums_kernel(
     CUT: gl.constexpr,
 ):
     run_pairs(
-        ask_for_push,
+        request_for_push,
         add_for_push,
         (rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home),
         rows_desc,
@@ -615,7 +623,7 @@ def first_rows(packed_start, num_tokens, CUT: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
+def request_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     """The requesting role: loads pieces of every token's rows, in rank order: one row per peer, all of this rank's."""
     rows_desc, returned_desc, _words, tables, ready, arrived, num_tokens = tensors
     token_to_packed_row, packed_start, slot_to_rank, slot_to_row = tables
@@ -627,8 +635,8 @@ def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     stage = PAIR * CUT.stages + 0
     phase = 1
     for item in range(gl.program_id(0) * CUT.rings + PAIR, number * CUT.num_pieces, step):
-        token, segment = place_of(item, CUT)
-        later, _ = place_of(item + 2 * step, CUT)
+        token, segment = row_and_segment(item, CUT)
+        later, _ = row_and_segment(item + 2 * step, CUT)
         later = gl.minimum(later, number - 1)
         prefetch(token_to_packed_row + later * NUM_RANKS)
         prefetch(slot_to_rank + later * TOP_K)
@@ -639,11 +647,15 @@ def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
             if rank == CUT.own_rank:
                 for k in gl.static_range(TOP_K):
                     row = gl.where(ranks[k] == CUT.own_rank, own_rows[k], -1)
-                    stage, phase = ask_piece(rows_desc, row, segment, ring, stage, phase, PAIR, CUT)
+                    stage, phase = request_piece(
+                        rows_desc, row, segment, ring, stage, phase, PAIR, CUT
+                    )
             else:
                 packed_row = gl.load(token_to_packed_row + token * NUM_RANKS + rank)
                 row = gl.where(packed_row >= 0, packed_row + firsts[rank], -1)
-                stage, phase = ask_piece(returned_desc, row, segment, ring, stage, phase, PAIR, CUT)
+                stage, phase = request_piece(
+                    returned_desc, row, segment, ring, stage, phase, PAIR, CUT
+                )
 
 
 @gluon.jit
@@ -658,7 +670,7 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     phase = 0
     step = gl.num_programs(0) * CUT.rings
     for item in range(gl.program_id(0) * CUT.rings + PAIR, num_tokens * CUT.num_pieces, step):
-        token, segment = place_of(item, CUT)
+        token, segment = row_and_segment(item, CUT)
         own_rows = load_slots(slot_to_row, token, moves, CUT)
         ranks = load_slots(slot_to_rank, token, moves, CUT)
         low = constant_piece(0, CUT)
@@ -669,19 +681,21 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
                 own_low = constant_piece(0, CUT)
                 own_high = constant_piece(0, CUT)
                 for k in gl.static_range(TOP_K):
-                    has = (ranks[k] == CUT.own_rank) & (own_rows[k] >= 0)
+                    is_present = (ranks[k] == CUT.own_rank) & (own_rows[k] >= 0)
                     own_low, own_high, stage, phase = add_piece(
-                        own_low, own_high, has, ring, stage, phase, PAIR, CUT
+                        own_low, own_high, is_present, ring, stage, phase, PAIR, CUT
                     )
                 rounded_low, rounded_high = unpack(pack(own_low, own_high, CUT.dtype), CUT.dtype)
                 low += rounded_low
                 high += rounded_high
             else:
-                has = (
+                is_present = (
                     gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1)
                     >= 0
                 )
-                low, high, stage, phase = add_piece(low, high, has, ring, stage, phase, PAIR, CUT)
+                low, high, stage, phase = add_piece(
+                    low, high, is_present, ring, stage, phase, PAIR, CUT
+                )
         low = gl.where(moves, low, float("nan"))
         high = gl.where(moves, high, float("nan"))
         store_piece(words, low, high, token, segment, CUT)
@@ -703,7 +717,7 @@ def hopper_sum_home_kernel(
 ):
     tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row)
     run_pairs(
-        ask_for_home,
+        request_for_home,
         add_for_home,
         (rows_desc, returned_desc, words, tables, ready, arrived, num_tokens),
         rows_desc,

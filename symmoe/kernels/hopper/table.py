@@ -46,13 +46,13 @@ def describe_as(
 
 
 @gluon.jit
-def matrix_place(table, anchor, group):
+def matrix_coordinates(table, anchor, group):
     """The first two coordinates of a matrix, for describe_table's descriptor of the same anchor."""
-    return distant_place(gl.load(table + group) - anchor.to(gl.int64))
+    return distant_coordinates(gl.load(table + group) - anchor.to(gl.int64))
 
 
 @gluon.jit
-def distant_place(distance):
+def distant_coordinates(distance):
     """The first two coordinates of an address at this distance in bytes from the anchor, a multiple of 16."""
     return ((distance >> FAR_STEP_BITS) & DIGITS).to(gl.int32), (
         (distance >> STEP_BITS) & DIGITS

@@ -1,6 +1,6 @@
 """grouped_gemm_wgrad of contiguous rows for Hopper, with the bits of triton/gemm.py; roles as in pipeline.py.
 
-A tile is 128 rows of out[g] (features of dout) by 256 columns (features of rows). It contracts over the group's rows,
+A tile is 128 rows of out[g] (features of dout) by 256 columns (features of rows). The group's rows are contracted,
 so both operands have the same layout in shared and in global memory: a stage is BLOCK_K rows of either. Each of the two
 multiplying warpgroups has one [BLOCK_K, CHUNK] of dout, which WGMMA reads transposed. Only the device has a group's
 number of stages. If it is 0, no role uses the ring, and the tile is zeros.
@@ -102,8 +102,8 @@ def load(dout_desc, rows_desc, row_range, ring, PIPE: gl.constexpr):
             barrier = full.index(stage)
             tma_load(rows_desc, [RAGGED, end, row, n], barrier, b.index(stage))
             for i in gl.static_range(2):
-                place = [RAGGED, end, row, m + i * CHUNK]
-                tma_load(dout_desc, place, barrier, a.index(2 * stage + i))
+                coordinates = [RAGGED, end, row, m + i * CHUNK]
+                tma_load(dout_desc, coordinates, barrier, a.index(2 * stage + i))
             stage, phase = next_stage(stage, phase, PIPE)
 
 
@@ -146,9 +146,9 @@ def multiply(out_desc, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: g
         write_dump(acc, chunks, WARPGROUP, PIPE)
         fence_async_shared()
         for i in gl.static_range(BLOCK_N // CHUNK):
-            place = [group, m + CHUNK * WARPGROUP, n + CHUNK * i]
+            coordinates = [group, m + CHUNK * WARPGROUP, n + CHUNK * i]
             chunk = chunks.index(BLOCK_N // CHUNK * WARPGROUP + i).reshape([1, CHUNK, CHUNK])
-            tma_store(out_desc, place, chunk)
+            tma_store(out_desc, coordinates, chunk)
     tma.store_wait(0)
 
 

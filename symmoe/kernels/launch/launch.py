@@ -42,7 +42,7 @@ CPU = -1  # the result of Tensor.get_device
 
 
 class Constants:
-    """Constants of many calls of one kernel. They compare by identity: make them once, reuse them.
+    """Constants of many calls of one kernel, compared by identity: make an object once and reuse it.
 
     Attributes:
         named: the kernel's constants and the launch's options.
@@ -81,14 +81,14 @@ class Named(tl.constexpr):  # type: ignore[misc]
 
 
 @functools.cache
-def kept_constants(**named: Hashable) -> Constants:
+def cached_constants(**named: Hashable) -> Constants:
     """The shared Constants of all calls with equal constants."""
     return Constants(named)
 
 
 @functools.cache
-def kept_sizes(**named: Hashable) -> Constants:
-    """As kept_constants, for a kernel with one constant, SIZES, a Named whose attributes are the arguments. A call
+def cached_sizes(**named: Hashable) -> Constants:
+    """As cached_constants, for a kernel with one constant, SIZES, a Named whose attributes are the arguments. A call
     passes the attributes that the kernel reads."""
     options = {name: named.pop(name) for name in LAUNCH_OPTIONS if name in named}
     if isinstance(tl.cdiv, JITFunction):  # the interpreter's kernels are Python
@@ -184,7 +184,7 @@ class FastLaunch:
         if CONSTANT in modes[: len(self._modes)]:
             raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
         self._calls: dict[tuple[Any, ...], _Call] = {}
-        self._seen: dict[int, Any] = {}  # variants from the JIT of an unsupported Triton
+        self._jit_variants: dict[int, Any] = {}  # variants from the JIT of an unsupported Triton
 
     def __getattr__(self, name: str) -> Any:
         if name == "kernel":  # copied without __init__
@@ -255,7 +255,7 @@ class FastLaunch:
         )
         if compiled is not None:
             FastLaunch.num_compiled += 1
-            parts = read, args, call.places, constants.descriptors
+            parts = read, args, call.positions, constants.descriptors
             call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
 
     def _launch_by_jit(
@@ -274,8 +274,8 @@ class FastLaunch:
         compiled = self._with_stages(
             lambda options: self.kernel[grid](*described, **options), constants.named
         )
-        if not triton_internals.IS_KNOWN and id(compiled) not in self._seen:
-            self._seen[id(compiled)] = compiled
+        if not triton_internals.IS_KNOWN and id(compiled) not in self._jit_variants:
+            self._jit_variants[id(compiled)] = compiled
             FastLaunch.num_compiled += 1
         return compiled
 
@@ -300,15 +300,15 @@ class FastLaunch:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How calls with the same constants and the same types of arguments are read."""
+    """The arguments that matter in calls with the same constants and the same types of arguments."""
 
-    places: list[int]  # the tensors' places in the arguments
+    positions: list[int]  # of the tensors among the arguments
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # from the arguments
     # From the tensors' addresses to the addresses whose alignment is compiled in; None: there are none.
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[
         tuple[int, Callable[[int], tuple[Any, ...]]], ...
-    ]  # (place, properties of an integer that may be compiled in)
+    ]  # (position, properties of an integer that may be compiled in)
     # Compiled kernels and their launchers (None: the JIT), by the rest of the key.
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 

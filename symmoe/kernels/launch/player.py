@@ -71,11 +71,11 @@ Parts = tuple[
 ]  # values (the address of a tensor map, or 0; integers), and their owner
 
 
-def picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Function from a sequence or a mapping to the tuple of its elements at `places`."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return (lambda row: (row[places[0]],)) if places else (lambda row: ())
+def picker(positions: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Function from a sequence or a mapping to the tuple of its elements at `positions`."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return (lambda row: (row[positions[0]],)) if positions else (lambda row: ())
 
 
 class Kernel:
@@ -90,11 +90,11 @@ class Kernel:
         describe: Mapping[int, Describe],
     ) -> None:
         self.name, self._compiled = name, compiled
-        self._tensors = {place: n for n, place in enumerate(tensors)}
+        self._tensors = {position: n for n, position in enumerate(tensors)}
         self.kinds = compiled.kinds[: len(args)]
         self._maps = {
-            place: _TensorMaps(compiled, n, describe[place])
-            for n, place in enumerate(
+            position: _TensorMaps(compiled, n, describe[position])
+            for n, position in enumerate(
                 i for i, kind in enumerate(self.kinds) if kind == "tensordesc"
             )
         }
@@ -110,13 +110,18 @@ class Kernel:
             for n, i in enumerate(self._numbers, first_number)
             if (kind := self.kinds[i]) in _FLOATS
         ]
-        self._mapped = [(self._tensors[place], maps) for place, maps in self._maps.items()]
-        values = {place: _FIRST + n for n, place in enumerate((*tensors, *self._numbers))}
+        self._mapped = [(self._tensors[position], maps) for position, maps in self._maps.items()]
+        values = {position: _FIRST + n for n, position in enumerate((*tensors, *self._numbers))}
         parts = iter(range(_FIRST + len(values), 1 << 30))
-        lengths = {place: len(maps.of(args[place])[0]) for place, maps in self._maps.items()}
+        lengths = {
+            position: len(maps.parts_of(args[position])[0]) for position, maps in self._maps.items()
+        }
         self._parameters = self.parameters(
-            {place: (value, 0) for place, value in values.items()},
-            {place: [next(parts) for _ in range(length)] for place, length in lengths.items()},
+            {position: (value, 0) for position, value in values.items()},
+            {
+                position: [next(parts) for _ in range(length)]
+                for position, length in lengths.items()
+            },
         )
         self._offsets = [WORD_BYTES * parameter.value for parameter in self._parameters]
         self._described = [
@@ -140,7 +145,7 @@ class Kernel:
             words[n] = _bits(words[n], kind)
         map_objects = []
         for n, maps in self._mapped:
-            parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
+            parts, map_object = maps.get(tensors[n].shape) or maps.parts_of(tensors[n])
             words += parts
             map_objects.append(map_object)  # another thread may drop it
         values = _values(words)  # per call: threads may launch the same kernel at once
@@ -173,24 +178,26 @@ class Kernel:
         return memory
 
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
-        """The values for arguments with tensor maps, by place."""
-        return {place: maps.of(args[place]) for place, maps in self._maps.items()}
+        """The values for arguments with tensor maps, by position."""
+        return {position: maps.parts_of(args[position]) for position, maps in self._maps.items()}
 
     def parameters(
         self, values: Mapping[int, tuple[int, int]], parts: Mapping[int, Sequence[int]]
     ) -> tuple[Parameter, ...]:
         """The source of each parameter of the compiled kernel.
 
-        values: by place, the index of an argument's value, and its addend. parts: by place, indices of the values of
-        :meth:`maps`.
+        values: by position, the index of an argument's value, and its addend. parts: by position, indices of the values
+        of :meth:`maps`.
         """
         result = []
-        for place, kind in enumerate(self.kinds):
+        for position, kind in enumerate(self.kinds):
             if kind == "constexpr":
                 continue
-            is_mapped = place in parts and self._maps[place].has_map
-            result.append(Parameter(*values[place], parts[place][0] if is_mapped else -1))
-            result += [Parameter(part, 0) for part in parts[place][1:]] if place in parts else []
+            is_mapped = position in parts and self._maps[position].has_map
+            result.append(Parameter(*values[position], parts[position][0] if is_mapped else -1))
+            result += (
+                [Parameter(part, 0) for part in parts[position][1:]] if position in parts else []
+            )
         scratch = Parameter(_ZERO, 0)  # kernels with scratch memory are launched by the JIT
         return (*result, scratch, scratch)
 
@@ -224,14 +231,15 @@ def known_kernel(
 ) -> Kernel | None:
     """The launcher of a compiled kernel; None if only Triton's JIT can launch it.
 
-    args: one call's arguments without constants; tensors: their places. Later calls have None and tensors there, too.
-    describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
+    args: one call's arguments without constants; tensors: the positions of tensors. Later calls have None and tensors
+    at the same positions.
+    describe: by position, functions from a tensor to its descriptor, which begins at the tensor's address.
     """
     if compiled is None or not driver.can_launch() or compiled.shared_bytes > _MAX_SHARED_BYTES:
         return None
-    for place, kind in enumerate(compiled.kinds[: len(args)]):
+    for position, kind in enumerate(compiled.kinds[: len(args)]):
         if kind == "tensordesc":
-            if place not in describe or place not in tensors:
+            if position not in describe or position not in tensors:
                 return None
         elif not (
             kind in _INTEGERS or kind in _FLOATS or kind == "constexpr" or kind.startswith("*")
@@ -241,11 +249,11 @@ def known_kernel(
         return None
     try:
         return Kernel(name, compiled, args, tensors, describe)
-    except (_Unknown, AttributeError, KeyError, TypeError, ValueError, struct.error):
+    except (_Unsupported, AttributeError, KeyError, TypeError, ValueError, struct.error):
         return None
 
 
-class _Unknown(Exception):
+class _Unsupported(Exception):
     """A kernel that this module cannot launch."""
 
 
@@ -256,7 +264,7 @@ class _TensorMaps(dict[torch.Size, Parts]):
         self._compiled, self._number, self._describe = compiled, number, describe
         self.has_map = compiled.has_maps
 
-    def of(self, tensor: torch.Tensor) -> Parts:
+    def parts_of(self, tensor: torch.Tensor) -> Parts:
         """The values for a tensor."""
         parts = self.get(tensor.shape)
         if parts is None:
@@ -267,7 +275,7 @@ class _TensorMaps(dict[torch.Size, Parts]):
             descriptor.base = _PLACEHOLDER  # every launch writes its own address there
             parts = described_parts(self._compiled, self._number, descriptor)
             if parts is None:
-                raise _Unknown
+                raise _Unsupported
             self[tensor.shape] = parts
         return parts
 
@@ -295,7 +303,7 @@ def _values(words: Iterable[int]) -> array[int]:
 
 
 def _check_number(function: int, count: int) -> None:
-    """Raises _Unknown if the driver reports another number of parameters for the kernel."""
+    """Raises _Unsupported if the driver reports another number of parameters for the kernel."""
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = (
@@ -306,7 +314,7 @@ def _check_number(function: int, count: int) -> None:
     )
     has_more = query(arguments[0], ctypes.c_size_t(count), *arguments[2:]) == 0
     if has_more or query(*arguments) != 0:
-        raise _Unknown
+        raise _Unsupported
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
@@ -318,7 +326,7 @@ class _Layout:
 
     # The stream, 0, constants, and 0 for each value of a call.
     values: array[int] = field(default_factory=functools.partial(array, "q", (0, 0)))
-    # Indices of values by their source in a call: the slot of memory with this address, or the place of a number.
+    # Indices of values by their source in a call: the slot of memory with this address, or a number's operand.
     indices: dict[Any, int] = field(default_factory=dict)
     # By slot, the larger memory that contains this memory: its slot, and the offset in bytes.
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -346,10 +354,10 @@ def in_sections(program: Program) -> Program:
     has_outside = any(getattr(entry, "kind", None) == IN_ORDER for entry in program.entries)
     group, layout = _Group(), _Layout(has_outside=has_outside)
     for entry in _with_memory_planned(program, allocations, layout.parts):
-        if not group.takes(entry):
+        if not group.try_add(entry):
             steps += group.end(layout)
             group = _Group()
-            group.takes(entry)
+            group.try_add(entry)
     steps += group.end(layout)
     return replace(program, entries=(*allocations, *steps), values=layout.values)
 
@@ -412,7 +420,7 @@ def _free(slot: int) -> Call:
 
 
 def _nothing() -> None:
-    """What a slot has whose memory has been freed."""
+    """Returns None, the value of a slot whose memory has been freed."""
 
 
 def _slots(template: Any) -> Iterator[int]:
@@ -433,7 +441,7 @@ class _Group:
         self._after: list[Call] = []
         self._is_full = False
 
-    def takes(self, entry: Entry) -> bool:
+    def try_add(self, entry: Entry) -> bool:
         """Adds the entry to this group if it fits; returns whether it does."""
         has_operator = any(entry.kind == OPERATOR for entry in self._after)
         # A launch may read what an operator writes.
@@ -487,7 +495,7 @@ class _Order:
     def __init__(self, layout: _Layout) -> None:
         self.nodes: list[tuple[Node, tuple[int, ...]]] = []
         self.entered: dict[int, torch.cuda.Event] = {}  # by stream, recorded before the section
-        self.left: dict[int, torch.cuda.Event] = {}  # by stream, waited for after the section
+        self.exited: dict[int, torch.cuda.Event] = {}  # by stream, waited for after the section
         self._layout = layout
         self._last: dict[
             int | None, tuple[_Point, ...]
@@ -517,7 +525,7 @@ class _Order:
         for stream, points in self._last.items():
             after = [point for point in points if point != _Outside(stream or 0)]
             if stream is not None and self._layout.has_outside and after:
-                self.left[stream] = event = _new_event()
+                self.exited[stream] = event = _new_event()
                 self.nodes.append((EventNode(event, is_wait=False), self._numbers(after)))
         for slot, points in self._events.items():
             self._layout.outside[slot] = tuple(
@@ -554,7 +562,7 @@ class Section:
     """Consecutive launches and events of a program, as a CUDA graph. call: the entry that launches everything."""
 
     def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
-        self._kept: list[Any] = []  # kernels, and tensor maps to be copied
+        self._references: list[Any] = []  # kernels, and tensor maps to be copied
         self._layout = layout
         # Slots of memory, and numbers, that no earlier section uses, with the indices of their values.
         self._memory: list[tuple[int, int]] = []
@@ -566,7 +574,7 @@ class Section:
             else:
                 order.add(self._node(entry), entry.stream)
         order.end()
-        self._entered, self._left = order.entered, order.left
+        self._entered, self._exited = order.entered, order.exited
         self._graph = LaunchGraph(order.nodes, layout.values) if order.nodes else None
         memory = [ObjectSlot(slot) for _, slot in self._memory]
         numbers = [number for _, number in self._numbers]
@@ -585,7 +593,7 @@ class Section:
             driver.check(library.cuEventRecord(event.cuda_event, stream), "cuEventRecord")
         if self._graph is not None:
             self._graph.launch(values[STREAM], values)
-        for stream, event in self._left.items():
+        for stream, event in self._exited.items():
             driver.check(
                 library.cuStreamWaitEvent(stream, event.cuda_event, 0), "cuStreamWaitEvent"
             )
@@ -593,27 +601,30 @@ class Section:
     def _node(self, entry: Launch) -> KernelNode:
         kernel: Kernel = entry.kernel
         values, constant = {}, self._layout.constant
-        for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
-            arg = arg.of if isinstance(arg, Address) else arg
+        for position, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
+            arg = arg.tensor if isinstance(arg, Address) else arg
             if isinstance(arg, (TensorRef, ObjectSlot)) and arg.slot is not None:
                 slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
-                values[place] = self._index(slot, self._memory), offset + arg.offset_bytes
+                values[position] = self._index(slot, self._memory), offset + arg.offset_bytes
             elif isinstance(arg, TensorRef):
-                values[place] = constant(arg.offset_bytes), 0
+                values[position] = constant(arg.offset_bytes), 0
             elif isinstance(arg, (Number, LeaseOffset, ResultField)):
-                values[place] = self._index(arg, self._numbers), 0
+                values[position] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
-                values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
+                values[position] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
         parts = {
-            place: [constant(word) for word in words] for place, (words, _) in entry.maps.items()
+            position: [constant(word) for word in words]
+            for position, (words, _) in entry.maps.items()
         }
-        self._kept += [kernel, entry.maps]
+        self._references += [kernel, entry.maps]
         return kernel.node(entry.grid, kernel.parameters(values, parts), _priority(entry.stream))
 
-    def _index(self, source: Any, new: list[tuple[int, Any]]) -> int:
-        """The index of a call's value in a slot or a place. new: gets the entry if no section has used it."""
+    def _index(self, source: Any, additions: list[tuple[int, Any]]) -> int:
+        """The index of a value by its source in a call. additions: gets the entry if no section has used the value."""
         if source not in self._layout.indices:
-            new.append((self._layout.indices.setdefault(source, self._layout.constant(0)), source))
+            additions.append(
+                (self._layout.indices.setdefault(source, self._layout.constant(0)), source)
+            )
         return self._layout.indices[source]
 
 

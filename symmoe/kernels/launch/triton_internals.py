@@ -128,12 +128,14 @@ def described_parts(
     """The kernel's values for its descriptor of this number: the address of the tensor map (0 if the kernel gets the
     tensor's address), then integers; and the map's owner. None if the build is not supported."""
     metadata = compiled.kernel.metadata.tensordesc_meta[number] if compiled.has_maps else None
-    first, *rest = make_tensordesc_arg(descriptor, metadata, *([()] if VERSION >= (3, 8) else []))
+    first, *integers = make_tensordesc_arg(
+        descriptor, metadata, *([()] if VERSION >= (3, 8) else [])
+    )
     if metadata is None:
-        return (0, *map(int, rest)), None
+        return (0, *map(int, integers)), None
     if type(first).__basicsize__ != 2 * MAP_BYTES:
         return None
-    return (id(first) + MAP_BYTES, *map(int, rest)), first
+    return (id(first) + MAP_BYTES, *map(int, integers)), first
 
 
 def build_module(source: str, name: str) -> ModuleType:

@@ -18,7 +18,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import num_scale_sums
-from symmoe.kernels.launch.launch import ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import cached_sizes, ceil_div, fast_jit, launch
 from symmoe.kernels.low_precision.codes import (
     TILE,
     block_scales_or_nan,
@@ -214,7 +214,7 @@ def act_quantize(h, row_scale, row_range, out, activation, block_format):
             tiles_of_features,
             row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features),
         ),
-        kept_sizes(
+        cached_sizes(
             activation=addressable(activation, ffn),
             columns=ffn,
             format=block_format,
@@ -247,7 +247,7 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
         launch(
             dact_quantize_kernel,
             (formats.max_tiles(num_rows, num_groups), ceil_div(ffn, features)),
-            kept_sizes(
+            cached_sizes(
                 activation=addressable(activation, ffn),
                 columns=ffn,
                 format=block_format,

@@ -101,11 +101,11 @@ def e2m1_code(x, words):
     base = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
     units = size * per_unit
     code = units.to(tl.int32)
-    rest = units - code.to(tl.float32)
+    fraction = units - code.to(tl.float32)
     is_up = (
-        (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
+        (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
         if words is None
-        else (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+        else (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < fraction
     )
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     return (base + code + is_up.to(tl.int32) + sign).to(tl.uint8)
@@ -168,9 +168,9 @@ def hadamard(x, signs):
     y = (x * tl.where(bit == 1, -1.0, 1.0)[None, :]).reshape(lines, blocks, FORMATS.HADAMARD_SIZE)
     # Sums and differences of neighbours go to the two halves. After four times all elements are back in their places.
     for _ in tl.static_range(4):
-        left, right = tl.split(y.reshape(lines, blocks, FORMATS.HADAMARD_SIZE // 2, 2))
+        first, second = tl.split(y.reshape(lines, blocks, FORMATS.HADAMARD_SIZE // 2, 2))
         y = (
-            tl.join(left + right, left - right)
+            tl.join(first + second, first - second)
             .permute(0, 1, 3, 2)
             .reshape(lines, blocks, FORMATS.HADAMARD_SIZE)
         )

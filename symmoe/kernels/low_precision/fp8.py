@@ -16,7 +16,7 @@ import triton.language as tl
 from symmoe.errors import ArgumentError
 from symmoe.kernels import quantized_gemm
 from symmoe.kernels.launch.launch import Constants, fast_jit
-from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place, zero_tail_rows
+from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_location, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     TileConfig,
@@ -28,7 +28,7 @@ from symmoe.kernels.triton.tiles import (
     row_tile_prefix,
     store_gradient,
     store_rounded,
-    wgrad_place,
+    wgrad_location,
 )
 
 BLOCK = tl.constexpr(quantized_gemm.BLOCK)
@@ -55,7 +55,7 @@ def grouped_gemm_fp8_kernel(
     NUM_BLOCKS: tl.constexpr = (GEMM.in_width + BLOCK - 1) // BLOCK
     prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, end, first_column = tile_place(tile, prefix, row_range, GEMM)
+        group, first_row, end, first_column = tile_location(tile, prefix, row_range, GEMM)
         row = first_row + tl.arange(0, GEMM.config.block_m)
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = matrix_of(
@@ -69,16 +69,16 @@ def grouped_gemm_fp8_kernel(
         column = first_column + tl.arange(0, BLOCK_N)
         acc = tl.full((GEMM.config.block_m, BLOCK_N), 0.0, dtype=tl.float32)
         for b in tl.range(0, NUM_BLOCKS):
-            left = rows_desc.load([first_row, b * BLOCK])
+            lhs = rows_desc.load([first_row, b * BLOCK])
             if weight_table is None:
-                right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
+                rhs = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
             else:
-                right = load_lines(
+                rhs = load_lines(
                     weight_table, group, column, b * BLOCK, GEMM.columns, GEMM.in_width, BLOCK
                 )
-                right = right.to(rows_desc.dtype, bitcast=True)
+                rhs = rhs.to(rows_desc.dtype, bitcast=True)
             scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
-            acc += tl.dot(left, right.T) * scale[:, None]
+            acc += tl.dot(lhs, rhs.T) * scale[:, None]
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, GEMM.columns)
         store_rounded(acc, out, row, end, column, GEMM.columns, BLOCK_N)
     zero_tail_rows(out, row_range, num_rows, GEMM)
@@ -100,15 +100,15 @@ def grouped_gemm_wgrad_fp8_kernel(
     prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, BLOCK)
     lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
-        group, m_tile, n_tile = wgrad_place(tile, WGRAD)
+        group, m_tile, n_tile = wgrad_location(tile, WGRAD)
         first_block = tl.max(tl.where(lane < group, prefix, 0), axis=0)
         end_block = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
         row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for b in tl.range(first_block, end_block):
-            left = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
-            right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
+            lhs = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
+            rhs = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
             # 32 bits are enough for the scales of all numbers that fit into memory.
             by_row = tl.load(
                 dout_scale + b * WGRAD.out_rows + row, mask=row < WGRAD.out_rows, other=0.0
@@ -116,7 +116,7 @@ def grouped_gemm_wgrad_fp8_kernel(
             by_column = tl.load(
                 rows_scale + b * WGRAD.columns + column, mask=column < WGRAD.columns, other=0.0
             )
-            acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
+            acc += (tl.dot(lhs, rhs.T) * by_column[None, :]) * by_row[:, None]
         if (
             not WGRAD.accumulate or first_block < end_block
         ):  # a group without tokens is not even read

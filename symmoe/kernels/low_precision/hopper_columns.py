@@ -12,8 +12,8 @@ Instructions are the bottleneck, so numbers stay in words of two features as lon
     not finite  the multiplier of a block that is not finite is NaN, so all of its codes are NaN
 
 The layout of shared memory permutes pieces of eight words by their 16 tokens. Only the ldmatrix with which the compiler
-reads words of the wire has bank conflicts: it takes the cycles of single words. Formulas and numbers are the same as in
-low_precision/quantize.py, so the bits are equal.
+reads words of the wire has bank conflicts: this ldmatrix takes the cycles of single words. Formulas and numbers are the
+same as in low_precision/quantize.py, so the bits are equal.
 """
 
 import functools
@@ -185,9 +185,9 @@ def stride(number, num_used, PLAN: gl.constexpr):
 def further(at, step, num_used, PLAN: gl.constexpr):
     """The panel, and the tile in it, a step of `stride` after `at`. No division."""
     in_panel = gl.maximum(num_used, 1) * PLAN.panel
-    rest = at[1] + step[1]
-    is_past = (rest >= in_panel).to(gl.int32)
-    return at[0] + step[0] + is_past, rest - is_past * in_panel
+    tile = at[1] + step[1]
+    is_past = (tile >= in_panel).to(gl.int32)
+    return at[0] + step[0] + is_past, tile - is_past * in_panel
 
 
 @gluon.jit
@@ -357,12 +357,12 @@ def launch_requantize_columns(
 
 
 def _launch(
-    made: tuple[ColumnPlan, Constants],
+    plan_and_constants: tuple[ColumnPlan, Constants],
     inputs: tuple[torch.Tensor | None, ...],
     out: Buffers,
     num_sms: int | None,
 ) -> None:
-    plan, constants = made
+    plan, constants = plan_and_constants
     data, scale = out
     launch(
         hopper_quantize_columns_kernel,

@@ -169,8 +169,8 @@ def differentiate(
         sums = gl.convert_layout(add_neighbours(terms, SUM_STEPS), SUMS)
         row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, SUMS))
         block = gl.arange(0, NUM_SUMS, gl.SliceLayout(0, SUMS))
-        place = tile_sums + block.to(gl.int64)[None, :] * num_rows + row[:, None]
-        gl.store(place, sums, mask=(row < end)[:, None])
+        pointers = tile_sums + block.to(gl.int64)[None, :] * num_rows + row[:, None]
+        gl.store(pointers, sums, mask=(row < end)[:, None])
 
 
 @fast_jit(["da", "h", "data", "column_data", "a_column_data"], jit=gluon.jit)

@@ -7,8 +7,9 @@ WGMMA adds E4M3 products with about 14 bits, so the fp32 units add the sum over 
 
 A warpgroup has 64 rows of a tile, and one sum for each half of the columns, because a scale of the weight covers 128
 columns. The sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies
-again; meanwhile the tensor core computes the other warpgroup's products. Both may be in the same phase at the same
-time: enforced turns were slower for most products (docs/decisions/0004-low-precision.md).
+again; meanwhile the tensor core computes the other warpgroup's products. Both warpgroups may be in the same phase at
+the
+same time: enforced turns were slower for most products (docs/decisions/0004-low-precision.md).
 
 The warps that need scales read them a stage ahead: a row's scale has four bytes, too narrow for TMA, and its line stays
 in L1 for the next seven stages.
@@ -110,8 +111,8 @@ def product(
     scale = gl.load(row_pointers)
     left_scale = scale * gl.load(left_pointer)
     right_scale = scale * gl.load(right_pointer)
-    left = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
-    right = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    left_sum = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    right_sum = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
     for k in range(PIPE.num_k):
         following = gl.minimum(k + 1, PIPE.num_k - 1)
         next_scale = gl.load(row_pointers + following)
@@ -121,14 +122,14 @@ def product(
         a = a_ring.index(stage).slice(CHUNK * WARPGROUP, CHUNK, dim=0)
         b = b_ring.index(stage).reshape([BLOCK_N, BLOCK_K])
         partial = partial_sum(a, b.slice(0, HALF, dim=0), 0)
-        left += partial * left_scale[:, None]
+        left_sum += partial * left_scale[:, None]
         partial = partial_sum(a, b.slice(HALF, HALF, dim=0), 0)
         mbarrier.arrive(empty.index(stage))
-        right += partial * right_scale[:, None]
+        right_sum += partial * right_scale[:, None]
         left_scale = next_scale * next_left_scale
         right_scale = next_scale * next_right_scale
         stage, phase = next_stage(stage, phase, PIPE)
-    return left, right, stage, phase
+    return left_sum, right_sum, stage, phase
 
 
 @gluon.jit
@@ -149,8 +150,8 @@ def add_bias(part, addend, group, row, end, column, PIPE: gl.constexpr):
 
 @gluon.jit
 def store_tile(
-    left,
-    right,
+    left_sum,
+    right_sum,
     addend,
     chunks,
     out_desc,
@@ -163,10 +164,10 @@ def store_tile(
 ):
     """Adds the bias, rounds the sums and stores them by TMA, which reads during the next tile's products.
 
-    It takes a part of the columns at a time, so that the registers of the last partial sum are enough.
+    A part of the columns is converted at a time, so that the registers of the last partial sum are enough.
     """
     tma.store_wait(0)
-    parts = halves(left, 1) + halves(right, 1)
+    parts = halves(left_sum, 1) + halves(right_sum, 1)
     row = first_row + CHUNK * WARPGROUP
     for i in gl.static_range(4):
         part = gl.convert_layout(parts[i], PART, assert_trivial=True)
@@ -189,11 +190,21 @@ def multiply(
     phase = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, end, _row_tile, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        left, right, stage, phase = product(
+        left_sum, right_sum, stage, phase = product(
             scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE
         )
         store_tile(
-            left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP, PIPE
+            left_sum,
+            right_sum,
+            addend,
+            chunks,
+            out_desc,
+            group,
+            first_row,
+            end,
+            n_tile,
+            WARPGROUP,
+            PIPE,
         )
     tma.store_wait(0)
 

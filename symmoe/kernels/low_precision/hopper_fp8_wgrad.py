@@ -1,16 +1,16 @@
 """grouped_gemm_wgrad_quantized for Hopper: E4M3 products, scaled in fp32 every 128 tokens.
 
 Tiles are as in hopper/wgrad.py, roles and sums as in hopper_fp8.py. Tokens are the last dimension of both operands, so
-WGMMA reads them in the same way as rows and weights. Both have one scale for a feature and 128 tokens:
+WGMMA reads them in the same way as rows and weights. Both operands have one scale for a feature and 128 tokens:
 
     sum of the tile += partial sum * scale of the column * scale of the row
 
 Scales are read from shared memory, which also feeds the tensor core: at full speed the core's operands take three
 quarters of the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows
-of a tile and one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. It
-reads them a stage ahead: products leave only a quarter of the cycles, and scales would arrive late. Scales, one partial
-sum and the sums fill the registers. So the next stage's scales replace this stage's as soon as both partial sums have
-been scaled.
+of a tile and one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. The
+scales are read a stage ahead: products leave only a quarter of the cycles, and scales would arrive late. Scales, one
+partial sum and the sums fill the registers. So the next stage's scales replace this stage's as soon as both partial
+sums have been scaled.
 
 The scales of 128 tokens are contiguous: TMA loads them with the operands, and counts their bytes at full[s].
 
@@ -41,7 +41,12 @@ from symmoe.kernels.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
-from symmoe.kernels.hopper.table import describe_as, describe_table, distant_place, matrix_place
+from symmoe.kernels.hopper.table import (
+    describe_as,
+    describe_table,
+    distant_coordinates,
+    matrix_coordinates,
+)
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile, num_steps
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS, partial_sum
@@ -157,8 +162,8 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
 @gluon.jit
 def quarters(x):
     """x [M, N] cut into a tuple of four [M, N / 4] from left to right."""
-    left, right = halves(x, 1)
-    return halves(left, 1) + halves(right, 1)
+    left_half, right_half = halves(x, 1)
+    return halves(left_half, 1) + halves(right_half, 1)
 
 
 @gluon.jit
@@ -187,11 +192,14 @@ def store_batch(
         chunks.index(PLACE + i).reshape([CHUNK, PART]).store(part)
     fence_async_shared()
     for i in gl.static_range(BATCH):
-        place = matrix + (m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS))
+        coordinates = matrix + (
+            m + CHUNK * ((FIRST + i) // ACROSS),
+            n + PART * ((FIRST + i) % ACROSS),
+        )
         if PIPE.accumulate:
-            tma_add(out_desc, place, chunks.index(PLACE + i))
+            tma_add(out_desc, coordinates, chunks.index(PLACE + i))
         else:
-            tma_store(out_desc, place, chunks.index(PLACE + i))
+            tma_store(out_desc, coordinates, chunks.index(PLACE + i))
 
 
 @gluon.jit
@@ -226,9 +234,9 @@ def store_tile(
             )
     else:
         if out_table is not None:
-            matrix = matrix_place(out_table, out, group)
+            matrix = matrix_coordinates(out_table, out, group)
         elif PIPE.accumulate:  # 8 to 10 % less time: docs/decisions/0004-low-precision.md
-            matrix = distant_place(group.to(gl.int64) * (PIPE.out_rows * PIPE.columns * 4))
+            matrix = distant_coordinates(group.to(gl.int64) * (PIPE.out_rows * PIPE.columns * 4))
         else:
             matrix = (group,)
         for i in gl.static_range(PARTS // PIPE.batch):

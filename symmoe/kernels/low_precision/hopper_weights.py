@@ -1,6 +1,6 @@
 """Both operands of weights, quantised in square blocks of TILE, for Hopper (Gluon, persistent).
 
-A tile is a block. It is loaded to shared memory as in hopper_columns.py, and read twice from there: as words of 128
+A tile is a block. A tile is loaded to shared memory as in hopper_columns.py, and read twice from there: as words of 128
 lines, for the block's largest number and the transposed codes, and as words of a line, for the other codes. So no code
 is transposed; multiplying and rounding again costs less. Formulas and bits are the same as in quantize.py.
 """
@@ -11,7 +11,7 @@ from symmoe.kernels import control, formats
 from symmoe.kernels.hopper.act import unpack
 from symmoe.kernels.hopper.gluon_names import async_copy, copy_async, gl, gluon
 from symmoe.kernels.hopper.table import GLUON_DTYPES
-from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import cached_sizes, fast_jit, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
     HELD,
@@ -65,7 +65,7 @@ def begin_copy(stage, weight, table, tile, num_tiles, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def store_turned(
+def store_transposed(
     words, multiplier, transposed_data, group, tile_line, tile_column, SIZES: gl.constexpr
 ):
     """Codes of words [TILE, PAIRS], `HELD`, times the multiplier, as lines of 128 neighbours of a column."""
@@ -78,7 +78,7 @@ def store_turned(
 
 
 @gluon.jit
-def store_straight(words, multiplier, data, tile, SIZES: gl.constexpr):
+def store_lines(words, multiplier, data, tile, SIZES: gl.constexpr):
     """Codes of words [TILE, PAIRS], `COPIED`, times the multiplier, two at a time."""
     WORDS: gl.constexpr = SIZES.width // 2
     data += (tile // SIZES.column_tiles).to(gl.int64) * (
@@ -126,8 +126,8 @@ def hopper_quantize_weight_pairs_kernel(
             + tile_line,
             stored,
         )
-        store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES)
-        store_straight(stage.load(COPIED), multiplier, data, tile, SIZES)
+        store_transposed(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES)
+        store_lines(stage.load(COPIED), multiplier, data, tile, SIZES)
         begin_copy(stage, weight, table, tile + gl.num_programs(0), num_tiles, SIZES)
     async_copy.wait_group(0)
 
@@ -152,7 +152,7 @@ def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, n
     launch(
         hopper_quantize_weight_pairs_kernel,
         launch_grid(num_tiles, num_sms, weight.device, PROGRAMS_PER_SM),
-        kept_sizes(
+        cached_sizes(
             num_lines=num_lines,
             line_tiles=num_lines // TILE.value,
             width=width,

@@ -1,7 +1,8 @@
 """Grouped GEMMs of quantised numbers: which kernel multiplies them (twin/quantized_gemm.py).
 
 Operands with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py. Operands with scales in
-tiles go to block_scaled/scaled.py. `tile`: fields of TileConfig, for comparisons; it excludes the kernels for Hopper.
+tiles go to block_scaled/scaled.py. `tile`: fields of TileConfig, for comparisons; a tile excludes the kernels for
+Hopper.
 """
 
 import torch

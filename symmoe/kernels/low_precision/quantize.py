@@ -13,7 +13,7 @@ import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, cached_sizes, ceil_div, fast_jit, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
@@ -351,7 +351,7 @@ def quantize_rows(
     launch(
         quantize_rows_kernel,
         (row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns),
-        kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile),
+        cached_sizes(format=block_format, num_groups=num_groups, width=width, **tile),
         rows,
         row_index,
         row_range,
@@ -463,23 +463,27 @@ ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, 
 _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 
-def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable) -> Constants:
+def _of_columns(num_groups: int, width: int, transforms: bool, **sizes: Hashable) -> Constants:
     """Constants of a kernel for columns of rows in groups."""
-    return kept_sizes(
+    return cached_sizes(
         num_groups=num_groups,
         width=width,
         hadamard=transforms,
         lines=COLUMN_TILE[0],
         num_warps=NUM_WARPS,
-        **more,
+        **sizes,
     )
 
 
 def _of_weights(
-    weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **more: Any
+    weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **sizes: Any
 ) -> Constants:
     """Constants of a kernel for matrices; without strides, these are contiguous."""
     _, num_lines, width = weight.shape
-    return kept_sizes(
-        dtype=TRITON_DTYPES[weight.dtype], num_lines=num_lines, width=width, strides=strides, **more
+    return cached_sizes(
+        dtype=TRITON_DTYPES[weight.dtype],
+        num_lines=num_lines,
+        width=width,
+        strides=strides,
+        **sizes,
     )

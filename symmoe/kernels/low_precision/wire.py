@@ -1,6 +1,7 @@
 """Encoding and decoding of rows that travel as bytes (Triton). Letters: twin/wire.py.
 
-Memory bandwidth bounds them: one read, one write. A row of the wire and its scales begin at multiples of 16 bytes.
+Memory bandwidth bounds these kernels: one read, one write. A row of the wire and its scales begin at multiples of 16
+bytes.
 """
 
 from typing import Any
@@ -12,9 +13,9 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.launch.launch import (
     Constants,
+    cached_sizes,
     ceil_div,
     fast_jit,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -182,7 +183,7 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     launch(
         unpack_rows_kernel,
         (row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns),
-        kept_sizes(
+        cached_sizes(
             num_groups=num_groups,
             row_bytes=wire.shape[1],
             width=width,
@@ -262,7 +263,7 @@ def _constants(
 ) -> Constants:
     """The constants. scale_items: scales that would fill a row of the wire."""
     item_bytes = block_format.scale_dtype.itemsize
-    return kept_sizes(
+    return cached_sizes(
         format=block_format,
         row_bytes=row_bytes,
         width=width,

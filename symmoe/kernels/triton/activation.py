@@ -14,7 +14,7 @@ import triton.language as tl
 from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, cached_sizes, ceil_div, fast_jit, launch
 from symmoe.kernels.triton.tiles import constants_of, store_rounded, tile_mask
 
 DEFINITION = constants_of(definition)
@@ -168,7 +168,7 @@ def add_neighbours(x, STEPS: tl.constexpr):
 
 @triton.jit
 def gate_column(column, ACTIVATION: tl.constexpr):
-    """Place in a row of h of the gate feature (not gated: of the feature) of a column of the result."""
+    """Column of h with the gate feature (not gated: the feature) of a column of the result."""
     return (
         column
         if ACTIVATION.interleave is None
@@ -197,18 +197,18 @@ def join_blocks(gate, up, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE:
 
 
 @triton.jit
-def hidden_place(
+def hidden_pointers(
     h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr
 ):
     """Pointers to COLUMNS gate features of a tile (not gated: features; is_scattered: gates and ups), and the mask of
     those before row `end` and in the matrix."""
     SIDES: tl.constexpr = 2 if is_scattered(SIZES.activation, h.dtype.element_ty) else 1
     column = SIDES * first_column + tl.arange(0, SIDES * COLUMNS)
-    place = column if SIDES == 2 else gate_column(column, SIZES.activation)
+    feature = column if SIDES == 2 else gate_column(column, SIZES.activation)
     pointers = (
         h
         + row.to(tl.int64)[:, None] * SIZES.activation.hidden_width(SIZES.columns)
-        + place[None, :]
+        + feature[None, :]
     )
     return pointers, tile_mask(row, end, column, SIDES * SIZES.columns, SIDES * TILE)
 
@@ -221,7 +221,7 @@ def load_hidden(
 
     Zeros at and past row `end` and past the matrix.
     """
-    pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
+    pointers, mask = hidden_pointers(h, row, end, first_column, COLUMNS, TILE, SIZES)
     gate = tl.load(pointers, mask=mask, other=0.0)
     if is_scattered(SIZES.activation, h.dtype.element_ty):
         gate, up = split_blocks(gate, row.shape[0], COLUMNS, SIZES.activation.interleave)
@@ -234,9 +234,9 @@ def load_hidden(
 
 @triton.jit
 def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES: tl.constexpr):
-    """Stores the features in the places of load_hidden; not gated: only `gate`."""
+    """Stores the features where load_hidden reads them; not gated: only `gate`."""
     COLUMNS: tl.constexpr = gate.shape[1]
-    pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
+    pointers, mask = hidden_pointers(h, row, end, first_column, COLUMNS, TILE, SIZES)
     if is_scattered(SIZES.activation, h.dtype.element_ty):
         both = join_blocks(gate, up, row.shape[0], COLUMNS, SIZES.activation.interleave)
         tl.store(pointers, both, mask=mask)
@@ -342,7 +342,7 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
 
 
 def _constants(activation: Activation, ffn: int) -> Constants:
-    return kept_sizes(
+    return cached_sizes(
         activation=addressable(activation, ffn),
         columns=ffn,
         rows=ROWS,

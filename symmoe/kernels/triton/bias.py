@@ -13,7 +13,7 @@ import triton.language as tl
 
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.launch.launch import ceil_div, fast_jit, kept_sizes, launch, next_power_of_2
+from symmoe.kernels.launch.launch import cached_sizes, ceil_div, fast_jit, launch, next_power_of_2
 from symmoe.kernels.operands import as_pair
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import (
@@ -57,9 +57,9 @@ def spread_rows(STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
 
     The compiler assigns rows at distances of 2 ** (STEPS - SPREAD_STEPS) to a thread with so many rows.
     """
-    place = tl.arange(0, 2**STEPS)
+    position = tl.arange(0, 2**STEPS)
     apart: tl.constexpr = 2 ** (STEPS - SPREAD_STEPS)
-    return place % apart * 2**SPREAD_STEPS + place // apart
+    return position % apart * 2**SPREAD_STEPS + position // apart
 
 
 @triton.jit
@@ -112,8 +112,10 @@ def sum_slots(first, num_slots, in_width, WIDTH: tl.constexpr, STEPS: tl.constex
         total = tl.load(first, mask=in_width & (num_slots > 0), other=0.0)
     else:
         half: tl.constexpr = 2 ** (STEPS - 1)
-        left = sum_slots(first, num_slots, in_width, WIDTH, STEPS - 1)
-        total = left + sum_slots(first + half * WIDTH, num_slots - half, in_width, WIDTH, STEPS - 1)
+        half_sum = sum_slots(first, num_slots, in_width, WIDTH, STEPS - 1)
+        total = half_sum + sum_slots(
+            first + half * WIDTH, num_slots - half, in_width, WIDTH, STEPS - 1
+        )
     return total
 
 
@@ -189,7 +191,7 @@ def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     launch(
         grouped_bias_grad_kernel,
         (ceil_div(width, block), num_groups),
-        kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS),
+        cached_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS),
         dout,
         dout_index,
         scale,
@@ -217,7 +219,7 @@ def sum_row_tiles(
     launch(
         sum_dbias_kernel,
         (ceil_div(width, SUM_COLUMNS), num_groups),
-        kept_sizes(
+        cached_sizes(
             num_groups=num_groups,
             width=width,
             tile_rows=tile_rows,
@@ -236,7 +238,7 @@ def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
     launch(
         grouped_bias_dot_kernel,
         (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
-        kept_sizes(
+        cached_sizes(
             accumulate=accumulate,
             num_groups=num_groups,
             width=width,

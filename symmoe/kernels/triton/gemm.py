@@ -28,14 +28,14 @@ from symmoe.kernels.launch.launch import (
     Constants,
     Describe,
     Named,
+    cached_constants,
     ceil_div,
     fast_jit,
-    kept_constants,
     launch,
 )
 from symmoe.kernels.operands import TensorTable, as_pair, packed_and_table
 from symmoe.kernels.triton.tiles import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     TRITON_DTYPES,
     ZERO_BLOCK,
     TileConfig,
@@ -49,8 +49,8 @@ from symmoe.kernels.triton.tiles import (
     load_tile,
     locate_tile,
     matrix_pointer,
+    max_columns,
     max_row_tiles,
-    most_columns,
     plus,
     ragged_descriptor,
     row_tile_prefix,
@@ -58,7 +58,7 @@ from symmoe.kernels.triton.tiles import (
     store_gradient,
     store_rounded,
     tile_mask,
-    wgrad_place,
+    wgrad_location,
 )
 
 # Columns of a tile that are added to out at a time: a whole tile of loads exceeds the registers.
@@ -84,13 +84,15 @@ GEMM_CONFIGS = (
 
 @functools.lru_cache
 def gemm_config(
-    out_features: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS
+    out_features: int, dtype: torch.dtype, max_columns: int = MAX_COLUMNS
 ) -> TileConfig:
     """Tiles of grouped_gemm, grouped_gemm_dgrad and grouped_gemm_wgrad, from the width of the output."""
     if dtype == torch.float32:
         return FP32_CONFIG
     return next(
-        config for least, config in GEMM_CONFIGS if min(out_features, most_columns) >= least
+        config
+        for min_features, config in GEMM_CONFIGS
+        if min(out_features, max_columns) >= min_features
     )
 
 
@@ -174,7 +176,7 @@ def group_tiles(row_range, GEMM: tl.constexpr):
 
 
 @triton.jit
-def tile_place(tile, prefix, row_range, GEMM: tl.constexpr):
+def tile_location(tile, prefix, row_range, GEMM: tl.constexpr):
     """Group, first row, end of the group's rows, and first column of a tile."""
     group, first_row, end, _, n_tile = locate_tile(
         tile,
@@ -189,11 +191,11 @@ def tile_place(tile, prefix, row_range, GEMM: tl.constexpr):
 
 
 @triton.jit
-def product(operands, place, GEMM: tl.constexpr):
+def product(operands, location, GEMM: tl.constexpr):
     """The products of a tile [block_m, block_n] in fp32; of gates and ups side by side [block_m, 2 * block_n]: one wide
     product instead of two narrow ones reads rows only once."""
     rows_desc, rows, row_index, weight_desc, weight_table = operands
-    group, first_row, end, first_column = place
+    group, first_row, end, first_column = location
     pointers = None
     if row_index is not None:
         # Entries past the group's end are arbitrary; row 0 exists wherever a group has rows.
@@ -334,9 +336,9 @@ def grouped_gemm_kernel(
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
     ):
-        place = tile_place(tile, prefix, row_range, GEMM)
-        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), place, GEMM)
-        group, first_row, end, first_column = place
+        location = tile_location(tile, prefix, row_range, GEMM)
+        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), location, GEMM)
+        group, first_row, end, first_column = location
         row = first_row + tl.arange(0, GEMM.config.block_m)
         column = first_column + tl.arange(0, GEMM.config.block_n)
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, GEMM.columns)
@@ -366,7 +368,7 @@ def grouped_gemm_wgrad_kernel(
     for tile in tl.range(
         tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0), flatten=WGRAD.config.flatten
     ):
-        group, m_tile, n_tile = wgrad_place(tile, WGRAD)
+        group, m_tile, n_tile = wgrad_location(tile, WGRAD)
         m = m_tile * BLOCK_M
         n = n_tile * BLOCK_N
         start = tl.load(row_range + group)
@@ -432,7 +434,7 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
         return
     gemm, constants = _gemm_plan(
         out.dtype,
-        most_columns(out.device),
+        max_columns(out.device),
         weight.shape[0],
         out_width,
         rows.shape[1],
@@ -454,10 +456,10 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
 
 @functools.cache
 def _gemm_plan(
-    dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate
+    dtype, max_columns, num_groups, columns, in_width, weight_k_first, accumulate
 ) -> tuple[Gemm, Constants]:
     gemm = Gemm(
-        config=gemm_config(columns, dtype, most_columns),
+        config=gemm_config(columns, dtype, max_columns),
         num_groups=num_groups,
         columns=columns,
         in_width=in_width,
@@ -486,7 +488,7 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
     ):
         return
     wgrad, constants = _wgrad_plan(
-        dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape
+        dout.dtype, max_columns(dout.device), out.dtype, accumulate, out.shape
     )
     launch(
         grouped_gemm_wgrad_kernel,
@@ -505,9 +507,9 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
 
 @functools.cache
 def _wgrad_plan(
-    dtype, most_columns, out_dtype, accumulate, shape: tuple[int, int, int]
+    dtype, max_columns, out_dtype, accumulate, shape: tuple[int, int, int]
 ) -> tuple[Wgrad, Constants]:
-    config = gemm_config(shape[2], dtype, most_columns)
+    config = gemm_config(shape[2], dtype, max_columns)
     wgrad = Wgrad(config, *shape, TRITON_DTYPES[out_dtype], accumulate)
     return wgrad, wgrad.constants(
         {
@@ -527,7 +529,7 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
     launch(
         zero_matrices_kernel,
         (ceil_div(size, ZERO_BLOCK.value), num_groups),
-        kept_constants(
+        cached_constants(
             DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
         ),
         out.pointers,

@@ -20,7 +20,7 @@ import triton.language as tl
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
-from symmoe.kernels.launch.launch import Named, ceil_div, fast_jit, kept_sizes, launch
+from symmoe.kernels.launch.launch import Named, cached_sizes, ceil_div, fast_jit, launch
 from symmoe.kernels.operands import TensorTable, as_pair
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
@@ -43,14 +43,14 @@ from symmoe.kernels.triton.gemm import (
     group_tiles,
     operands_of,
     product,
-    tile_place,
+    tile_location,
 )
 from symmoe.kernels.triton.tiles import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     TileConfig,
     column_parts,
     halves,
-    most_columns,
+    max_columns,
     plus,
     store_rounded,
 )
@@ -93,21 +93,21 @@ SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
 
 
 def act_config(
-    ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS
+    ffn: int, dtype: torch.dtype, activation: Activation, max_columns: int = MAX_COLUMNS
 ) -> TileConfig:
     """Tiles of grouped_gemm_act, from the FFN width."""
     if dtype == torch.float32:
         return ACT_FP32_CONFIG if activation.is_gated else FP32_CONFIG
     if activation.is_gated:
-        return replace(ACT_CONFIG, block_n=most_columns // 2)  # the accumulator has gates and ups
-    return next(config for least, config in UNGATED_CONFIGS if min(ffn, most_columns) >= least)
+        return replace(ACT_CONFIG, block_n=max_columns // 2)  # the accumulator has gates and ups
+    return next(config for min_ffn, config in UNGATED_CONFIGS if min(ffn, max_columns) >= min_ffn)
 
 
-def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> TileConfig:
+def dact_config(ffn: int, dtype: torch.dtype, max_columns: int = MAX_COLUMNS) -> TileConfig:
     """Tiles of grouped_gemm_dact, from the FFN width."""
     if dtype == torch.float32:
         return FP32_CONFIG
-    return next(config for least, config in DACT_CONFIGS if min(ffn, most_columns) >= least)
+    return next(config for min_ffn, config in DACT_CONFIGS if min(ffn, max_columns) >= min_ffn)
 
 
 def dact_workspace_numel(num_rows, num_groups, ffn, activation):
@@ -163,9 +163,9 @@ def grouped_gemm_act_kernel(
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
     ):
-        place = tile_place(tile, prefix, row_range, GEMM)
-        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), place, GEMM)
-        group, first_row, end, first_column = place
+        location = tile_location(tile, prefix, row_range, GEMM)
+        acc = product((rows_desc, rows, row_index, weight_desc, weight_table), location, GEMM)
+        group, first_row, end, first_column = location
         row = first_row + tl.arange(0, BLOCK_M)
         if not GEMM.activation.is_gated:
             gate = acc
@@ -241,10 +241,10 @@ def grouped_gemm_dact_kernel(
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0), flatten=GEMM.config.flatten
     ):
-        place = tile_place(tile, prefix, row_range, GEMM)
-        group, first_row, end, first_column = place
+        location = tile_location(tile, prefix, row_range, GEMM)
+        group, first_row, end, first_column = location
         row = first_row + tl.arange(0, GEMM.config.block_m)
-        acc = product((dout_desc, dout, row_index, weight_desc, weight_table), place, GEMM)
+        acc = product((dout_desc, dout, row_index, weight_desc, weight_table), location, GEMM)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
         da_parts = column_parts(acc, GEMM.config.block_m, BLOCK_N, GEMM.config.parts)
         hidden = ()
@@ -273,10 +273,10 @@ def grouped_gemm_dact_kernel(
                     add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1
                 )
                 if HALVED and (i - LEAD) % 2 == 0:
-                    left = part_sum
+                    half_sum = part_sum
                 else:
                     if HALVED:
-                        part_sum = left + part_sum
+                        part_sum = half_sum + part_sum
                     sums = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
                     tl.store(
                         sums,
@@ -312,7 +312,7 @@ def grouped_gemm_act(
     (rows, row_index), a = as_pair(rows), results[1]
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    gemm, constants = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
+    gemm, constants = _plan(a.dtype, max_columns(a.device), activation, num_groups, ffn, in_width)
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
     if is_plain and hopper_choice.launched(
         "grouped_gemm_act",
@@ -343,7 +343,7 @@ def grouped_gemm_dact(
     num_partials = num_scale_sums(ffn)
     gemm, constants = _plan(
         a.dtype,
-        most_columns(a.device),
+        max_columns(a.device),
         activation,
         num_groups,
         ffn,
@@ -389,11 +389,11 @@ def grouped_gemm_dact(
 
 
 @functools.cache
-def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False):
+def _plan(dtype, max_columns, activation, num_groups, ffn, in_width, is_gradient=False):
     gemm = Gemm(
-        config=dact_config(ffn, dtype, most_columns)
+        config=dact_config(ffn, dtype, max_columns)
         if is_gradient
-        else act_config(ffn, dtype, activation, most_columns),
+        else act_config(ffn, dtype, activation, max_columns),
         num_groups=num_groups,
         columns=ffn,
         in_width=in_width,
@@ -408,7 +408,7 @@ def sum_dact_partials(workspace, row_range, dscale, num_partials):
     launch(
         sum_dscale_kernel,
         (ceil_div(num_rows, SCALE_ROWS),),
-        kept_sizes(
+        cached_sizes(
             num_groups=row_range.shape[1], num_sums=num_partials, block=SCALE_ROWS, num_warps=4
         ),
         workspace,

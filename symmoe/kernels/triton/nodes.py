@@ -3,7 +3,7 @@
 import torch
 import triton.language as tl
 
-from symmoe.kernels.launch.launch import ceil_div, fast_jit, kept_sizes, launch, next_power_of_2
+from symmoe.kernels.launch.launch import cached_sizes, ceil_div, fast_jit, launch, next_power_of_2
 from symmoe.kernels.triton.plan import count_row, load_experts
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
@@ -18,11 +18,11 @@ def rail_rows_kernel(
     numbers,
     token_to_rail_row,
     num_tokens: tl.int32,
-    most: tl.int32,
+    max_rows: tl.int32,
     SIZES: tl.constexpr,
 ):
     node = tl.arange(0, SIZES.lanes)
-    is_other = (node < SIZES.num_nodes) & (node != SIZES.here)
+    is_other = (node < SIZES.num_nodes) & (node != SIZES.own_node)
     total = tl.full((SIZES.lanes,), 0, tl.int32)
     for first in range(0, num_tokens, SIZES.tokens):
         token = first + tl.arange(0, SIZES.tokens)
@@ -31,12 +31,12 @@ def rail_rows_kernel(
             expert = load_experts(
                 topk_idx, token * SIZES.top_k + k, token < num_tokens, SIZES.num_experts
             )
-            its = tl.load(
+            slot_node = tl.load(
                 rank_to_node + expert // SIZES.experts_per_rank, mask=expert >= 0, other=-1
             ).to(tl.int32)
-            goes |= ((its[:, None] == node[None, :]) & is_other[None, :]).to(tl.int32)
+            goes |= ((slot_node[:, None] == node[None, :]) & is_other[None, :]).to(tl.int32)
         row = total[None, :] + tl.cumsum(goes, axis=0) - 1
-        row = tl.where((goes != 0) & (row < most), row, -1)
+        row = tl.where((goes != 0) & (row < max_rows), row, -1)
         mask = (token < num_tokens)[:, None] & (node < SIZES.num_nodes)[None, :]
         tl.store(
             token_to_rail_row + token[:, None] * SIZES.num_nodes + node[None, :], row, mask=mask
@@ -45,20 +45,20 @@ def rail_rows_kernel(
     largest = tl.max(total, axis=0)
     tl.store(numbers + node, total, mask=node < SIZES.num_nodes)
     tl.store(numbers + SIZES.num_nodes, largest)
-    tl.store(numbers + SIZES.num_nodes + 1, tl.where(largest > most, largest, 0))
+    tl.store(numbers + SIZES.num_nodes + 1, tl.where(largest > max_rows, largest, 0))
 
 
-def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
+def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, max_rows):
     (num_tokens, top_k), num_nodes = topk_idx.shape, token_to_rail_row.shape[1]
     lanes, experts_per_rank = next_power_of_2(num_nodes), num_experts // (maps.to_node.numel() - 1)
     launch(
         rail_rows_kernel,
         (1,),
-        kept_sizes(
+        cached_sizes(
             num_experts=num_experts,
             experts_per_rank=experts_per_rank,
             top_k=top_k,
-            here=maps.here,
+            own_node=maps.own_node,
             num_nodes=num_nodes,
             lanes=lanes,
             tokens=max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k)))),
@@ -69,12 +69,12 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most):
         numbers,
         token_to_rail_row,
         num_tokens,
-        most,
+        max_rows,
     )
 
 
 @fast_jit([])
-def tell_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: tl.constexpr):
+def publish_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: tl.constexpr):
     epoch = barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) + 1
     for peer in range(SIZES.num_ranks):
         tl.store(
@@ -82,11 +82,11 @@ def tell_header_kernel(number, bases, source: tl.int32, word: tl.int32, SIZES: t
         )
 
 
-def tell_header(number, peers, source, *, word):
+def publish_header(number, peers, source, *, word):
     launch(
-        tell_header_kernel,
+        publish_header_kernel,
         (1,),
-        kept_sizes(rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1),
+        cached_sizes(rank=peers.rank, num_ranks=peers.num_ranks, layout=peers.layout, num_warps=1),
         number,
         peers.bases,
         source,
@@ -121,10 +121,10 @@ def own_counts(ranks, peers, rows, cleared):
 @fast_jit([])
 def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SIZES: tl.constexpr):
     line, word = tl.program_id(0), tl.arange(0, SIZES.block)
-    own = tl.load(bases + SIZES.rank)
+    own_base = tl.load(bases + SIZES.rank)
     if line < tl.num_programs(0) - 1:
         row = count_row(
-            own,
+            own_base,
             barrier_epoch(bases, SIZES.rank, SIZES.layout.counters),
             tl.load(ranks + line),
             SIZES.layout,
@@ -134,7 +134,7 @@ def other_counts_kernel(rows, ranks, bases, received, num_received: tl.int32, SI
         )
         tl.store(row + word, words, mask=word < SIZES.layout.row_words)
     else:
-        counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
+        counters = (own_base + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
         failed = tl.load(counters + CONTROL.ABORTED)
         for counter in tl.static_range(CONTROL.ABORTED + 1, CONTROL.RAIL_FAULT + 1):
             failed = tl.maximum(failed, tl.load(counters + counter))
@@ -160,7 +160,7 @@ def other_counts(rows, ranks, peers, received):
 
 
 def _of_rows(peers):
-    return kept_sizes(
+    return cached_sizes(
         rank=peers.rank,
         layout=peers.layout,
         block=next_power_of_2(peers.layout.row_words),
@@ -188,7 +188,7 @@ def take_rows(rows, index, out):
         launch(
             take_rows_kernel,
             (len(index),),
-            kept_sizes(block=min(1024, next_power_of_2(num_words)), num_warps=4),
+            cached_sizes(block=min(1024, next_power_of_2(num_words)), num_warps=4),
             rows,
             index,
             out,
@@ -215,20 +215,20 @@ def plan_in_node_kernel(
     first_with,
     token_to_home_row,
     home_row_to_token,
-    its_slot_to_row,
-    its_slot_to_rank,
-    its_packed_row,
-    its_primary_row,
+    node_slot_to_row,
+    node_slot_to_rank,
+    node_packed_row,
+    node_primary_row,
     slot_to_home_row,
     zeros,
     ends,
     regions,
-    its_packed_start,
+    node_packed_start,
     own_rows,
     num_tokens: tl.int32,
     num_sent: tl.int32,
     num_foreign: tl.int32,
-    most: tl.int32,
+    max_rows: tl.int32,
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
@@ -242,10 +242,10 @@ def plan_in_node_kernel(
             token_to_rail_row + line * SIZES.num_nodes + node, mask=line < num_tokens, other=-1
         )
         before = node
-        if node > SIZES.here:
+        if node > SIZES.own_node:
             before = node - 1
-        home = tl.where(rail_row < 0, -1, num_tokens + most * before + rail_row)
-        home = tl.where((node == SIZES.here) & (line < num_tokens), line, home)
+        home = tl.where(rail_row < 0, -1, num_tokens + max_rows * before + rail_row)
+        home = tl.where((node == SIZES.own_node) & (line < num_tokens), line, home)
         is_there = home >= 0
         tl.store(token_to_home_row + line * SIZES.num_nodes + node, home, mask=line < num_tokens)
         tl.store(home_row_to_token + home, line, mask=is_there)
@@ -254,61 +254,63 @@ def plan_in_node_kernel(
             rank = tl.load(slot_to_rank + slot, mask=line < num_tokens, other=-1)
             local = tl.load(to_local + node * (NUM_RANKS + 1) + tl.where(rank < 0, NUM_RANKS, rank))
             row = tl.load(slot_to_row + slot, mask=line < num_tokens, other=-1)
-            tl.store(its_slot_to_rank + home * SIZES.top_k + k, local, mask=is_there)
+            tl.store(node_slot_to_rank + home * SIZES.top_k + k, local, mask=is_there)
             tl.store(
-                its_slot_to_row + home * SIZES.top_k + k,
+                node_slot_to_row + home * SIZES.top_k + k,
                 tl.where(local < 0, -1, row),
                 mask=is_there,
             )
-            place = tl.where((rank < 0) | (home < 0), -1, home * SIZES.top_k + k)
-            is_its = (local >= 0) | ((rank < 0) & (node == SIZES.here))
-            is_its &= line < num_tokens
-            tl.store(slot_to_home_row + slot, place, mask=is_its)
+            home_slot = tl.where((rank < 0) | (home < 0), -1, home * SIZES.top_k + k)
+            is_in_node = (local >= 0) | ((rank < 0) & (node == SIZES.own_node))
+            is_in_node &= line < num_tokens
+            tl.store(slot_to_home_row + slot, home_slot, mask=is_in_node)
         for peer in range(SIZES.per_node):
-            its = line * NUM_RANKS + tl.load(by_node + node * SIZES.per_node + peer)
-            packed = tl.load(token_to_packed_row + its, mask=is_there, other=-1)
-            primary = tl.load(token_to_primary_row + its, mask=is_there, other=-1)
-            tl.store(its_packed_row + home * SIZES.per_node + peer, packed, mask=is_there)
-            tl.store(its_primary_row + home * SIZES.per_node + peer, primary, mask=is_there)
+            index = line * NUM_RANKS + tl.load(by_node + node * SIZES.per_node + peer)
+            packed = tl.load(token_to_packed_row + index, mask=is_there, other=-1)
+            primary = tl.load(token_to_primary_row + index, mask=is_there, other=-1)
+            tl.store(node_packed_row + home * SIZES.per_node + peer, packed, mask=is_there)
+            tl.store(node_primary_row + home * SIZES.per_node + peer, primary, mask=is_there)
     WIDTH: tl.constexpr = SIZES.num_nodes if SIZES.num_nodes > SIZES.top_k else SIZES.top_k
     for column in range(WIDTH):
         tl.store(zeros + line * WIDTH + column, line * 0, mask=line < num_tokens)
     # Unused sent rows, and foreign tokens.
-    to = line // most
-    to += (to >= SIZES.here).to(tl.int32)
+    to = line // max_rows
+    to += (to >= SIZES.own_node).to(tl.int32)
     num_used = tl.load(numbers + to, mask=line < num_sent, other=0)
-    is_unused = (line < num_sent) & (line % most >= num_used)
+    is_unused = (line < num_sent) & (line % max_rows >= num_used)
     unused = num_tokens + line
     tl.store(home_row_to_token + unused, line * 0, mask=is_unused)
     is_unused |= (line >= num_sent) & (line < num_sent + num_foreign)
     for k in range(SIZES.top_k):
-        tl.store(its_slot_to_rank + unused * SIZES.top_k + k, line * 0 - 1, mask=is_unused)
-        tl.store(its_slot_to_row + unused * SIZES.top_k + k, line * 0 - 1, mask=is_unused)
+        tl.store(node_slot_to_rank + unused * SIZES.top_k + k, line * 0 - 1, mask=is_unused)
+        tl.store(node_slot_to_row + unused * SIZES.top_k + k, line * 0 - 1, mask=is_unused)
     for peer in range(SIZES.per_node):
-        tl.store(its_packed_row + unused * SIZES.per_node + peer, line * 0 - 1, mask=is_unused)
-        tl.store(its_primary_row + unused * SIZES.per_node + peer, line * 0 - 1, mask=is_unused)
+        tl.store(node_packed_row + unused * SIZES.per_node + peer, line * 0 - 1, mask=is_unused)
+        tl.store(node_primary_row + unused * SIZES.per_node + peer, line * 0 - 1, mask=is_unused)
     if program == 0:
         tl.store(ends, 0)
         tl.store(ends + 1, num_tokens)
         for first in range(0, 2 * NUM_REGIONS, SIZES.block):
             entry = first + word
             mask = entry < NUM_REGIONS
-            which, its_node = entry // SIZES.per_node % 3, entry // (3 * SIZES.per_node)
-            its_rank = tl.load(
-                by_node + its_node * SIZES.per_node + entry % SIZES.per_node, mask=mask, other=0
+            which, region_node = entry // SIZES.per_node % 3, entry // (3 * SIZES.per_node)
+            region_rank = tl.load(
+                by_node + region_node * SIZES.per_node + entry % SIZES.per_node, mask=mask, other=0
             )
-            number = tl.load(packed_start + its_rank, mask=mask & (which == 1), other=0)
-            number += tl.load(packed_limit + its_rank, mask=mask & (which == 2), other=0)
+            number = tl.load(packed_start + region_rank, mask=mask & (which == 1), other=0)
+            number += tl.load(packed_limit + region_rank, mask=mask & (which == 2), other=0)
             for block in range(num_blocks):
                 number += tl.load(
-                    block_tokens + block * NUM_RANKS + its_rank, mask=mask & (which == 0), other=0
+                    block_tokens + block * NUM_RANKS + region_rank,
+                    mask=mask & (which == 0),
+                    other=0,
                 )
             tl.store(regions + entry, number, mask=entry < 2 * NUM_REGIONS)
         for first in range(0, NUM_RANKS + 1, SIZES.block):
             mask = first + word < NUM_RANKS + 1
             source = tl.load(first_with + first + word, mask=mask, other=0)
             start = tl.load(source_to_packed_start + source, mask=mask)
-            tl.store(its_packed_start + first + word, start, mask=mask)
+            tl.store(node_packed_start + first + word, start, mask=mask)
         for first in range(0, SIZES.num_local, SIZES.block):
             mask = first + word < SIZES.num_local
             begin = tl.load(
@@ -325,15 +327,15 @@ def plan_in_node_kernel(
             tl.store(own_rows + SIZES.num_local + first + word, end, mask=mask)
 
 
-def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
+def plan_in_node(plan, token_to_rail_row, numbers, maps, integers):
     (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
-    num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
-    num_foreign = len(found.slot_to_row) - num_tokens - num_sent
+    num_sent, num_blocks = len(integers.home_row_to_token) - num_tokens, len(plan.block_tokens)
+    num_foreign = len(integers.slot_to_row) - num_tokens - num_sent
     launch(
         plan_in_node_kernel,
         (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),),
-        kept_sizes(
-            here=maps.here,
+        cached_sizes(
+            own_node=maps.own_node,
             num_nodes=num_nodes,
             per_node=per_node,
             top_k=top_k,
@@ -357,7 +359,9 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
         maps.to_local,
         maps.by_node,
         maps.first_with,
-        *[getattr(found, name) for name in found.layout],  # all tensors, in the kernel's order
+        *[
+            getattr(integers, name) for name in integers.layout
+        ],  # all tensors, in the kernel's order
         num_tokens,
         num_sent,
         num_foreign,

@@ -12,10 +12,10 @@ import triton.language as tl
 from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.launch.launch import (
     Constants,
+    cached_constants,
+    cached_sizes,
     ceil_div,
     fast_jit,
-    kept_constants,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -52,7 +52,7 @@ def plan_constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes
     """Constants. num_experts: of all ranks. expert_lanes: lanes of a vector over a rank's experts. block_*,
     other_slots: sizes of one read. header: send_counts' header without the words that may change between steps."""
     per_rank = num_experts // num_ranks
-    return kept_sizes(
+    return cached_sizes(
         num_ranks=num_ranks,
         num_experts=num_experts,
         experts_per_rank=per_rank,
@@ -85,7 +85,7 @@ def splits_to_row_range(splits, row_range, num_rows):
     launch(
         splits_to_row_range_kernel,
         (1,),
-        kept_sizes(num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4),
+        cached_sizes(num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4),
         splits,
         row_range,
         num_rows,
@@ -200,9 +200,9 @@ def send_counts_kernel(
         for first in range(0, num_blocks, SIZES.block_rows):
             block = first + tl.arange(0, SIZES.block_rows)
             mask = (block < num_blocks)[:, None] & is_column[None, :]
-            place = block_counts + block[:, None] * WIDTH + column[None, :]
-            count = tl.load(place, mask=mask, other=0)
-            tl.store(place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=mask)
+            pointers = block_counts + block[:, None] * WIDTH + column[None, :]
+            count = tl.load(pointers, mask=mask, other=0)
+            tl.store(pointers, total[None, :] + tl.cumsum(count, axis=0) - count, mask=mask)
             total += tl.sum(count, axis=0)
         for peer in range(SIZES.num_ranks):
             row = count_row(tl.load(bases + peer), half, SIZES.rank, SIZES.layout)
@@ -283,19 +283,19 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, CONTROL.HEADER_WORDS)
 
-    most_packed = tl.max(num_packed, axis=0)
-    fullest = tl.min(tl.where(num_packed == most_packed, rank, SIZES.rank_lanes), axis=0)
+    max_packed = tl.max(num_packed, axis=0)
+    fullest = tl.min(tl.where(num_packed == max_packed, rank, SIZES.rank_lanes), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
     error = CONTROL.PLAN_OK, -1, 0, 0, 0
     error = later(
-        error, most_packed > capacity, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_packed, 0)
+        error, max_packed > capacity, (CONTROL.PLAN_OVERFLOW, fullest, capacity, max_packed, 0)
     )
 
-    most_rows = tl.max(num_rows, axis=0)
-    fullest = tl.min(tl.where(num_rows == most_rows, rank, SIZES.rank_lanes), axis=0)
+    max_rows = tl.max(num_rows, axis=0)
+    fullest = tl.min(tl.where(num_rows == max_rows, rank, SIZES.rank_lanes), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_CAPACITY)[None, :], 1), is_rank)
-    overflow = (most_rows > capacity) & (not SIZES.drop)
-    error = later(error, overflow, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_rows, 0))
+    overflow = (max_rows > capacity) & (not SIZES.drop)
+    error = later(error, overflow, (CONTROL.PLAN_OVERFLOW, fullest, capacity, max_rows, 0))
 
     if not SIZES.drop:
         too_many = pick(headers, (word == CONTROL.HEAD_RAIL_DROPPED)[None, :], 1)
@@ -359,11 +359,11 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
 
 
 @triton.jit
-def later(error, found, other):
-    """The other error if it is found, else this error."""
+def later(error, is_later, later_error):
+    """`later_error` where `is_later`, else `error`."""
     result = ()
     for i in tl.static_range(5):
-        result += (tl.where(found, other[i], error[i]),)
+        result += (tl.where(is_later, later_error[i], error[i]),)
     return result
 
 
@@ -381,11 +381,11 @@ def clip_to_capacity(load, capacity):
         fits = tl.sum(tl.minimum(load, level[:, None]), axis=1) <= capacity
         low = tl.where(fits, level, low)
         high = tl.where(fits, high, level - 1)
-    kept = tl.minimum(load, low[:, None])
+    kept_rows = tl.minimum(load, low[:, None])
     above = (load > low[:, None]).to(tl.int32)
-    left = capacity - tl.sum(kept, axis=1)
-    kept += above * (tl.cumsum(above, axis=1) <= left[:, None]).to(tl.int32)
-    return tl.where(clips[:, None], kept, load)
+    remaining = capacity - tl.sum(kept_rows, axis=1)
+    kept_rows += above * (tl.cumsum(above, axis=1) <= remaining[:, None]).to(tl.int32)
+    return tl.where(clips[:, None], kept_rows, load)
 
 
 @triton.jit
@@ -408,15 +408,15 @@ def split_rows(source_to_row_start, source_to_rows, replica_ranges, SIZES: tl.co
     low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
     store_part(parts, first, low, mask, SIZES.num_own)
     store_part(parts + 2 * (SIZES.num_ranks - 1) * SIZES.num_own, high, end, mask, SIZES.num_own)
-    known = high
+    limit = high
     if SIZES.rank + 1 < SIZES.end_rank:
         later = tl.load(starts + (SIZES.rank + 1) * SIZES.experts_per_rank, mask=is_local, other=0)
-        known = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
+        limit = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
     begin = low
     for source in tl.static_range(SIZES.first_rank, SIZES.end_rank):
         start = tl.load(starts + (source + 1) * SIZES.experts_per_rank, mask=is_local, other=0)
         bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
-        bound = tl.minimum(bound, known if source <= SIZES.rank else high)
+        bound = tl.minimum(bound, limit if source <= SIZES.rank else high)
         store_part(parts + 2 * source * SIZES.num_own, begin, bound, mask, SIZES.num_own)
         if source == SIZES.rank and replica_ranges is not None:
             NUM_REPLICA_SLOTS: tl.constexpr = SIZES.experts_per_rank - SIZES.num_own
@@ -438,9 +438,9 @@ def whole_tiles(first, row):
 
 
 @triton.jit
-def store_part(places, begin, end, mask, WIDTH: tl.constexpr):
-    tl.store(places, begin, mask=mask)
-    tl.store(places + WIDTH, end, mask=mask)
+def store_part(pointers, begin, end, mask, WIDTH: tl.constexpr):
+    tl.store(pointers, begin, mask=mask)
+    tl.store(pointers + WIDTH, end, mask=mask)
 
 
 @fast_jit([])
@@ -497,11 +497,11 @@ def lay_out_kernel(
     if SIZES.repeats:
         is_overflow = (error == CONTROL.PLAN_OVERFLOW) | (error == CONTROL.PLAN_RAIL_OVERFLOW)
         error = tl.where(is_overflow, CONTROL.PLAN_OVER_BUDGET, error)
-    kept = clip_to_capacity(load, capacity) if SIZES.drop else load
-    kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
+    kept_rows = clip_to_capacity(load, capacity) if SIZES.drop else load
+    kept_rows = tl.where(error == CONTROL.PLAN_OK, kept_rows, 0)
 
-    start = tl.cumsum(kept, axis=1) - kept
-    num_kept = tl.sum(kept, axis=1)
+    start = tl.cumsum(kept_rows, axis=1) - kept_rows
+    num_kept = tl.sum(kept_rows, axis=1)
     own_row = expert - SIZES.rank * SIZES.experts_per_rank
     before = tl.full(
         (SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32
@@ -511,13 +511,13 @@ def lay_out_kernel(
     for source in range(SIZES.num_ranks):
         count = tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
         tokens = tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
-        kept_here = tl.minimum(tl.maximum(kept - before, 0), count)
+        kept_here = tl.minimum(tl.maximum(kept_rows - before, 0), count)
         region = tl.minimum(tl.sum(kept_here, axis=1), tokens)
         tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == SIZES.rank))
         tl.store(packed_start + rank, packed, mask=is_rank & (source == SIZES.rank))
         tl.store(packed_limit + rank, region, mask=is_rank & (source == SIZES.rank))
         tl.store(source_to_packed_start + source + rank * 0, packed, mask=rank == SIZES.rank)
-        row = start + tl.minimum(before, kept)
+        row = start + tl.minimum(before, kept_rows)
         tl.store(source_to_row_start + source * SIZES.experts_per_rank + own_row, row, mask=is_mine)
         own_before = tl.where(source == SIZES.rank, before, own_before)
         before += count
@@ -526,14 +526,14 @@ def lay_out_kernel(
 
     tl.store(
         source_to_row_start + SIZES.num_ranks * SIZES.experts_per_rank + own_row,
-        start + kept,
+        start + kept_rows,
         mask=is_mine,
     )
-    tl.store(splits + own_row, kept, mask=is_mine)
+    tl.store(splits + own_row, kept_rows, mask=is_mine)
     is_own = is_mine & (own_row < SIZES.num_own)
     tl.store(row_range + own_row, start, mask=is_own)
-    tl.store(row_range + SIZES.num_own + own_row, start + kept, mask=is_own)
-    tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
+    tl.store(row_range + SIZES.num_own + own_row, start + kept_rows, mask=is_own)
+    tl.store(slot_start + expert, start + tl.minimum(own_before, kept_rows), mask=is_expert)
     if expert_load is not None:
         tl.store(expert_load + expert, load, mask=is_expert)
 
@@ -579,15 +579,15 @@ def post_report_kernel(report, posted: tl.int64, plan: tl.int64, BITS: tl.conste
     value = tl.load(report + word).to(tl.int64) & 0xFFFFFFFF
     tag = (plan & ((1 << BITS) - 1)).to(tl.int64)
     rows = posted.to(tl.pointer_type(tl.int64))  # pinned host memory
-    place = rows + plan % CONTROL.REPORT_SLOTS * CONTROL.SUMMARY_WORDS + word
-    tl.store(place, (tag << 32) | value)
+    pointers = rows + plan % CONTROL.REPORT_SLOTS * CONTROL.SUMMARY_WORDS + word
+    tl.store(pointers, (tag << 32) | value)
 
 
 def post_report(report, posted, *, plan):
     launch(
         post_report_kernel,
         (1,),
-        kept_constants(BITS=control.GENERATION_BITS, num_warps=1),
+        cached_constants(BITS=control.GENERATION_BITS, num_warps=1),
         report,
         posted.data_ptr(),
         plan,
@@ -632,9 +632,9 @@ def lay_out(peers, received, status, plan, *, capacity, overflow, ranks):
 
 
 @triton.jit
-def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.constexpr):
-    """Slots of a block from its `part` on, their mask, their experts (-1: none) and each slot's place among this rank's
-    slots of its expert. starts: of the experts in this block."""
+def slots_and_positions(topk_idx, starts, block, num_tokens, part, SIZES: tl.constexpr):
+    """Slots of a block from its `part` on, their mask, their experts (-1: none) and each slot's position among this
+    rank's slots of the expert. starts: the positions of the block's first slots, by expert."""
     first_slot = block * CONTROL.TOKENS_PER_BLOCK * SIZES.top_k
     num_slots = (
         tl.minimum(CONTROL.TOKENS_PER_BLOCK, num_tokens - block * CONTROL.TOKENS_PER_BLOCK)
@@ -646,13 +646,13 @@ def slots_and_places(topk_idx, starts, block, num_tokens, part, SIZES: tl.conste
     earlier = tl.full((SIZES.block_slots, SIZES.other_slots), 0, tl.int32)
     for first in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.other_slots):
         other_index = first + tl.arange(0, SIZES.other_slots)
-        other = load_experts(
+        other_expert = load_experts(
             topk_idx, first_slot + other_index, other_index < num_slots, SIZES.num_experts
         )
-        same = (other[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
+        same = (other_expert[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
         earlier += same.to(tl.int32)
-    place = tl.load(starts + expert, mask=expert >= 0, other=0) + tl.sum(earlier, axis=1)
-    return first_slot + index, is_slot, expert, place
+    position = tl.load(starts + expert, mask=expert >= 0, other=0) + tl.sum(earlier, axis=1)
+    return first_slot + index, is_slot, expert, position
 
 
 @fast_jit([])
@@ -673,15 +673,15 @@ def assign_rows_kernel(
     block = tl.program_id(0)
     starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
     for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
-        slot, is_slot, expert, place = slots_and_places(
+        slot, is_slot, expert, position = slots_and_positions(
             topk_idx, starts, block, num_tokens, part, SIZES
         )
         valid = expert >= 0
-        kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
-        row = tl.load(slot_start + expert, mask=valid, other=0) + place
+        is_kept = valid & (position < tl.load(slot_limit + expert, mask=valid, other=0))
+        row = tl.load(slot_start + expert, mask=valid, other=0) + position
         rank = tl.where(valid, expert, 0) // SIZES.experts_per_rank
-        tl.store(slot_to_row + slot, tl.where(kept, row, -1), mask=is_slot)
-        tl.store(slot_to_rank + slot, tl.where(kept, rank, -1), mask=is_slot)
+        tl.store(slot_to_row + slot, tl.where(is_kept, row, -1), mask=is_slot)
+        tl.store(slot_to_rank + slot, tl.where(is_kept, rank, -1), mask=is_slot)
 
     tl.debug_barrier()  # makes the stores of other threads visible
     token, rank, entry, is_entry = tokens_and_ranks(block, num_tokens, SIZES)
@@ -690,8 +690,8 @@ def assign_rows_kernel(
         slot = token * SIZES.top_k + k
         chosen = tl.load(slot_to_rank + slot, mask=token < num_tokens, other=-1)
         row = tl.load(slot_to_row + slot, mask=token < num_tokens, other=-1)
-        here = (chosen[:, None] == rank[None, :]) & (primary < 0)
-        primary = tl.where(here, row[:, None], primary)
+        is_first = (chosen[:, None] == rank[None, :]) & (primary < 0)
+        primary = tl.where(is_first, row[:, None], primary)
     tl.store(token_to_primary_row + entry, primary, mask=is_entry)
     goes = (primary >= 0).to(tl.int32)
     is_rank = rank < SIZES.num_ranks
@@ -704,7 +704,7 @@ def assign_rows_kernel(
 
 @triton.jit
 def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
-    """Tokens of a block, lanes over ranks, and their places in [T, R], with the mask."""
+    """Tokens of a block, lanes over ranks, and the indices of both in [T, R], with the mask."""
     token = block * CONTROL.TOKENS_PER_BLOCK + tl.arange(0, CONTROL.TOKENS_PER_BLOCK)
     rank = tl.arange(0, SIZES.rank_lanes)
     is_entry = (token < num_tokens)[:, None] & (rank < SIZES.num_ranks)[None, :]
@@ -712,10 +712,12 @@ def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
 
 
 @triton.jit
-def store_packed_rows(places, start, goes, mask):
+def store_packed_rows(pointers, start, goes, mask):
     """Stores the packed rows, from `start` on, of a block's tokens on each rank that they go to."""
     tl.store(
-        places, tl.where(goes != 0, start[None, :] + tl.cumsum(goes, axis=0) - goes, -1), mask=mask
+        pointers,
+        tl.where(goes != 0, start[None, :] + tl.cumsum(goes, axis=0) - goes, -1),
+        mask=mask,
     )
 
 
@@ -733,10 +735,12 @@ def assign_packed_rows_kernel(
     is_rank = rank < SIZES.num_ranks
     earlier = tl.full((SIZES.block_rows, SIZES.rank_lanes), 0, tl.int32)
     for first in range(0, block, SIZES.block_rows):
-        other = first + tl.arange(0, SIZES.block_rows)
-        mask = (other < block)[:, None] & is_rank[None, :]
+        earlier_block = first + tl.arange(0, SIZES.block_rows)
+        mask = (earlier_block < block)[:, None] & is_rank[None, :]
         earlier += tl.load(
-            block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0
+            block_tokens + earlier_block[:, None] * SIZES.num_ranks + rank[None, :],
+            mask=mask,
+            other=0,
         )
     start = tl.load(packed_start + rank, mask=is_rank, other=0) + tl.sum(earlier, axis=0)
     goes = (tl.load(token_to_primary_row + entry, mask=is_entry, other=-1) >= 0).to(tl.int32)

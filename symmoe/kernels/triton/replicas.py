@@ -9,10 +9,10 @@ import triton.language as tl
 
 from symmoe.kernels.launch.launch import (
     Constants,
+    cached_constants,
+    cached_sizes,
     ceil_div,
     fast_jit,
-    kept_constants,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -25,7 +25,7 @@ from symmoe.kernels.triton.plan import (
     count_constants,
     count_row,
     plan_constants,
-    slots_and_places,
+    slots_and_positions,
 )
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 from symmoe.kernels.triton.tiles import TRITON_DTYPES, matrix_of
@@ -52,16 +52,20 @@ def place_replicas_kernel(
     is_rank, is_source = (rank >= first) & (rank < first + SIZES.num_near), rank < SIZES.num_ranks
     expert = rank[:, None] * SIZES.experts_per_rank + local[None, :]
     is_expert = is_rank[:, None] & (local < SIZES.experts_per_rank)[None, :]
-    left = tl.full((SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32)
+    remaining = tl.full((SIZES.rank_lanes, SIZES.expert_lanes), 0, tl.int32)
     for source in range(SIZES.num_ranks):
-        left += tl.load(counts + source * SIZES.layout.row_words + expert, mask=is_expert, other=0)
-    own = tl.load(counts + SIZES.rank * SIZES.layout.row_words + expert, mask=is_expert, other=0)
-    tl.store(expert_load + expert, left, mask=is_expert)
-    for other in range(SIZES.num_ranks):
-        here = tl.where((rank == other)[:, None], own, 0)
-        tl.store(copy_slots + expert * SIZES.num_ranks + other, here, mask=is_expert)
+        remaining += tl.load(
+            counts + source * SIZES.layout.row_words + expert, mask=is_expert, other=0
+        )
+    own_counts = tl.load(
+        counts + SIZES.rank * SIZES.layout.row_words + expert, mask=is_expert, other=0
+    )
+    tl.store(expert_load + expert, remaining, mask=is_expert)
+    for peer in range(SIZES.num_ranks):
+        initial_slots = tl.where((rank == peer)[:, None], own_counts, 0)
+        tl.store(copy_slots + expert * SIZES.num_ranks + peer, initial_slots, mask=is_expert)
         tl.store(
-            expert_to_replica_slot + expert * SIZES.num_ranks + other,
+            expert_to_replica_slot + expert * SIZES.num_ranks + peer,
             tl.full(expert.shape, -1, tl.int32),
             mask=is_expert,
         )
@@ -78,52 +82,56 @@ def place_replicas_kernel(
         )
     tl.debug_barrier()  # the next stores are to the same places
 
-    rows, used = tl.sum(left, axis=1), tl.zeros_like(rank)
+    rows, used = tl.sum(remaining, axis=1), tl.zeros_like(rank)
     total = tl.sum(rows.to(tl.int64), axis=0)
     mean = tl.cdiv(total, SIZES.num_near).to(tl.int32)
     limit = tl.cdiv(total * (1000 + slack), 1000 * SIZES.num_near).to(tl.int32)
     for _ in range(SIZES.num_near * SIZES.num_replica_slots):
-        most = tl.max(rows, axis=0)
-        giver = tl.min(tl.where((rows == most) & is_rank, rank, SIZES.num_ranks), axis=0)
-        room = tl.where(is_rank & (used < SIZES.num_replica_slots), mean - rows, 0)
-        most_room = tl.max(room, axis=0)
-        taker = tl.min(tl.where(room == most_room, rank, SIZES.num_ranks), axis=0)
-        its = tl.where((rank == giver)[:, None] & is_expert, left, -1)
-        largest = tl.max(tl.max(its, axis=1), axis=0)
-        given = tl.min(tl.min(tl.where(its == largest, expert, INT32_MAX), axis=1), axis=0)
-        number = tl.minimum(tl.minimum(most - mean, most_room), largest)
-        if (most > limit) & (number > 0):
+        max_rows = tl.max(rows, axis=0)
+        giver = tl.min(tl.where((rows == max_rows) & is_rank, rank, SIZES.num_ranks), axis=0)
+        capacity = tl.where(is_rank & (used < SIZES.num_replica_slots), mean - rows, 0)
+        max_capacity = tl.max(capacity, axis=0)
+        taker = tl.min(tl.where(capacity == max_capacity, rank, SIZES.num_ranks), axis=0)
+        candidates = tl.where((rank == giver)[:, None] & is_expert, remaining, -1)
+        largest = tl.max(tl.max(candidates, axis=1), axis=0)
+        replicated = tl.min(
+            tl.min(tl.where(candidates == largest, expert, INT32_MAX), axis=1), axis=0
+        )
+        number = tl.minimum(tl.minimum(max_rows - mean, max_capacity), largest)
+        if (max_rows > limit) & (number > 0):
             replica_slot = tl.sum(tl.where(rank == taker, used, 0), axis=0)
-            tl.store(replica_to_expert + taker * SIZES.num_replica_slots + replica_slot, given)
+            tl.store(replica_to_expert + taker * SIZES.num_replica_slots + replica_slot, replicated)
             tl.store(replica_rows + taker * SIZES.num_replica_slots + replica_slot, number)
-            tl.store(expert_to_replica_slot + given * SIZES.num_ranks + taker, replica_slot)
+            tl.store(expert_to_replica_slot + replicated * SIZES.num_ranks + taker, replica_slot)
             used += (rank == taker).to(tl.int32)
             rows += number * ((rank == taker).to(tl.int32) - (rank == giver).to(tl.int32))
-            left -= tl.where(expert == given, number, 0)
+            remaining -= tl.where(expert == replicated, number, 0)
     tl.debug_barrier()  # makes the stores of other threads visible
 
     for n in range(SIZES.num_near * SIZES.num_replica_slots):
-        given = tl.load(replica_to_expert + first * SIZES.num_replica_slots + n)
-        if given >= 0:
-            count = tl.load(counts + rank * SIZES.layout.row_words + given, mask=is_source, other=0)
-            replica_slots = tl.load(
-                expert_to_replica_slot + given * SIZES.num_ranks + rank, mask=is_rank, other=-1
+        replicated = tl.load(replica_to_expert + first * SIZES.num_replica_slots + n)
+        if replicated >= 0:
+            count = tl.load(
+                counts + rank * SIZES.layout.row_words + replicated, mask=is_source, other=0
             )
-            wanted = tl.load(
+            replica_slots = tl.load(
+                expert_to_replica_slot + replicated * SIZES.num_ranks + rank, mask=is_rank, other=-1
+            )
+            quota = tl.load(
                 replica_rows + rank * SIZES.num_replica_slots + replica_slots,
                 mask=replica_slots >= 0,
                 other=0,
             )
-            wanted = tl.where(
-                rank == given // SIZES.experts_per_rank, tl.sum(count - wanted, axis=0), wanted
+            quota = tl.where(
+                rank == replicated // SIZES.experts_per_rank, tl.sum(count - quota, axis=0), quota
             )
-            stay = tl.minimum(count, wanted)
-            rest, taken = count - stay, tl.cumsum(wanted - stay, axis=0)
-            end = tl.sum(tl.where(rank <= SIZES.rank, rest, 0), axis=0)
-            begin = end - tl.sum(tl.where(rank == SIZES.rank, rest, 0), axis=0)
-            crossing = tl.minimum(taken, end) - tl.maximum(taken - wanted + stay, begin)
+            stay = tl.minimum(count, quota)
+            surplus, deficit_end = count - stay, tl.cumsum(quota - stay, axis=0)
+            end = tl.sum(tl.where(rank <= SIZES.rank, surplus, 0), axis=0)
+            begin = end - tl.sum(tl.where(rank == SIZES.rank, surplus, 0), axis=0)
+            crossing = tl.minimum(deficit_end, end) - tl.maximum(deficit_end - quota + stay, begin)
             slots = tl.maximum(crossing, 0) + tl.where(rank == SIZES.rank, stay, 0)
-            tl.store(copy_slots + given * SIZES.num_ranks + rank, slots, mask=is_rank)
+            tl.store(copy_slots + replicated * SIZES.num_ranks + rank, slots, mask=is_rank)
 
 
 def place_replicas(peers, plan, *, slack, num_near):
@@ -165,7 +173,7 @@ def route_to_replicas_kernel(
     block = tl.program_id(0)
     starts = block_starts + block * (SIZES.num_experts + SIZES.num_ranks + 2)
     for part in range(0, CONTROL.TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
-        slot, is_slot, expert, index = slots_and_places(
+        slot, is_slot, expert, index = slots_and_positions(
             topk_idx, starts, block, num_tokens, part, SIZES
         )
         valid = expert >= 0
@@ -176,13 +184,13 @@ def route_to_replicas_kernel(
             replica_slot = tl.load(
                 expert_to_replica_slot + expert * SIZES.num_ranks + rank, mask=valid, other=-1
             )
-            own = tl.where(
+            local = tl.where(
                 home == rank,
                 expert - home * SIZES.experts_per_rank,
                 SIZES.experts_per_rank + replica_slot,
             )
             copy = tl.where(
-                (index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + own, copy
+                (index >= begin) & (index < end) & valid, rank * COPIES_PER_RANK + local, copy
             )
             begin = end
         ids = tl.load(topk_idx + slot, mask=is_slot, other=-1)
@@ -206,7 +214,7 @@ def route_to_replicas(topk_idx, block_starts, plan, block_counts):
     launch(
         route_to_replicas_kernel,
         (num_blocks,),
-        kept_constants(
+        cached_constants(
             SIZES=plan_constants(
                 8,
                 num_ranks=num_ranks,
@@ -248,7 +256,7 @@ def _constants(
         Kind(numel, TRITON_DTYPES[dtype], start)
         for (numel, dtype), start in zip(matrices, at[1], strict=True)
     )
-    return kept_sizes(
+    return cached_sizes(
         num_group=replica_slots[0],
         num_replica_slots=replica_slots[1],
         column=at[0],
@@ -263,9 +271,10 @@ def _constants(
 
 def _move(kernel, pair, replica_slots, peers, received, *, column, starts):
     """Launches a kernel that moves matrices of experts; replica_slots: replica_to_expert, and other maps of these."""
-    num_own, dtype = next((each.shape[0], each.dtype) for each in pair if each is not None)
+    num_own, dtype = next((tensor.shape[0], tensor.dtype) for tensor in pair if tensor is not None)
     kinds = tuple(
-        (0, dtype) if each is None else (math.prod(each.shape[1:]), each.dtype) for each in pair
+        (0, dtype) if tensor is None else (math.prod(tensor.shape[1:]), tensor.dtype)
+        for tensor in pair
     )
     constants = _constants(
         kinds,
@@ -276,7 +285,9 @@ def _move(kernel, pair, replica_slots, peers, received, *, column, starts):
         num_own=num_own,
         first_expert=peers.in_group(peers.rank) * num_own,
     )
-    first, second = ((None, None) if each is None else packed_and_table(each) for each in pair)
+    first, second = (
+        (None, None) if tensor is None else packed_and_table(tensor) for tensor in pair
+    )
     launch(
         kernel,
         (min(NUM_PROGRAMS, ceil_div(max(kinds[0][0], kinds[1][0]), BLOCK)),),
@@ -307,15 +318,15 @@ def push_matrices(
 ):
     """push_replicas of one weight."""
     for n in range(SIZES.num_ranks * SIZES.num_replica_slots):
-        own = (
+        local_expert = (
             tl.load(replica_to_expert + SIZES.first_rank * SIZES.num_replica_slots + n)
             - SIZES.first_expert
         )
-        if (own >= 0) & (own < SIZES.num_own):
+        if (local_expert >= 0) & (local_expert < SIZES.num_own):
             rank, replica_slot = n // SIZES.num_replica_slots, n % SIZES.num_replica_slots
             target, goes_on = replica_slot_of_peer(bases, received, rank, replica_slot, KIND, SIZES)
             if goes_on:
-                source = matrix_of(weight, table, own, KIND.width, KIND.dtype)
+                source = matrix_of(weight, table, local_expert, KIND.width, KIND.dtype)
                 for first in range(
                     tl.program_id(0) * SIZES.block, KIND.width, tl.num_programs(0) * SIZES.block
                 ):
@@ -356,8 +367,8 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
     lane = tl.arange(0, SIZES.rank_lanes)
     for n in range(SIZES.num_ranks * SIZES.num_replica_slots):
         expert = tl.load(replica_to_expert + SIZES.first_rank * SIZES.num_replica_slots + n)
-        own, rank = expert - SIZES.first_expert, n // SIZES.num_replica_slots
-        is_own = (own >= 0) & (own < SIZES.num_own)
+        local_expert, rank = expert - SIZES.first_expert, n // SIZES.num_replica_slots
+        is_own = (local_expert >= 0) & (local_expert < SIZES.num_own)
         replica_slots = (
             expert_to_replica_slot
             + tl.where(is_own, expert, 0) * SIZES.num_group
@@ -367,7 +378,7 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
         if is_own & (
             tl.max(earlier, axis=0) < 0
         ):  # the first replica of an expert adds all of its replicas
-            sums = matrix_of(gradient, table, own, KIND.width, KIND.dtype)
+            sums = matrix_of(gradient, table, local_expert, KIND.width, KIND.dtype)
             for first in range(
                 tl.program_id(0) * SIZES.block, KIND.width, tl.num_programs(0) * SIZES.block
             ):
@@ -375,11 +386,11 @@ def add_matrices(gradient, table, tables, bases, received, KIND: tl.constexpr, S
                 total = tl.load(sums + at, mask=at < KIND.width, other=0.0).to(tl.float32)
                 for peer in range(rank, SIZES.num_ranks):
                     replica_slot = tl.load(replica_slots + peer)
-                    theirs, goes_on = replica_slot_of_peer(
+                    replica, goes_on = replica_slot_of_peer(
                         bases, received, peer, replica_slot, KIND, SIZES
                     )
                     if (replica_slot >= 0) & goes_on:
-                        total += tl.load(theirs + at, mask=at < KIND.width, other=0.0).to(
+                        total += tl.load(replica + at, mask=at < KIND.width, other=0.0).to(
                             tl.float32
                         )
                 tl.store(sums + at, total.to(KIND.dtype), mask=at < KIND.width)

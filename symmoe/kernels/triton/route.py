@@ -14,9 +14,9 @@ import triton.language as tl
 from symmoe.kernels import control, routing_rule
 from symmoe.kernels.launch.launch import (
     Constants,
+    cached_sizes,
     ceil_div,
     fast_jit,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -27,11 +27,11 @@ from symmoe.kernels.triton.tiles import constants_of
 
 SCORES_PER_PROGRAM = 1024
 NUM_WARPS = 4
-MOST_COUNTED = (
+MAX_COUNTED = (
     128,
     64,
 )  # experts (a block of tokens then has 16 warps); ranks (bits of an integer)
-LEAST = tl.constexpr(-(2**63))
+LOWEST_KEY = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 RULE = constants_of(routing_rule)
 LOSS_LINES = 16  # lines of sums that are loaded together
@@ -48,7 +48,7 @@ def _choice(
     )  # the scale is an argument
     tokens = control.TOKENS_PER_BLOCK if num_ranks else max(1, SCORES_PER_PROGRAM // expert_lanes)
     num_ranks = max(1, num_ranks)
-    return tokens, kept_sizes(
+    return tokens, cached_sizes(
         num_experts=num_experts,
         expert_lanes=expert_lanes,
         experts_per_rank=num_experts // num_ranks,
@@ -67,7 +67,7 @@ def _choice(
 @triton.jit
 def keys_of(value, index, LANES: tl.constexpr):
     """int64 keys in the order of the numbers; of equal numbers, the lower index comes first. Keys are distinct."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0: they are equal
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0: both are equal
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the numbers
     ordered = tl.where(value != value, NAN_KEY, ordered)
     return (ordered.to(tl.int64) << 32) | (LANES - 1 - index)[None, :].to(tl.int64)
@@ -87,16 +87,16 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
     group = tl.arange(0, SIZES.group_lanes)
     worth = tl.full((value.shape[0], SIZES.group_lanes), 0.0, tl.float32)
     for g in range(SIZES.rule.num_expert_groups):
-        own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
+        member_key = tl.where((expert // SIZE == g)[None, :], key, LOWEST_KEY)
         for _ in range(SIZES.best_of_group):
-            best = tl.max(own, axis=1)
-            number = tl.sum(tl.where(own == best[:, None], value, 0.0), axis=1)
+            best = tl.max(member_key, axis=1)
+            number = tl.sum(tl.where(member_key == best[:, None], value, 0.0), axis=1)
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
-            own = tl.where(own == best[:, None], LEAST, own)
+            member_key = tl.where(member_key == best[:, None], LOWEST_KEY, member_key)
     group_key = tl.where(
         (group < SIZES.rule.num_expert_groups)[None, :],
         keys_of(worth, group, SIZES.group_lanes),
-        LEAST,
+        LOWEST_KEY,
     )
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
     for _ in range(SIZES.rule.topk_groups):
@@ -104,7 +104,7 @@ def keep_top_groups(value, expert, SIZES: tl.constexpr):
         is_kept = is_kept | (
             (expert // SIZE)[None, :] == index_of(best, SIZES.group_lanes)[:, None]
         )
-        group_key = tl.where(group_key == best[:, None], LEAST, group_key)
+        group_key = tl.where(group_key == best[:, None], LOWEST_KEY, group_key)
     return tl.where(is_kept, value, -float("inf"))
 
 
@@ -152,7 +152,7 @@ def choose_experts_kernel(
     SIZES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
-    expert, place = tl.arange(0, SIZES.expert_lanes), tl.arange(0, SIZES.choice_lanes)
+    expert, position = tl.arange(0, SIZES.expert_lanes), tl.arange(0, SIZES.choice_lanes)
     is_token, is_expert = token < num_tokens, (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
@@ -167,32 +167,34 @@ def choose_experts_kernel(
             value += tl.load(bias + expert, mask=expert < SIZES.num_experts, other=0.0)[None, :]
         if SIZES.rule.num_expert_groups > 1:
             value = keep_top_groups(value, expert, SIZES)
-        key = tl.where(is_expert, keys_of(value, expert, SIZES.expert_lanes), LEAST)
+        key = tl.where(is_expert, keys_of(value, expert, SIZES.expert_lanes), LOWEST_KEY)
     prob = tl.full((SIZES.tokens, SIZES.choice_lanes), 0.0, tl.float32)
     ranks = tl.full((SIZES.tokens,), 0, tl.int64)  # bit r: the token goes to rank r
     for k in range(SIZES.top_k):
         if given_idx is None:
             best = tl.max(key, axis=1)
             chosen = index_of(best, SIZES.expert_lanes)
-            key = tl.where(key == best[:, None], LEAST, key)
+            key = tl.where(key == best[:, None], LOWEST_KEY, key)
         else:
             chosen = tl.load(given_idx + token * SIZES.top_k + k, mask=is_token, other=-1)
         tl.store(topk_idx + token * SIZES.top_k + k, chosen, mask=is_token)
         number = tl.sum(
             tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1
         )
-        prob = tl.where((place == k)[None, :], number[:, None], prob)
+        prob = tl.where((position == k)[None, :], number[:, None], prob)
         if block_counts is not None:
             ranks |= tl.full((SIZES.tokens,), 1, tl.int64) << (chosen // SIZES.experts_per_rank).to(
                 tl.int64
             )
     if SIZES.rule.renormalize:
         prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + RULE.TINY + tl.zeros_like(prob))
-    mask = is_token[:, None] & (place < SIZES.top_k)[None, :]
-    tl.store(probs + token[:, None] * SIZES.top_k + place[None, :], prob * route_scale, mask=mask)
+    mask = is_token[:, None] & (position < SIZES.top_k)[None, :]
+    tl.store(
+        probs + token[:, None] * SIZES.top_k + position[None, :], prob * route_scale, mask=mask
+    )
     if block_counts is not None:
         row = block_counts + tl.program_id(0) * (SIZES.num_experts + SIZES.num_ranks + 2)
-        is_chosen = (key == LEAST) & is_token[:, None]
+        is_chosen = (key == LOWEST_KEY) & is_token[:, None]
         tl.store(
             row + expert, tl.sum(is_chosen.to(tl.int32), axis=0), mask=expert < SIZES.num_experts
         )
@@ -217,7 +219,7 @@ def choose_experts_grad_kernel(
     SIZES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * SIZES.tokens + tl.arange(0, SIZES.tokens)
-    expert, place = tl.arange(0, SIZES.expert_lanes), tl.arange(0, SIZES.choice_lanes)
+    expert, position = tl.arange(0, SIZES.expert_lanes), tl.arange(0, SIZES.choice_lanes)
     is_token = token < num_tokens
     mask = is_token[:, None] & (expert < SIZES.num_experts)[None, :]
     at = token[:, None] * SIZES.num_experts + expert[None, :]
@@ -228,8 +230,8 @@ def choose_experts_grad_kernel(
         else tl.load(d_scores + at, mask=mask, other=0.0)
     )
     if d_probs is not None:
-        choice = token[:, None] * SIZES.top_k + place[None, :]
-        is_choice = is_token[:, None] & (place < SIZES.top_k)[None, :]
+        choice = token[:, None] * SIZES.top_k + position[None, :]
+        is_choice = is_token[:, None] & (position < SIZES.top_k)[None, :]
         chosen = tl.load(topk_idx + choice, mask=is_choice, other=-1)
         is_chosen = (chosen >= 0) & (chosen < SIZES.num_experts)
         d_chosen = tl.load(d_probs + choice, mask=is_choice, other=0.0) * route_scale
@@ -242,9 +244,9 @@ def choose_experts_grad_kernel(
             d_chosen = tl.div_rn(d_chosen - inner[:, None], divisor)
         d_chosen = tl.where(is_chosen, d_chosen, 0.0)
         for k in range(SIZES.top_k):
-            own = (place == k)[None, :]
-            number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
-            expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
+            is_k = (position == k)[None, :]
+            number_k = tl.sum(tl.where(is_k, d_chosen, 0.0), axis=1)
+            expert_k = tl.sum(tl.where(is_k, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
     SCORE: tl.constexpr = SIZES.rule.score
     d_logit = score_or_gradient(score, d_score, SCORE)
@@ -257,8 +259,8 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, bl
     counts = (
         num_ranks > 0
         and given_idx is None
-        and num_experts <= MOST_COUNTED[0]
-        and num_ranks <= MOST_COUNTED[1]
+        and num_experts <= MAX_COUNTED[0]
+        and num_ranks <= MAX_COUNTED[1]
     )
     tokens, constants = _choice(num_experts, topk_idx.shape[1], rule, num_ranks if counts else 0)
     launch(
@@ -304,7 +306,7 @@ def _loss(num_experts: int, normalises: bool) -> tuple[int, Constants]:
     """Tokens of a tile, and the constants."""
     lanes = next_power_of_2(num_experts)
     tokens = min(control.TOKENS_PER_LOSS_BLOCK, max(1, SCORES_PER_PROGRAM // lanes))
-    return tokens, kept_sizes(
+    return tokens, cached_sizes(
         num_experts=num_experts,
         expert_lanes=lanes,
         normalises=normalises,
@@ -369,20 +371,20 @@ def router_loss_kernel(
     z_coef: tl.float32,
     SIZES: tl.constexpr,
 ):
-    expert, more = tl.arange(0, SIZES.expert_lanes), tl.arange(0, 2)
+    expert, lane = tl.arange(0, SIZES.expert_lanes), tl.arange(0, 2)
     is_expert = expert < SIZES.num_experts
     total = tl.full((SIZES.expert_lanes,), 0.0, tl.float32)
-    others = tl.zeros((2,), tl.float32)  # squares, tokens
+    squares_and_tokens = tl.zeros((2,), tl.float32)  # squares, tokens
     for first in range(0, num_lines, SIZES.lines):
         number = first + tl.arange(0, SIZES.lines)
         line = sums + (number * (SIZES.num_experts + 2))[:, None]
         is_line = (number < num_lines)[:, None]
-        found = tl.load(line + expert[None, :], mask=is_line & is_expert[None, :], other=0.0)
-        total += tl.sum(found, axis=0)
-        found = tl.load(line + SIZES.num_experts + more[None, :], mask=is_line, other=0.0)
-        others += tl.sum(found, axis=0)
-    square = tl.sum(tl.where(more == 0, others, 0.0), axis=0)
-    count = tl.maximum(tl.sum(tl.where(more == 1, others, 0.0), axis=0), 1.0)
+        values = tl.load(line + expert[None, :], mask=is_line & is_expert[None, :], other=0.0)
+        total += tl.sum(values, axis=0)
+        values = tl.load(line + SIZES.num_experts + lane[None, :], mask=is_line, other=0.0)
+        squares_and_tokens += tl.sum(values, axis=0)
+    square = tl.sum(tl.where(lane == 0, squares_and_tokens, 0.0), axis=0)
+    count = tl.maximum(tl.sum(tl.where(lane == 1, squares_and_tokens, 0.0), axis=0), 1.0)
     load = tl.load(expert_load + expert, mask=is_expert, other=0).to(tl.float32)
     slope = (
         balance_coef * SIZES.num_experts / count * (load / tl.maximum(tl.sum(load, axis=0), 1.0))

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.launch import (
+    cached_constants,
+    cached_sizes,
     ceil_div,
     fast_jit,
-    kept_constants,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -36,29 +36,29 @@ PART_ELEMENTS = 1024
 
 
 @triton.jit
-def next_part(rest):
+def next_part(remainder):
     """fp32 numbers as bf16, and the exact rest. The rest of Inf and NaN is 0."""
-    part = rest.to(tl.bfloat16)
-    kept = part.to(tl.float32)
-    return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
+    part = remainder.to(tl.bfloat16)
+    rounded = part.to(tl.float32)
+    return part, tl.where(tl.abs(rounded) < float("inf"), remainder - rounded, 0.0)
 
 
 @fast_jit()
 def bf16_parts_kernel(
-    matrix, other, parts, num_elements: tl.int32, num_others: tl.int32, BLOCK: tl.constexpr
+    matrix, second, parts, num_elements: tl.int32, num_second: tl.int32, BLOCK: tl.constexpr
 ):
     first = tl.program_id(0) * BLOCK
-    if other is not None:
+    if second is not None:
         end = tl.cdiv(num_elements, BLOCK) * BLOCK
         if first >= end:
-            matrix, parts = other, parts + PARTS * num_elements.to(tl.int64)
-            first, num_elements = first - end, num_others
-    place = first + tl.arange(0, BLOCK)
-    mask = place < num_elements
-    rest = tl.load(matrix + place, mask=mask, other=0.0)
+            matrix, parts = second, parts + PARTS * num_elements.to(tl.int64)
+            first, num_elements = first - end, num_second
+    index = first + tl.arange(0, BLOCK)
+    mask = index < num_elements
+    remainder = tl.load(matrix + index, mask=mask, other=0.0)
     for _ in tl.static_range(PARTS):
-        part, rest = next_part(rest)
-        tl.store(parts + place, part, mask=mask)
+        part, remainder = next_part(remainder)
+        tl.store(parts + index, part, mask=mask)
         parts += num_elements
 
 
@@ -166,7 +166,7 @@ def router_gemm(x, weight, logits):
     launch(
         router_gemm_kernel,
         (ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)),
-        kept_sizes(
+        cached_sizes(
             num_experts=num_experts,
             width=width,
             block_m=TOKENS,
@@ -195,7 +195,7 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         launch(
             router_dgrad_kernel,
             (num_column_tiles, ceil_div(num_tokens, TOKENS)),
-            kept_sizes(
+            cached_sizes(
                 num_experts=num_experts,
                 width=width,
                 block_m=TOKENS,
@@ -219,7 +219,7 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         launch(
             router_wgrad_kernel,
             (num_column_tiles, num_expert_tiles, num_splits),
-            kept_sizes(
+            cached_sizes(
                 num_experts=num_experts,
                 width=width,
                 block_m=block,
@@ -246,22 +246,23 @@ def bf16_parts(*matrices: torch.Tensor) -> list[torch.Tensor]:
     launch(
         bf16_parts_kernel,
         (sum(ceil_div(size, PART_ELEMENTS) for size in sizes),),
-        kept_constants(BLOCK=PART_ELEMENTS, num_warps=4),
+        cached_constants(BLOCK=PART_ELEMENTS, num_warps=4),
         *[*matrices, None][:2],
         memory,
         *[*sizes, 0][:2],
     )
-    own = memory.split([PARTS.value * size for size in sizes])
+    by_matrix = memory.split([PARTS.value * size for size in sizes])
     return [
-        parts.view(PARTS.value, *matrix.shape) for parts, matrix in zip(own, matrices, strict=True)
+        parts.view(PARTS.value, *matrix.shape)
+        for parts, matrix in zip(by_matrix, matrices, strict=True)
     ]
 
 
 @functools.cache
 def _splits(num_tokens: int, num_tiles: int) -> tuple[int, int]:
     """The number of parts of a wgrad's tokens, and the tokens of a part: whole steps of the contraction."""
-    wanted = max(1, min(SPLIT_PROGRAMS // num_tiles, num_tokens // SPLIT_TOKENS))
-    split_tokens = ceil_div(ceil_div(num_tokens, wanted), BLOCK_K) * BLOCK_K
+    max_splits = max(1, min(SPLIT_PROGRAMS // num_tiles, num_tokens // SPLIT_TOKENS))
+    split_tokens = ceil_div(ceil_div(num_tokens, max_splits), BLOCK_K) * BLOCK_K
     return ceil_div(num_tokens, split_tokens), split_tokens
 
 

@@ -11,9 +11,9 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.launch.launch import (
     Constants,
+    cached_constants,
+    cached_sizes,
     fast_jit,
-    kept_constants,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -27,7 +27,7 @@ SPOIL_WORDS = tl.constexpr(
 
 @triton.jit
 def now_ns():
-    """The GPU's clock in nanoseconds; it advances about every microsecond."""
+    """The GPU's clock in nanoseconds, which advances about every microsecond."""
     return cuda.globaltimer()
 
 
@@ -71,7 +71,7 @@ def epoch_words(words):
 
 
 @triton.jit
-def who_gave_up(word):
+def aborting_rank(word):
     """The rank that has aborted and written this word >= ABORT."""
     return (word - CONTROL.ABORT) >> CONTROL.ABORT_RANK_SHIFT
 
@@ -90,13 +90,13 @@ def spoil(address, num_words):
 
 
 @triton.jit
-def write_record(status, kind, phase, peer, expected, seen, epoch, where):
+def write_record(status, kind, phase, peer, expected, actual, epoch, where):
     """Writes a status record to the address `status` unless one is pending: the first record counts."""
     record = status.to(tl.pointer_type(tl.int64))
     pending = tl.load(record + CONTROL.STATUS_KIND, volatile=True)
     tl.debug_barrier()  # all threads have read before one writes
     if pending == CONTROL.STATUS_OK:
-        words = (phase, peer, expected, seen, epoch, where)  # from STATUS_PHASE to STATUS_WHERE
+        words = (phase, peer, expected, actual, epoch, where)  # from STATUS_PHASE to STATUS_WHERE
         for i in tl.static_range(CONTROL.STATUS_WHERE - CONTROL.STATUS_PHASE + 1):
             tl.store(record + (CONTROL.STATUS_PHASE + i), words[i])
         system_fence()  # the kind is written last: a host that sees it sees the whole record
@@ -129,8 +129,8 @@ def barrier_kernel(
     # `status` is the address of pinned host memory, for the device, too; `spoiled` is arbitrary if there are no words.
     peer = tl.arange(0, SIZES.lanes)
     is_peer = peer < SIZES.num_ranks
-    own = tl.load(bases + SIZES.rank)
-    counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
+    own_base = tl.load(bases + SIZES.rank)
+    counters = (own_base + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + CONTROL.BARRIER_EPOCH) + 1
     stopped = tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)
     fault |= tl.load(counters + CONTROL.RAIL_FAULT).to(tl.int32)
@@ -143,12 +143,12 @@ def barrier_kernel(
     else:
         tl.store(counters + CONTROL.BARRIER_EPOCH, epoch)
         half = SIZES.layout.mailbox + (epoch & 1) * (SIZES.num_ranks * CONTROL.MAIL_WORDS * 8)
-        theirs = (
+        peer_mail = (
             tl.load(bases + peer, mask=is_peer, other=0)
             + half
             + SIZES.rank * CONTROL.MAIL_WORDS * 8
         )
-        slot = theirs.to(tl.pointer_type(tl.int64))
+        slot = peer_mail.to(tl.pointer_type(tl.int64))
         words = (word_0, word_1, word_2, word_3)
         for i in tl.static_range(CONTROL.NUM_PUBLISHED):
             tl.store(slot + (1 + i), words[i], mask=is_peer)
@@ -159,17 +159,17 @@ def barrier_kernel(
         tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
 
         repeated = tl.minimum(peer, SIZES.num_ranks - 1)  # spare lanes repeat the last peer
-        mine = own + half + repeated * (CONTROL.MAIL_WORDS * 8)
-        seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
+        own_mail = own_base + half + repeated * (CONTROL.MAIL_WORDS * 8)
+        actual = wait_for_words(own_mail, 2 * epoch, now_ns() + timeout_ns)
         tl.debug_barrier()  # one thread's acquire then holds for all threads
-        late = is_peer & (seen < 2 * epoch)
-        reached = epoch_words(seen)
+        late = is_peer & (actual < 2 * epoch)
+        reached = epoch_words(actual)
         faulted = is_peer & (reached == 2 * epoch + 1)
-        given_up = is_peer & (seen >= CONTROL.ABORT) & (reached < 2 * epoch)
+        given_up = is_peer & (actual >= CONTROL.ABORT) & (reached < 2 * epoch)
         first_given_up = tl.min(tl.where(given_up, peer, SIZES.lanes), axis=0)
         first_late = tl.min(tl.where(late, peer, SIZES.lanes), axis=0)
         first_faulted = tl.min(tl.where(faulted, peer, SIZES.lanes), axis=0)
-        mail = mine.to(tl.pointer_type(tl.int64))
+        mail = own_mail.to(tl.pointer_type(tl.int64))
         calls = tl.load(mail + CONTROL.MAIL_CALL, mask=is_peer, other=0, volatile=True)
         first_call = tl.sum(tl.where(peer == 0, calls, 0), axis=0)
         first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, SIZES.lanes), axis=0)
@@ -184,16 +184,25 @@ def barrier_kernel(
         phase = call & 0xFF
         if first_given_up < SIZES.lanes:
             tl.store(counters + CONTROL.ABORTED, 1)
-            written = tl.sum(tl.where(peer == first_given_up, seen, 0), axis=0)
+            written = tl.sum(tl.where(peer == first_given_up, actual, 0), axis=0)
             write_record(
-                status, CONTROL.STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0
+                status,
+                CONTROL.STATUS_ABORT,
+                phase,
+                aborting_rank(written),
+                epoch,
+                written,
+                epoch,
+                0,
             )
         elif first_late < SIZES.lanes:
             tl.store(counters + CONTROL.ABORTED, 1)
             # The other half may have the peer's last epoch.
-            other = mine + (1 - 2 * (epoch & 1)) * (SIZES.num_ranks * CONTROL.MAIL_WORDS * 8)
+            other_half = own_mail + (1 - 2 * (epoch & 1)) * (
+                SIZES.num_ranks * CONTROL.MAIL_WORDS * 8
+            )
             before = tl.load(
-                other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True
+                other_half.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True
             )
             last = (
                 tl.sum(
@@ -208,21 +217,21 @@ def barrier_kernel(
             write_record(status, CONTROL.STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
         elif first_other < SIZES.lanes:
             tl.store(counters + CONTROL.FAULTED, 1)
-            theirs_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
+            other_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
             write_record(
                 status,
                 CONTROL.STATUS_MISMATCH,
                 phase,
                 first_other,
                 first_call,
-                theirs_call,
+                other_call,
                 epoch,
                 0,
             )
 
 
 def _constants(peers: control.Peers) -> Constants:
-    return kept_sizes(
+    return cached_sizes(
         rank=peers.rank,
         num_ranks=peers.num_ranks,
         lanes=next_power_of_2(peers.num_ranks),
@@ -284,25 +293,25 @@ def wait_for_signal_kernel(
     num_spoiled_words: tl.int64,
     SIZES: tl.constexpr,
 ):
-    own = tl.load(bases + SIZES.rank)
-    counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
+    own_base = tl.load(bases + SIZES.rank)
+    counters = (own_base + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + CONTROL.BARRIER_EPOCH)
     lane = tl.arange(0, 1)  # wait_for_words takes a tensor
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
-        slot = own + SIZES.layout.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
-        seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
+        slot = own_base + SIZES.layout.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
+        actual = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
         tl.debug_barrier()  # one thread's acquire then holds for all threads
-        if epoch_words(seen) >= epoch:
+        if epoch_words(actual) >= epoch:
             result += 1
-        elif seen >= CONTROL.ABORT:
+        elif actual >= CONTROL.ABORT:
             tl.store(counters + CONTROL.ABORTED, 1)
             write_record(
-                status, CONTROL.STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0
+                status, CONTROL.STATUS_ABORT, phase, aborting_rank(actual), epoch, actual, epoch, 0
             )
         else:
             tl.store(counters + CONTROL.ABORTED, 1)
-            write_record(status, CONTROL.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
+            write_record(status, CONTROL.STATUS_TIMEOUT, phase, rank, epoch, actual, epoch, 0)
     tl.store(arrived + lane, result)
     if tl.max(result, axis=0) < 0:
         spoil(spoiled, num_spoiled_words)
@@ -332,25 +341,30 @@ def count_exchange_kernel(counts, progress: tl.int64, which: tl.int32):
 
 def count_exchange(counts, progress, *, which):
     launch(
-        count_exchange_kernel, (1,), kept_constants(num_warps=1), counts, progress.data_ptr(), which
+        count_exchange_kernel,
+        (1,),
+        cached_constants(num_warps=1),
+        counts,
+        progress.data_ptr(),
+        which,
     )
 
 
 @fast_jit([])
 def receive_fault_flags_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr):
-    word, most = tl.arange(0, BLOCK), tl.load(fault)
+    word, max_flag = tl.arange(0, BLOCK), tl.load(fault)
     for first in range(0, num_words, BLOCK):
-        said = tl.load(heard + first + word, mask=first + word < num_words, other=0)
-        most = tl.maximum(most, tl.max(said, axis=0))
+        flags = tl.load(heard + first + word, mask=first + word < num_words, other=0)
+        max_flag = tl.maximum(max_flag, tl.max(flags, axis=0))
     tl.debug_barrier()  # all threads have read before one writes
-    tl.store(fault, most)
+    tl.store(fault, max_flag)
 
 
 def receive_fault_flags(heard, fault):
     launch(
         receive_fault_flags_kernel,
         (1,),
-        kept_constants(BLOCK=32, num_warps=1),
+        cached_constants(BLOCK=32, num_warps=1),
         heard,
         fault,
         heard.numel(),

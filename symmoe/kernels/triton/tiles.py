@@ -24,13 +24,13 @@ ZERO_BLOCK = tl.constexpr(
 )  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
 # The most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.
 ROW_PROGRAMS = 4096
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
-    """The tiles and launch options of one GEMM. They may change speed and rounding, but never the twins' definition.
+    """The tiles and launch options of one GEMM, which may change speed and rounding, but never the twins' definition.
 
     block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
@@ -55,17 +55,17 @@ class TileConfig:
         return {"num_stages": self.num_stages, "num_warps": self.num_warps}
 
 
-def most_columns(device: torch.device) -> int:
+def max_columns(device: torch.device) -> int:
     """The most columns of an accumulator, for 128 rows in 16 bits: half if the operands are also in registers."""
-    return MOST_COLUMNS if architectures.multiplies_shared(device) else MOST_COLUMNS // 2
+    return MAX_COLUMNS if architectures.multiplies_shared(device) else MAX_COLUMNS // 2
 
 
 def constants_of(module: ModuleType) -> Named:
     """The numbers and texts of a module as constants that kernels may read."""
     named = {
-        name: tl.constexpr(each)
-        for name, each in vars(module).items()
-        if name.isupper() and type(each) in (int, float, str)
+        name: tl.constexpr(value)
+        for name, value in vars(module).items()
+        if name.isupper() and type(value) in (int, float, str)
     }
     return Named(make_dataclass("Constants", named, frozen=True)(**named))
 
@@ -213,7 +213,7 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Mask [BLOCK] of places before WIDTH, counted from first; None if BLOCK divides WIDTH."""
+    """Mask [BLOCK] of positions before WIDTH, counted from first; None if BLOCK divides WIDTH."""
     if WIDTH % BLOCK == 0:  # Triton 3.6 supports no None from a conditional expression as a result
         mask = None
     else:
@@ -225,8 +225,8 @@ def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def plus(products, addend, factor):
     """products + addend * factor, rounded once.
 
-    It avoids `+`: in a contraction of a single step Triton would start the product from the addend, which rounds
-    differently.
+    A fma instead of `+`: in a contraction of a single step Triton would start the product from the addend of a `+`,
+    which rounds differently.
     """
     return tl.fma(addend, factor, products)
 
@@ -247,8 +247,10 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
     if PARTS >= 4:
         parts = halves(parts[0], ROWS, COLUMNS // 4) + halves(parts[1], ROWS, COLUMNS // 4)
     if PARTS >= 8:
-        left = halves(parts[0], ROWS, COLUMNS // 8) + halves(parts[1], ROWS, COLUMNS // 8)
-        parts = left + halves(parts[2], ROWS, COLUMNS // 8) + halves(parts[3], ROWS, COLUMNS // 8)
+        first_half = halves(parts[0], ROWS, COLUMNS // 8) + halves(parts[1], ROWS, COLUMNS // 8)
+        parts = (
+            first_half + halves(parts[2], ROWS, COLUMNS // 8) + halves(parts[3], ROWS, COLUMNS // 8)
+        )
     return parts
 
 
@@ -281,7 +283,7 @@ def load_k_rows(
 
 @triton.jit
 def source_rows(index, row, end):
-    """Places of rows in their tensor; if gathered, row 0 for rows at and past end."""
+    """Indices of rows in their tensor; if gathered, row 0 for rows at and past end."""
     return row if index is None else tl.load(index + row, mask=row < end, other=0)
 
 
@@ -317,7 +319,7 @@ class Wgrad:
 
 
 @triton.jit
-def wgrad_place(tile, WGRAD: tl.constexpr):
+def wgrad_location(tile, WGRAD: tl.constexpr):
     """Group of a tile, and the tile's row and column in the group's result."""
     TILES: tl.constexpr = WGRAD.num_m_tiles * WGRAD.num_n_tiles
     group = tile // TILES

@@ -14,9 +14,9 @@ import triton.language as tl
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.launch.launch import (
     Constants,
+    cached_sizes,
     ceil_div,
     fast_jit,
-    kept_sizes,
     launch,
     next_power_of_2,
 )
@@ -42,8 +42,8 @@ SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
     """Launches a kernel that moves num_rows rows like `rows`, with `accesses` 16-byte accesses per thread and tile."""
     constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
-    found = constants.named["SIZES"]
-    num_tiles = ceil_div(num_rows, int(found.tokens)) * int(found.column_tiles)
+    tile_sizes = constants.named["SIZES"]
+    num_tiles = ceil_div(num_rows, int(tile_sizes.tokens)) * int(tile_sizes.column_tiles)
     launch(kernel, (min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas),), constants, *args)
 
 
@@ -87,7 +87,7 @@ def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
     """Constants. top_k: rows of a token. column, prob_column: of `received`. unroll, peers_unroll: rows of a token, and
     of peers, that are loaded together. rank_lanes: lanes of a vector over the ranks."""
     lanes = next_power_of_2(num_ranks)
-    return kept_sizes(
+    return cached_sizes(
         top_k=top_k,
         num_ranks=num_ranks,
         rank_lanes=lanes,
@@ -112,7 +112,7 @@ def num_tiles(num_tokens, SIZES: tl.constexpr):
 
 
 @triton.jit
-def tile_place(tile, SIZES: tl.constexpr):
+def tile_location(tile, SIZES: tl.constexpr):
     """Tokens of a tile, its columns [1, columns], and their mask."""
     token = tile // SIZES.column_tiles * SIZES.tokens + tl.arange(0, SIZES.tokens)
     column = tile % SIZES.column_tiles * SIZES.columns + tl.arange(0, SIZES.columns)
@@ -120,7 +120,7 @@ def tile_place(tile, SIZES: tl.constexpr):
 
 
 @triton.jit
-def row_places(rows, row, column, SIZES: tl.constexpr):
+def pointers_to_rows(rows, row, column, SIZES: tl.constexpr):
     """Pointers to a tile of rows of a matrix."""
     return rows + row.to(tl.int64)[:, None] * SIZES.width + column
 
@@ -144,9 +144,9 @@ def push_rows_kernel(
     SIZES: tl.constexpr,
 ):
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
-        token, column, is_column = tile_place(tile, SIZES)
+        token, column, is_column = tile_location(tile, SIZES)
         is_token = token < num_tokens
-        source = row_places(x, token, column, SIZES)
+        source = pointers_to_rows(x, token, column, SIZES)
         moves = is_token
         if SIZES.one_rank:  # tokens without this destination need no read
             moves &= (
@@ -234,18 +234,18 @@ def push_slots_kernel(
                 token_to_packed_row + token * SIZES.num_ranks + rank, mask=is_slot, other=-1
             )
             goes = (packed >= 0) & (offset >= 0)
-            here = slot_rank == rank
+            is_on_rank = slot_rank == rank
             base = tl.load(bases + rank)
             entry = packed.to(tl.int64) * SIZES.top_k + k
             tl.store(
                 (base + offset).to(tl.pointer_type(tl.int32)) + entry,
-                tl.where(here, row, -1),
+                tl.where(is_on_rank, row, -1),
                 mask=goes,
             )
             if probs is not None:
                 prob_offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.prob_column)
                 values = (base + prob_offset).to(tl.pointer_type(tl.float32))
-                tl.store(values + entry, tl.where(here, prob, 0.0), mask=goes)
+                tl.store(values + entry, tl.where(is_on_rank, prob, 0.0), mask=goes)
     else:  # the rest of this rank's region on rank `program`
         offset = tl.load(received + program * CONTROL.NUM_PUBLISHED + SIZES.column)
         used = tl.full((SIZES.block,), 0, tl.int32)
@@ -363,15 +363,17 @@ def place_rows_kernel(
 ):
     num = tl.where(tl.load(received + rank * CONTROL.NUM_PUBLISHED) < 0, 0, num_tokens)
     for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
-        token, column, is_column = tile_place(tile, SIZES)
+        token, column, is_column = tile_location(tile, SIZES)
         is_token = token < num
-        values = tl.load(row_places(x, token, column, SIZES), mask=is_token[:, None] & is_column)
+        values = tl.load(
+            pointers_to_rows(x, token, column, SIZES), mask=is_token[:, None] & is_column
+        )
         for k in range(SIZES.top_k):
             is_own = (
                 tl.load(slot_to_rank + token * SIZES.top_k + k, mask=is_token, other=-1) == rank
             )
             row = tl.load(slot_to_row + token * SIZES.top_k + k, mask=is_own, other=-1)
-            target = row_places(rows, row, column, SIZES)
+            target = pointers_to_rows(rows, row, column, SIZES)
             tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
 
 
@@ -404,19 +406,21 @@ def fan_out_kernel(
     num_skipped = tl.where(source < 0, own_end - own_begin, 0)
     num = end - begin - num_skipped
     for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
-        index, column, is_column = tile_place(tile, SIZES)
+        index, column, is_column = tile_location(tile, SIZES)
         packed = begin + index
         packed = tl.where(packed < own_begin, packed, packed + num_skipped)
         primary, num_rows = primary_row(packed_to_row, packed, index < num, SIZES)
         several = num_rows > 1
         values = tl.load(
-            row_places(rows, primary, column, SIZES), mask=several[:, None] & is_column
+            pointers_to_rows(rows, primary, column, SIZES), mask=several[:, None] & is_column
         )
         for k in range(SIZES.top_k):
             row = tl.load(packed_to_row + packed * SIZES.top_k + k, mask=several, other=-1)
             is_secondary = (row >= 0) & (row != primary)
             tl.store(
-                row_places(rows, row, column, SIZES), values, mask=is_secondary[:, None] & is_column
+                pointers_to_rows(rows, row, column, SIZES),
+                values,
+                mask=is_secondary[:, None] & is_column,
             )
 
 
@@ -464,26 +468,26 @@ def push_sums_kernel(
         )
         region = tl.load(bases + home) + offset + (rank - (rank > home).to(tl.int32)) * region_bytes
         for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
-            index, column, is_column = tile_place(tile, SIZES)
+            index, column, is_column = tile_location(tile, SIZES)
             primary, num_rows = primary_row(packed_to_row, begin + index, index < num, SIZES)
             mask = (num_rows > 0)[:, None] & is_column
-            total = tl.load(row_places(rows, primary, column, SIZES), mask=mask, other=0.0).to(
-                tl.float32
-            )
+            total = tl.load(
+                pointers_to_rows(rows, primary, column, SIZES), mask=mask, other=0.0
+            ).to(tl.float32)
             for first in range(0, SIZES.top_k, SIZES.unroll):
                 masks, values = (), ()
-                for more in tl.static_range(SIZES.unroll):
-                    k = first + more
+                for i in tl.static_range(SIZES.unroll):
+                    k = first + i
                     is_slot = (num_rows > 1) & (k < SIZES.top_k)
                     row = tl.load(
                         packed_to_row + (begin + index) * SIZES.top_k + k, mask=is_slot, other=-1
                     )
-                    source = row_places(rows, row, column, SIZES)
+                    source = pointers_to_rows(rows, row, column, SIZES)
                     masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
-                    values += (tl.load(source, mask=masks[more], other=0.0),)
-                for more in tl.static_range(SIZES.unroll):
+                    values += (tl.load(source, mask=masks[i], other=0.0),)
+                for i in tl.static_range(SIZES.unroll):
                     # A missing row is not added as 0.0, which would turn -0.0 into 0.0.
-                    total = tl.where(masks[more], total + values[more].to(tl.float32), total)
+                    total = tl.where(masks[i], total + values[i].to(tl.float32), total)
             address = region + index.to(tl.int64) * SIZES.row_bytes
             target = row_pointers(address, rows.dtype.element_ty) + column
             tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
@@ -560,12 +564,12 @@ def pull_rows_kernel(
 ):
     failed = call_failed(received, SIZES)
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
-        token, column, is_column = tile_place(tile, SIZES)
+        token, column, is_column = tile_location(tile, SIZES)
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
         for first in range(0, SIZES.top_k, SIZES.unroll):
             # Each step covers all sources, so that their loads are in flight together.
-            rows, places, values = (), (), ()
+            rows, addresses, values = (), (), ()
             for step in tl.static_range(SIZES.unroll):
                 s = first + step
                 mask = is_token & (s < SIZES.top_k) & (not failed)
@@ -576,7 +580,7 @@ def pull_rows_kernel(
                     source_rank + token * SIZES.top_k + s, mask=rows[step] >= 0, other=-1
                 )
                 base = tl.load(bases + rank, mask=rank >= 0, other=0)
-                places += (
+                addresses += (
                     base
                     + tl.load(
                         received + rank * CONTROL.NUM_PUBLISHED + SIZES.column,
@@ -585,21 +589,21 @@ def pull_rows_kernel(
                     ),
                 )
             for step in tl.static_range(SIZES.unroll):
-                has = (rows[step] >= 0) & (places[step] != 0)
+                has_row = (rows[step] >= 0) & (addresses[step] != 0)
                 source = (
                     row_pointers(
-                        places[step] + rows[step].to(tl.int64) * SIZES.row_bytes,
+                        addresses[step] + rows[step].to(tl.int64) * SIZES.row_bytes,
                         out.dtype.element_ty,
                     )
                     + column
                 )
-                values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
+                values += (tl.load(source, mask=has_row[:, None] & is_column, other=0.0),)
             for step in tl.static_range(SIZES.unroll):
                 # Adding 0.0 for missing rows has no effect: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
         tl.store(
-            row_places(out, token, column, SIZES),
+            pointers_to_rows(out, token, column, SIZES),
             total.to(out.dtype.element_ty),
             mask=is_token[:, None] & is_column,
         )
@@ -625,16 +629,16 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
     total = tl.full(SIZES.tile, 0.0, tl.float32)
     # `top_k` is not a constant, to keep this a loop: in straight code ptxas would delay the loads of returned rows.
     for first in range(0, top_k, SIZES.unroll):
-        places, values = (), ()
+        own_rows, values = (), ()
         for step in tl.static_range(SIZES.unroll):
             slot = token * top_k + first + step
             mask = is_token & (first + step < top_k)
             is_own = tl.load(slot_to_rank + slot, mask=mask, other=-1) == rank
-            places += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
+            own_rows += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
         for step in tl.static_range(SIZES.unroll):
-            has = tl.expand_dims(places[step] >= 0, 1)
-            source = row_places(rows, places[step], column, SIZES)
-            values += (tl.load(source, mask=has & is_column, other=0.0),)
+            has_row = tl.expand_dims(own_rows[step] >= 0, 1)
+            source = pointers_to_rows(rows, own_rows[step], column, SIZES)
+            values += (tl.load(source, mask=has_row & is_column, other=0.0),)
         for step in tl.static_range(SIZES.unroll):
             # Where all rows are -0.0, a peer's sum is -0.0 and this is 0.0. The sum over ranks is the same.
             total += values[step].to(tl.float32)
@@ -659,10 +663,10 @@ def sum_home_kernel(
 ):
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     for tile in range(tl.program_id(0), num_tiles(num_tokens, SIZES), tl.num_programs(0)):
-        token, column, is_column = tile_place(tile, SIZES)
+        token, column, is_column = tile_location(tile, SIZES)
         is_token = token < num_tokens
         total = tl.full(SIZES.tile, 0.0, tl.float32)
-        own = tl.full(SIZES.tile, 0.0, out.dtype.element_ty)
+        own_sum = tl.full(SIZES.tile, 0.0, out.dtype.element_ty)
         for first in range(0, SIZES.num_ranks, SIZES.peers_unroll):
             packed, values = (), ()
             for step in tl.static_range(SIZES.peers_unroll):
@@ -678,26 +682,26 @@ def sum_home_kernel(
                 region = rank - (own_rank < rank).to(tl.int32)
                 start = tl.load(packed_start + rank, mask=rank < SIZES.num_ranks, other=0)
                 row = region * num_tokens + packed[step] - start
-                has = is_token & (packed[step] >= 0)
+                has_row = is_token & (packed[step] >= 0)
                 values += (
                     tl.load(
-                        row_places(returned, row, column, SIZES),
-                        mask=has[:, None] & is_column,
+                        pointers_to_rows(returned, row, column, SIZES),
+                        mask=has_row[:, None] & is_column,
                         other=0.0,
                     ),
                 )
             if first == 0:  # while peers' rows load
                 slots = (slot_to_rank, slot_to_row)
                 own_tokens = is_token & (not failed)
-                own = sum_own_rows(
+                own_sum = sum_own_rows(
                     slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES
                 )
             for step in tl.static_range(SIZES.peers_unroll):
                 # Adding 0.0 for missing rows has no effect: a sum that starts at 0.0 is never -0.0.
-                total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
+                total += tl.where(first + step == own_rank, own_sum, values[step]).to(tl.float32)
         total = tl.where(failed, float("nan"), total)
         tl.store(
-            row_places(out, token, column, SIZES),
+            pointers_to_rows(out, token, column, SIZES),
             total.to(out.dtype.element_ty),
             mask=is_token[:, None] & is_column,
         )
@@ -737,11 +741,15 @@ def pull_values_kernel(
     failed = call_failed(received, SIZES)
     rank = tl.load(slot_to_rank + slot, mask=is_slot & (not failed), other=-1)
     packed = tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=rank >= 0, other=-1)
-    has = packed >= 0
-    base = tl.load(bases + rank, mask=has, other=0)
-    offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column, mask=has, other=0)
+    has_value = packed >= 0
+    base = tl.load(bases + rank, mask=has_value, other=0)
+    offset = tl.load(
+        received + rank * CONTROL.NUM_PUBLISHED + SIZES.column, mask=has_value, other=0
+    )
     entry = packed.to(tl.int64) * SIZES.top_k + (slot - token * SIZES.top_k)
-    value = tl.load((base + offset).to(tl.pointer_type(tl.float32)) + entry, mask=has, other=0.0)
+    value = tl.load(
+        (base + offset).to(tl.pointer_type(tl.float32)) + entry, mask=has_value, other=0.0
+    )
     tl.store(out + slot, tl.where(failed, float("nan"), value), mask=is_slot)
 
 

@@ -85,9 +85,9 @@ class ActivationKernels:
         """
         h, a = results
         GemmKernels.grouped_gemm(rows, weight, row_range, h, bias=bias)
-        each = rows_of(row_range)
-        value, _ = value_and_slopes(h[each], activation)
-        a[each] = (value * row_scale[each, None]).to(a.dtype)
+        row = rows_of(row_range)
+        value, _ = value_and_slopes(h[row], activation)
+        a[row] = (value * row_scale[row, None]).to(a.dtype)
 
     @staticmethod
     @writes("gradients", "workspace")

@@ -102,8 +102,8 @@ def _butterflies(x: torch.Tensor) -> torch.Tensor:
     """H x by sums and differences of elements at distances 1, 2, 4 and 8; then a quarter of it."""
     step = 1
     while step < formats.HADAMARD_SIZE:
-        left, right = x.unflatten(-1, (-1, 2, step)).unbind(-2)
-        x = torch.stack((left + right, left - right), dim=-2).flatten(-3)
+        first, second = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         step *= 2
     return x * 0.25
 

@@ -80,19 +80,19 @@ def store_sum(
     out_g.copy_(out_g.float() + total if accumulate else total)
 
 
-def multiply_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in fp32: a row's bits do not depend on the other rows, or on their number."""
-    num_missing = max(0, MIN_ROWS - len(left))
-    filled = torch.nn.functional.pad(left, (0, 0, 0, num_missing))
-    return multiply(filled, right)[: len(left)]
+def multiply_rows(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    """lhs @ rhs in fp32: a row's bits do not depend on the other rows, or on their number."""
+    num_missing = max(0, MIN_ROWS - len(lhs))
+    filled = torch.nn.functional.pad(lhs, (0, 0, 0, num_missing))
+    return multiply(filled, rhs)[: len(lhs)]
 
 
-def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in fp32, also under autocast, which does not change `out=`."""
+def multiply(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    """lhs @ rhs in fp32, also under autocast, which does not change `out=`."""
     # Copies, because torch aligns new CPU tensors to the widest CPU vector.
-    left = left.to(torch.float32, copy=True)
-    out = left.new_empty(len(left), right.shape[1])
-    return torch.mm(left, right.to(torch.float32, copy=True), out=out)
+    lhs = lhs.to(torch.float32, copy=True)
+    out = lhs.new_empty(len(lhs), rhs.shape[1])
+    return torch.mm(lhs, rhs.to(torch.float32, copy=True), out=out)
 
 
 class GemmKernels:

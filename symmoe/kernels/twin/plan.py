@@ -69,9 +69,8 @@ class PlanKernels:
         *,
         num_experts: int,
     ) -> None:
-        """Writes this rank's row (header, slots per expert, tokens per rank) to every rank's count table.
-
-        It writes to the half of the table for the next barrier.
+        """Writes this rank's row (header, slots per expert, tokens per rank) to every rank's count table, to the half
+        for the next barrier.
 
         Args:
             block_counts: count_slots' result; its columns of experts and ranks get the sums over earlier blocks.
@@ -167,8 +166,8 @@ class PlanKernels:
         plan.source_to_row_start[-1] = ranges_2e[1]
         parts_R2e = plan.splits.new_empty((num_ranks, 2, plan.splits.numel()))
         split_rows(plan.source_to_row_start, parts_R2e, rank, ranks)
-        known = sorted({0, *ranks, num_ranks - 1})  # the node's; all earlier, all later ranks'
-        plan.source_to_rows[known] = parts_R2e[known, :, :num_own]
+        sources = sorted({0, *ranks, num_ranks - 1})  # the node's; all earlier, all later ranks'
+        plan.source_to_rows[sources] = parts_R2e[sources, :, :num_own]
         (begin, end), (first, last) = parts_R2e[rank, :, num_own:], ranges_2e[:, num_own:]
         plan.replica_ranges.copy_(
             torch.stack([first, last, first, begin, begin, end, end, last]).view(4, 2, -1)
@@ -231,9 +230,9 @@ class PlanKernels:
         ids_TK = topk_idx.long()
         is_valid_TK = (ids_TK >= 0) & (ids_TK < num_experts)
         expert_TK = ids_TK.where(is_valid_TK, 0)
-        place_TK = places_of_slots(expert_TK, is_valid_TK, num_experts)
-        is_kept_TK = is_valid_TK & (place_TK < plan.slot_limit[expert_TK])
-        row_TK = plan.slot_start[expert_TK] + place_TK
+        position_TK = positions_of_slots(expert_TK, is_valid_TK, num_experts)
+        is_kept_TK = is_valid_TK & (position_TK < plan.slot_limit[expert_TK])
+        row_TK = plan.slot_start[expert_TK] + position_TK
         rank_TK = expert_TK // plan.splits.numel()
         plan.slot_to_row.copy_(row_TK.where(is_kept_TK, -1))
         plan.slot_to_rank.copy_(rank_TK.where(is_kept_TK, -1))
@@ -247,8 +246,10 @@ class PlanKernels:
         plan.token_to_primary_row.copy_(primary_row_TR.where(goes_TR, -1))
 
 
-def places_of_slots(experts: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[T, K], the place of each valid slot among this rank's slots of its expert."""
+def positions_of_slots(
+    experts: torch.Tensor, valid: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """[T, K], the position of each valid slot among this rank's slots of its expert."""
     column = experts.reshape(-1, 1)
     one_hot = torch.zeros((len(column), num_experts), dtype=torch.int32, device=experts.device)
     one_hot.scatter_(1, column, valid.reshape(-1, 1).int())
@@ -335,6 +336,6 @@ def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
         range(capacity + 1), capacity, key=lambda level: int(load.clamp(max=level).sum())
     )
     level = num_fitting - 1
-    kept = load.clamp(max=level)
+    kept_rows = load.clamp(max=level)
     above = load > level
-    return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()
+    return kept_rows + (above & (above.cumsum(0) <= capacity - int(kept_rows.sum()))).long()

@@ -53,6 +53,9 @@ class PointerKernels:
             return None
         if contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
-        if any(found != device for found in set(map(operator.attrgetter("device"), tensors))):
+        if any(
+            tensor_device != device
+            for tensor_device in set(map(operator.attrgetter("device"), tensors))
+        ):
             return None
         return struct.pack(f"={len(addresses)}q", *addresses)

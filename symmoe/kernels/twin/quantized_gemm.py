@@ -71,18 +71,18 @@ class QuantizedGemmKernels:
         features, bias_scale = as_pair(bias)
         if block_format is not FLOAT8_BLOCK:
             lines = row_range if group_range is None else group_range
-            left = _numbers(rows.data, rows.scale, lines, block_format)
+            lhs = _numbers(rows.data, rows.scale, lines, block_format)
             tiles = gemm.packed(weight.scale)
             if isinstance(weight.scale, TensorTable):
                 tiles = tiles.view(-1, tiles.shape[2] // TILE_BYTES, TILE_BYTES)
             lines = equal_groups(num_groups, out_width, row_range.device)
-            right = _numbers(gemm.packed(weight.data).flatten(0, 1), tiles, lines, block_format)
-            right = right.view(num_groups, out_width, -1)
+            rhs = _numbers(gemm.packed(weight.data).flatten(0, 1), tiles, lines, block_format)
+            rhs = rhs.view(num_groups, out_width, -1)
         for g, span in gemm.groups(row_range):
             if block_format is FLOAT8_BLOCK:
                 total = _sum_of_blocks(rows, weight, g, span)
             else:
-                total = gemm.multiply_rows(left[span], right[g].t())
+                total = gemm.multiply_rows(lhs[span], rhs[g].t())
             if rows.global_scale is not None and weight.global_scale is not None:
                 total = total * rows.global_scale[g] * weight.global_scale[g]
             if features is not None:
@@ -116,7 +116,7 @@ class QuantizedGemmKernels:
         """
         block_format = check_wgrad(dout, rows, out)
         if block_format is not FLOAT8_BLOCK:
-            left, right = (
+            lhs, rhs = (
                 _numbers(data, scale, equal_groups(1, len(data), out.device), block_format)
                 for data, scale, _ in (dout, rows)
             )
@@ -133,7 +133,7 @@ class QuantizedGemmKernels:
                     total += partial * rows.scale[:, b] * dout.scale[:, b, None]
             else:
                 tokens = slice(first * BLOCK, end * BLOCK)
-                total = gemm.multiply(left[:, tokens], right[:, tokens].t())
+                total = gemm.multiply(lhs[:, tokens], rhs[:, tokens].t())
             # A group without tokens may have any global scale.
             if first < end and dout.global_scale is not None and rows.global_scale is not None:
                 total = total * dout.global_scale[g] * rows.global_scale[g]

@@ -8,7 +8,7 @@ import torch
 from symmoe.kernels import control
 from symmoe.kernels.operands import Matrices, writes
 from symmoe.kernels.twin.gemm import matrix, store_sum
-from symmoe.kernels.twin.plan import PlanKernels, places_of_slots
+from symmoe.kernels.twin.plan import PlanKernels, positions_of_slots
 
 Pair = tuple[Matrices | None, Matrices | None]  # of both layers, or of one layer
 
@@ -23,12 +23,13 @@ class ReplicaKernels:
         less loaded ranks. Rows stay in a node: every `num_near` consecutive ranks balance separately.
 
         The limit is (1000 + slack) / 1000 times the mean of the ranks' rows, rounded up. While the rank with the most
-        rows exceeds the limit, it moves rows of its largest remaining expert to the rank with the fewest rows that has
-        a free replica slot. It moves the least of: its rows above the mean, the other rank's rows below the mean, the
-        expert's rows. Ties go to the lowest number. A rank's rows first go to a copy on the same rank, as many as both
-        counts allow; the rest is assigned in the order of source ranks and of the ranks with copies. There are at most
-        R * S moves, and a rank exceeds the limit only if no remaining replica slot could help. plan: gets expert_load,
-        replica_to_expert, replica_rows, expert_to_replica_slot and copy_slots.
+        rows exceeds the limit, that rank moves rows of its largest remaining expert to the rank with the fewest rows
+        that has a free replica slot. The number of moved rows is the least of: the first rank's rows above the mean,
+        the second rank's rows below the mean, the expert's rows. Ties go to the lowest number. A rank's rows first go
+        to a copy on the same rank, as many as both counts allow; the rest is assigned in the order of source ranks and
+        of the ranks with copies. There are at most R * S moves, and a rank exceeds the limit only if no remaining
+        replica slot could help. plan: gets expert_load, replica_to_expert, replica_rows, expert_to_replica_slot and
+        copy_slots.
         """
         num_ranks, num_replica_slots = plan.replica_to_expert.shape
         num_experts, first = plan.expert_load.numel(), control.HEADER_WORDS
@@ -37,7 +38,10 @@ class ReplicaKernels:
         ].long()  # [R, E]
         plan.expert_load.copy_(counts_RE.sum(0))
         per_rank = num_experts // num_ranks
-        left, rows = counts_RE.sum(0).tolist(), counts_RE.sum(0).view(num_ranks, -1).sum(1).tolist()
+        remaining, rows = (
+            counts_RE.sum(0).tolist(),
+            counts_RE.sum(0).view(num_ranks, -1).sum(1).tolist(),
+        )
         moves_ER, used = (
             torch.zeros((num_experts, num_ranks), dtype=torch.int64, device=counts_RE.device),
             [0] * num_ranks,
@@ -53,12 +57,12 @@ class ReplicaKernels:
                 taker = min(near, key=lambda rank: (used[rank] == num_replica_slots, rows[rank]))
                 expert = max(
                     range(num_experts),
-                    key=lambda expert: (expert // per_rank == giver, left[expert]),
+                    key=lambda expert: (expert // per_rank == giver, remaining[expert]),
                 )
                 number = min(
                     rows[giver] - mean,
                     mean - rows[taker] if used[taker] < num_replica_slots else 0,
-                    left[expert],
+                    remaining[expert],
                 )
                 if rows[giver] <= limit or number <= 0:
                     break
@@ -72,21 +76,23 @@ class ReplicaKernels:
                 plan.expert_to_replica_slot[expert, taker] = used[taker]
                 moves_ER[expert, taker] += number
                 used[taker] += 1
-                rows[giver], rows[taker], left[expert] = (
+                rows[giver], rows[taker], remaining[expert] = (
                     rows[giver] - number,
                     rows[taker] + number,
-                    left[expert] - number,
+                    remaining[expert] - number,
                 )
         expert_E = torch.arange(num_experts, device=counts_RE.device)
-        moves_ER[expert_E, expert_E // per_rank] = torch.tensor(left, device=counts_RE.device)
-        own = peers.rank
+        moves_ER[expert_E, expert_E // per_rank] = torch.tensor(remaining, device=counts_RE.device)
+        own_rank = peers.rank
         stay_ER = counts_RE.t().minimum(moves_ER)  # [E, rank of a copy]
-        rest_ER, taken_ER = counts_RE.t() - stay_ER, (moves_ER - stay_ER).cumsum(1)
-        end_E1 = rest_ER.cumsum(1)[:, own : own + 1]
-        begin_E1 = end_E1 - rest_ER[:, own : own + 1]
-        crossing_ER = taken_ER.minimum(end_E1) - (taken_ER - moves_ER + stay_ER).maximum(begin_E1)
+        surplus_ER, deficit_end_ER = counts_RE.t() - stay_ER, (moves_ER - stay_ER).cumsum(1)
+        end_E1 = surplus_ER.cumsum(1)[:, own_rank : own_rank + 1]
+        begin_E1 = end_E1 - surplus_ER[:, own_rank : own_rank + 1]
+        crossing_ER = deficit_end_ER.minimum(end_E1) - (
+            deficit_end_ER - moves_ER + stay_ER
+        ).maximum(begin_E1)
         plan.copy_slots.copy_(crossing_ER.clamp(min=0))
-        plan.copy_slots[:, own] += stay_ER[:, own].int()
+        plan.copy_slots[:, own_rank] += stay_ER[:, own_rank].int()
 
     @staticmethod
     @writes("plan", "block_counts")
@@ -108,14 +114,14 @@ class ReplicaKernels:
         ids_TK, per_rank = topk_idx.long(), num_experts // num_ranks
         is_valid_TK = (ids_TK >= 0) & (ids_TK < num_experts)
         expert_TK = ids_TK.where(is_valid_TK, 0)
-        place_TK = places_of_slots(expert_TK, is_valid_TK, num_experts)
+        position_TK = positions_of_slots(expert_TK, is_valid_TK, num_experts)
         end_ER = plan.copy_slots.cumsum(1)
         rank_R = torch.arange(num_ranks, device=ids_TK.device)
         copy_ER = num_local * rank_R + per_rank + plan.expert_to_replica_slot
         expert_E = torch.arange(num_experts, device=ids_TK.device)
         home_E = expert_E // per_rank
         copy_ER[expert_E, home_E] = home_E * num_local + expert_E % per_rank
-        is_full_TKR = end_ER[expert_TK] <= place_TK[:, :, None]
+        is_full_TKR = end_ER[expert_TK] <= position_TK[:, :, None]
         rank_TK = is_full_TKR.sum(2).clamp(max=num_ranks - 1)
         copy_TK = copy_ER[expert_TK, rank_TK].where(is_valid_TK, -1)
         is_in_range_TK = (ids_TK >= -1) & (ids_TK < num_experts)
@@ -174,14 +180,14 @@ class ReplicaKernels:
             (num_own, *shape), sums = gradient.shape, dict[int, torch.Tensor]()
             for (rank, replica_slot), expert in _used(replica_slots[0], peers):
                 if expert // num_own == peers.in_group(peers.rank):
-                    theirs = peers.region(
+                    replicas = peers.region(
                         rank,
                         int(received[rank, column]) + start,
                         (replica_slot + 1, *shape),
                         gradient.dtype,
                     )
                     g = expert % num_own
-                    sums[g] = sums.get(g, matrix(gradient, g).float()) + theirs[replica_slot]
+                    sums[g] = sums.get(g, matrix(gradient, g).float()) + replicas[replica_slot]
             for g, total in sums.items():
                 store_sum(gradient, g, total, accumulate=False)
 
@@ -192,7 +198,9 @@ def _present(
     """The existing parts of the pair, with their starts; nothing if the call has failed."""
     if int(received.min()) < 0:
         return []
-    return [(each, start) for each, start in zip(pair, starts, strict=True) if each is not None]
+    return [
+        (tensor, start) for tensor, start in zip(pair, starts, strict=True) if tensor is not None
+    ]
 
 
 def _used(

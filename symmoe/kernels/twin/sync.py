@@ -55,8 +55,8 @@ class SyncKernels:
         epoch = int(counters[control.BARRIER_EPOCH]) + 1
         counters[control.BARRIER_EPOCH] = epoch
         half = epoch & 1
-        for its in mailboxes:
-            slot = its[half, peers.rank]
+        for peer_mailbox in mailboxes:
+            slot = peer_mailbox[half, peers.rank]
             slot[1 : 1 + control.NUM_PUBLISHED] = words
             slot[control.MAIL_CALL] = call
             slot[0] = 2 * epoch + int(
@@ -78,20 +78,25 @@ class SyncKernels:
         counter = control.ABORTED if given_up.size or late else control.FAULTED
         if given_up.size:
             word = int(sent[half, given_up[0]])
-            failure = control.STATUS_ABORT, _who_gave_up(word), epoch, word
+            failure = control.STATUS_ABORT, _aborting_rank(word), epoch, word
         elif late:
             failure = control.STATUS_TIMEOUT, late[0], epoch, int(reached[:, late[0]].max()) >> 1
         elif faulted.size:
             failure = control.STATUS_FAULT, int(faulted[0]), epoch, epoch
         elif different.size:
-            other = int(different[0])
-            failure = control.STATUS_MISMATCH, other, int(calls[0]), int(calls[other])
+            different_rank = int(different[0])
+            failure = (
+                control.STATUS_MISMATCH,
+                different_rank,
+                int(calls[0]),
+                int(calls[different_rank]),
+            )
         else:
             received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
             return
         counters[counter] = 1
-        kind, peer, expected, seen = failure
-        record(status, kind, call & 0xFF, peer, expected, seen, epoch)
+        kind, peer, expected, actual = failure
+        record(status, kind, call & 0xFF, peer, expected, actual, epoch)
         _spoil(nan_on_failure)
 
     @staticmethod
@@ -129,16 +134,24 @@ class SyncKernels:
             epoch = int(counters[control.BARRIER_EPOCH])
             signals = all_signals[peers.rank]
             came = _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns)
-            seen = int(signals[rank, 0])
-            gave_up = seen >= control.ABORT
-            if came and (not gave_up or seen & control.EPOCH_MASK >= epoch):
+            actual = int(signals[rank, 0])
+            gave_up = actual >= control.ABORT
+            if came and (not gave_up or actual & control.EPOCH_MASK >= epoch):
                 arrived.fill_(0)
                 return
             counters[control.ABORTED] = 1
             if gave_up:
-                record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
+                record(
+                    status,
+                    control.STATUS_ABORT,
+                    phase,
+                    _aborting_rank(actual),
+                    epoch,
+                    actual,
+                    epoch,
+                )
             else:
-                record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
+                record(status, control.STATUS_TIMEOUT, phase, rank, epoch, actual, epoch)
         _spoil(nan_on_failure)
 
     @staticmethod
@@ -156,7 +169,7 @@ class SyncKernels:
         torch.maximum(fault, heard.amax().view(1), out=fault)
 
 
-def _who_gave_up(word: int) -> int:
+def _aborting_rank(word: int) -> int:
     return (word - control.ABORT) >> control.ABORT_RANK_SHIFT
 
 
@@ -184,12 +197,12 @@ def record(
     phase: int,
     peer: int,
     expected: int,
-    seen: int,
+    actual: int,
     epoch: int,
     where: int = 0,
 ) -> None:
     """Writes a failure to a status record, unless one is pending."""
     if int(status[control.STATUS_KIND]) == control.STATUS_OK:
-        words = status.new_tensor([phase, peer, expected, seen, epoch, where])
+        words = status.new_tensor([phase, peer, expected, actual, epoch, where])
         status[control.STATUS_PHASE : control.STATUS_WHERE + 1] = words
         status[control.STATUS_KIND] = kind

@@ -173,9 +173,9 @@ class RowKernels:
     ) -> None:
         """Copies primary rows of `rows` to the secondary rows of other ranks' tokens, in place."""
         starts = source_to_packed_start.tolist()
-        for each in range(len(starts) - 1) if source is None else (source,):
-            if each != rank:
-                row_PK = packed_to_row[starts[each] : starts[each + 1]]
+        for home in range(len(starts) - 1) if source is None else (source,):
+            if home != rank:
+                row_PK = packed_to_row[starts[home] : starts[home + 1]]
                 primary_PK = _first_rows(row_PK)[:, None].expand_as(row_PK)
                 is_secondary_PK = (row_PK >= 0) & (row_PK != primary_PK)
                 copied = rows.index_select(0, primary_PK[is_secondary_PK])
@@ -209,8 +209,8 @@ class RowKernels:
             row_PK = packed_to_row[starts[home] : starts[home + 1]]
             used, first = _present(_first_rows(row_PK))
             total = rows.index_select(0, first).float()
-            for others in row_PK.index_select(0, used).unbind(1):
-                _add_rows(total, rows, (others >= 0) & (others != first), others)
+            for row_P in row_PK.index_select(0, used).unbind(1):
+                _add_rows(total, rows, (row_P >= 0) & (row_P != first), row_P)
             _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
     @staticmethod

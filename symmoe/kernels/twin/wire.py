@@ -39,10 +39,10 @@ class WireKernels:
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
         (data, scale), width = out, out[0].shape[1]
-        each = rows_of(row_range)
-        rows = wire[each if row_index is None else row_index[each]]
-        data[each] = rows[:, :width]
-        scale[each] = rows[:, width : width + scale.shape[1]]
+        row = rows_of(row_range)
+        rows = wire[row if row_index is None else row_index[row]]
+        data[row] = rows[:, :width]
+        scale[row] = rows[:, width : width + scale.shape[1]]
 
     @staticmethod
     @writes("out")

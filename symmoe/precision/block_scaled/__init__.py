@@ -1,6 +1,6 @@
 """Code for MXFP8 and NVFP4 only: recipes, 128x4 tiles of scales, and the randomised Hadamard transform.
 
-It is imported on first use.
+Imported on first use.
 """
 
 from symmoe.kernels.twin.block_scaled import hadamard, inverse_hadamard

@@ -53,7 +53,9 @@ class NVFP4(Recipe):
         return self.hadamard_signs
 
 
-PRECISIONS: dict[str, Recipe] = {each.word: each for each in (Float8Block(), MXFP8(), NVFP4())}
+PRECISIONS: dict[str, Recipe] = {
+    recipe.word: recipe for recipe in (Float8Block(), MXFP8(), NVFP4())
+}
 """Recipes without options, by the names that commands and messages have for them."""
 
 

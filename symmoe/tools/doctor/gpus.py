@@ -169,7 +169,7 @@ def _check_kind(index: int, gpu: Any) -> list[Row]:
     label = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: {status}"
     return first(
         (
-            capability < architectures.LEAST,
+            capability < architectures.MIN_CAPABILITY,
             "problem",
             f"{label} below 8.0",
             "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer",

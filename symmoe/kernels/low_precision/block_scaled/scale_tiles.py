@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, operands, quantized_gemm
-from symmoe.kernels.launch.launch import Constants, ceil_div, fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import Constants, cached_constants, ceil_div, fast_jit, launch
 from symmoe.kernels.operands import ScaleTable
 from symmoe.kernels.triton.tiles import locate_rows, row_tile_prefix
 
@@ -61,8 +61,8 @@ def write_tiles(
     """Writes this program's part of the row of tiles that begins at `out`."""
     byte = tl.program_id(1) * (TILES * TILE_BYTES) + tl.arange(0, TILES * TILE_BYTES)
     row, block = tile_element(byte, first_row)
-    place = row.to(tl.int64) * row_stride + block.to(tl.int64) * block_stride
-    value = tl.load(source + place, mask=(row < end) & (block < num_blocks), other=0)
+    offset = row.to(tl.int64) * row_stride + block.to(tl.int64) * block_stride
+    value = tl.load(source + offset, mask=(row < end) & (block < num_blocks), other=0)
     # The hint gives the compiler the alignment: it then stores 16 bytes at a time.
     tl.store(tl.multiple_of(out + byte, 16), value, mask=byte < tile_row_start(1, num_blocks))
 
@@ -105,7 +105,7 @@ def tile_row_start(number, num_blocks):
 
 def swizzle_scales(scale, row_range, swizzled):
     if isinstance(scale, ScaleTable):
-        down, across = scale.most_tiles
+        down, across = scale.max_tiles
         launch(
             swizzle_scales_kernel,
             (scale.sources.shape[0], ceil_div(across, _OF_TABLE.named["TILES"]), down),
@@ -141,8 +141,10 @@ def unswizzle_scales(swizzled, row_range, scale):
     )
 
 
-def _constants(num_blocks: int, num_groups: int, **more: int) -> Constants:
-    return kept_constants(NUM_BLOCKS=num_blocks, NUM_GROUPS=num_groups, num_warps=NUM_WARPS, **more)
+def _constants(num_blocks: int, num_groups: int, **constants: int) -> Constants:
+    return cached_constants(
+        NUM_BLOCKS=num_blocks, NUM_GROUPS=num_groups, num_warps=NUM_WARPS, **constants
+    )
 
 
 _OF_TABLE = _constants(0, 1, TILES=8)  # the widths are in the table

@@ -36,7 +36,7 @@ from symmoe.kernels.triton.tiles import (
     store_gradient,
     swizzle_tile,
     tile_mask,
-    wgrad_place,
+    wgrad_location,
 )
 
 E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, fp32's is 127
@@ -108,14 +108,14 @@ def tile_scales(desc, down, across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 def scattered_scales(table, group, down, across, DOWN: tl.constexpr, GEMM: tl.constexpr):
     """tile_scales of a step for matrix `group` of a table; zeros outside of it."""
     line = down + tl.arange(0, DOWN)
-    place = across + tl.arange(0, GEMM.across)
-    tile = line[:, None, None] * GEMM.tiles_across + place[None, :, None]
+    column = across + tl.arange(0, GEMM.across)
+    tile = line[:, None, None] * GEMM.tiles_across + column[None, :, None]
     pointers = (
         matrix_pointer(table, group, tl.uint8)
         + tile * TILE_BYTES
         + tl.arange(0, TILE_BYTES)[None, None, :]
     )
-    inside = (line < GEMM.tiles_down)[:, None, None] & (place < GEMM.tiles_across)[None, :, None]
+    inside = (line < GEMM.tiles_down)[:, None, None] & (column < GEMM.tiles_across)[None, :, None]
     tiles = tl.load(pointers, mask=inside, other=0)
     if GEMM.block_format.element == "e2m1":
         tiles = tiles.to(tl.float8e4nv, bitcast=True)
@@ -135,23 +135,21 @@ def dequantise(codes, scale):
 
 
 @triton.jit
-def add_products(
-    acc, left, left_scale, right, right_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr
-):
-    """acc + left @ right^T of numbers [rows, K] and [columns, K]."""
+def add_products(acc, lhs, lhs_scale, rhs, rhs_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
+    """acc + lhs @ rhs^T of numbers [rows, K] and [columns, K]."""
     return (
-        tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
+        tl.dot_scaled(lhs, lhs_scale, ELEMENT, rhs.T, rhs_scale, ELEMENT, acc)
         if ELEMENT == "e4m3" or NATIVE
-        else tl.dot(dequantise(left, left_scale), dequantise(right, right_scale).T, acc)
+        else tl.dot(dequantise(lhs, lhs_scale), dequantise(rhs, rhs_scale).T, acc)
     )
 
 
 @triton.jit
-def apply_global_scales(acc, left, right, group, is_there):
-    """acc * left[group] * right[group]; None: 1. Scales are read only if the group is there."""
-    if left is not None:
-        acc = acc * tl.load(left + group, mask=is_there, other=0.0)
-        acc = acc * tl.load(right + group, mask=is_there, other=0.0)
+def apply_global_scales(acc, lhs_scale, rhs_scale, group, is_there):
+    """acc * lhs_scale[group] * rhs_scale[group]; None: 1. Scales are read only if the group is there."""
+    if lhs_scale is not None:
+        acc = acc * tl.load(lhs_scale + group, mask=is_there, other=0.0)
+        acc = acc * tl.load(rhs_scale + group, mask=is_there, other=0.0)
     return acc
 
 
@@ -218,14 +216,14 @@ def grouped_gemm_scaled_kernel(
         weight_tile = group * GEMM.tiles_down + first_column // TILE
         acc = tl.zeros((TILE, BLOCK_N), dtype=tl.float32)
         for i in tl.range(0, (GEMM.line_bytes + GEMM.step - 1) // GEMM.step):
-            left = rows_desc.load([first_row, i * GEMM.step])
+            lhs = rows_desc.load([first_row, i * GEMM.step])
             if weight_table is None:
-                right = weight_desc.load([group, first_column, i * GEMM.step]).reshape(
+                rhs = weight_desc.load([group, first_column, i * GEMM.step]).reshape(
                     BLOCK_N, GEMM.step
                 )
             else:
                 column = first_column + tl.arange(0, BLOCK_N)
-                right = load_lines(
+                rhs = load_lines(
                     weight_table,
                     group,
                     column,
@@ -234,18 +232,18 @@ def grouped_gemm_scaled_kernel(
                     GEMM.line_bytes,
                     GEMM.step,
                 )
-                right = right.to(rows_desc.dtype, bitcast=True)
-            left_scale = tile_scales(row_scale_desc, row_tile, i * GEMM.across, 1, GEMM.across)
+                rhs = rhs.to(rows_desc.dtype, bitcast=True)
+            lhs_scale = tile_scales(row_scale_desc, row_tile, i * GEMM.across, 1, GEMM.across)
             if weight_scale_table is None:
-                right_scale = tile_scales(
+                rhs_scale = tile_scales(
                     weight_scale_desc, weight_tile, i * GEMM.across, DOWN, GEMM.across
                 )
             else:
                 first_down = first_column // TILE
-                right_scale = scattered_scales(
+                rhs_scale = scattered_scales(
                     weight_scale_table, group, first_down, i * GEMM.across, DOWN, GEMM
                 )
-            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, GEMM.native)
+            acc = add_products(acc, lhs, lhs_scale, rhs, rhs_scale, ELEMENT, GEMM.native)
         acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
         row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, BLOCK_N)
@@ -281,20 +279,20 @@ def grouped_gemm_wgrad_scaled_kernel(
     prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, TILE)
     lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
-        group, m_tile, n_tile = wgrad_place(tile, WGRAD)
+        group, m_tile, n_tile = wgrad_location(tile, WGRAD)
         first_step = tl.max(tl.where(lane < group, prefix, 0), axis=0)
         end_step = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i in tl.range(first_step, end_step):
-            left = dout_desc.load([m_tile * BLOCK_M, i * STEP])
-            right = rows_desc.load([n_tile * BLOCK_N, i * STEP])
-            left_scale = tile_scales(
+            lhs = dout_desc.load([m_tile * BLOCK_M, i * STEP])
+            rhs = rows_desc.load([n_tile * BLOCK_N, i * STEP])
+            lhs_scale = tile_scales(
                 dout_scale_desc, m_tile * (BLOCK_M // TILE), i * ACROSS, BLOCK_M // TILE, ACROSS
             )
-            right_scale = tile_scales(
+            rhs_scale = tile_scales(
                 rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS
             )
-            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, WGRAD.native)
+            acc = add_products(acc, lhs, lhs_scale, rhs, rhs_scale, ELEMENT, WGRAD.native)
         # Not inside the condition: Triton 3.6 fails to compile that for Blackwell.
         acc = apply_global_scales(
             acc, dout_global_scale, rows_global_scale, group, first_step < end_step
@@ -375,7 +373,9 @@ def _gemm_config(block_format: formats.BlockFormat, unit: Unit, out_width: int) 
     if unit != "tcgen05":
         return CONFIG
     return next(
-        config for least, config in TCGEN05_CONFIGS[block_format.element] if out_width >= least
+        config
+        for min_width, config in TCGEN05_CONFIGS[block_format.element]
+        if out_width >= min_width
     )
 
 
