@@ -117,12 +117,12 @@ def nests(modules):
 def test_tuples_are_passed_on_and_returned(hooked):
     fc1, fc2 = linears(return_bias=True)
     h, _ = fc1(INPUTS.x, SPLITS)
-    want, _ = fc2(ScaledSwiGLU()(h, INPUTS.scale), SPLITS)
+    expected, _ = fc2(ScaledSwiGLU()(h, INPUTS.scale), SPLITS)
     for model in nests((fc1, ScaledSwiGLU(), fc2)):
         for inner in inner_sequentials(model) if hooked else ():
             inner.register_forward_hook(lambda *_: None)
         y, bias1, bias2 = call(model)
-        assert_same_bits(y, want)
+        assert_same_bits(y, expected)
         assert bias1 is fc1.bias
         assert bias2 is fc2.bias
 
@@ -179,14 +179,14 @@ def test_wrong_number_of_extra_inputs():
 )
 def test_keywords_go_to_the_module_that_is_addressed(key, notes):
     model = Sequential(Notes(), Notes())
-    given = {address: {"note": note} for address, note in key(model).items()}
-    model(torch.ones(1), op_kwargs=given)
+    op_kwargs = {address: {"note": note} for address, note in key(model).items()}
+    model(torch.ones(1), op_kwargs=op_kwargs)
     assert [module.notes for module in model] == notes
     model(torch.ones(1))
     assert all(module.notes[1:] == [None] for module in model), (
         "they are not kept for the next call"
     )
-    assert given == {address: {"note": note} for address, note in key(model).items()}
+    assert op_kwargs == {address: {"note": note} for address, note in key(model).items()}
 
 
 def test_modules_that_take_any_keyword_or_positional_defaults():
@@ -298,7 +298,7 @@ def test_module_that_stands_twice():
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda each: type(each).__name__
+    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda activation: type(activation).__name__
 )
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_do_what_they_are_called(path, activation, num_fused):
@@ -426,8 +426,8 @@ def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tens
     return [tensor.clone() for tensor in (*(row[: TINY.num_used] for row in rows), *gradients)]
 
 
-def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for pair in zip(found, want, strict=True):
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for pair in zip(actual, expected, strict=True):
         assert_same_bits(*pair)
 
 
@@ -438,26 +438,29 @@ def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 def test_splits_once(splits, hooked, num_fused):
     model = experts()
     bias_scale = {2: {"bias_scale": None}}
-    want = trained(model, splits, None, splits, op_kwargs=bias_scale)
+    expected = trained(model, splits, None, splits, op_kwargs=bias_scale)
     num_fused.clear()
     if hooked is not None:
         model[hooked].register_forward_hook(lambda *_: None)
-    assert_same(trained(model, splits, None, op_kwargs=bias_scale), want)
+    assert_same(trained(model, splits, None, op_kwargs=bias_scale), expected)
     assert len(num_fused) == (hooked is None)
 
 
 def test_splits_once_for_each_pattern_or_for_none(num_fused):
-    other = torch.tensor([0, 5, 1, 3])
+    second_splits = torch.tensor([0, 5, 1, 3])
     model = Sequential(*experts(), GroupedMLP(TINY.num_groups, H, TINY.ffn), *experts())
-    full = (SPLITS, None, SPLITS, other, None, other, None, other)
-    assert_same(trained(model, SPLITS, None, other, None, other, None), trained(model, *full))
+    full = (SPLITS, None, SPLITS, second_splits, None, second_splits, None, second_splits)
+    assert_same(
+        trained(model, SPLITS, None, second_splits, None, second_splits, None),
+        trained(model, *full),
+    )
     assert len(num_fused) == 2 * 2
     for count in (5, 7, 9):
-        given = (*full, SPLITS)[:count]
+        extra_inputs = (*full, SPLITS)[:count]
         with refused(
             f"extra_inputs has {count} elements; 8 are needed, or 6 with", "2 for 3 (GroupedMLP)"
         ):
-            trained(model, *given)
+            trained(model, *extra_inputs)
 
 
 def test_patterns_do_not_overlap():
@@ -466,9 +469,10 @@ def test_patterns_do_not_overlap():
     widths = ((H, H), (TINY.ffn, H), (TINY.ffn, H))
     first, second, third = (GroupedLinear(TINY.num_groups, *width) for width in widths)
     model = Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third)
-    other = torch.tensor([0, 5, 1, 3])
+    second_splits = torch.tensor([0, 5, 1, 3])
     assert_same(
-        trained(model, SPLITS, None, None, other), trained(model, SPLITS, None, SPLITS, None, other)
+        trained(model, SPLITS, None, None, second_splits),
+        trained(model, SPLITS, None, SPLITS, None, second_splits),
     )
     with refused("extra_inputs has 3 elements; 5 are needed, or 4 with"):
         trained(model, SPLITS, None, None)
@@ -509,9 +513,8 @@ NESTED = {
     ),
     "empty": (lambda m: Sequential(*m[:2], Sequential(), *m[2:]), [1], [4]),
 }
-nested = pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
 counts = pytest.mark.parametrize(
-    "given", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"]
+    "extra_inputs", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"]
 )
 
 
@@ -538,12 +541,14 @@ def inner_sequentials(model: Sequential) -> list[nn.Module]:
     ]
 
 
-@nested
+@pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
 @counts
 @pytest.mark.parametrize("hooked", [False, True])
-def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fused):
+def test_keywords_and_buffers_of_nested(nest, first, last, extra_inputs, hooked, num_fused):
     modules = four()
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}})
+    expected = trained(
+        Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}}
+    )
     num_fused.clear()
     model = nest(modules)
     out = buffer()
@@ -558,9 +563,9 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
     op_kwargs = keywords_at(
         (first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None})
     )
-    assert_same(trained(model, *given, op_kwargs=op_kwargs), want)
-    assert_same_bits(out[: TINY.num_used], want[0])
-    assert_same_bits(d_x[: TINY.num_used], want[1])
+    assert_same(trained(model, *extra_inputs, op_kwargs=op_kwargs), expected)
+    assert_same_bits(out[: TINY.num_used], expected[0])
+    assert_same_bits(d_x[: TINY.num_used], expected[1])
     for tail in (out[TINY.num_used :], d_x[TINY.num_used :]):
         assert (tail == SENTINEL).all()
     assert hooked or len(num_fused) == 1
@@ -573,38 +578,39 @@ def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fu
 @pytest.mark.parametrize(
     "kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "patched", "global"]
 )
-def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, given, num_fused):
-    modules, seen = four(), []
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
+def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, extra_inputs, num_fused):
+    modules, calls = four(), []
+    expected = trained(Sequential(*modules), SPLITS, None, SPLITS)
     num_fused.clear()
     model = NESTED[name][0](modules)
     (inner,) = inner_sequentials(model)
     if kind == "patched":
         forward = inner.forward
-        inner.forward = lambda *args, **options: seen.append(inner) or forward(*args, **options)
+        inner.forward = lambda *args, **options: calls.append(inner) or forward(*args, **options)
     elif kind == "global":
         handle = nn.modules.module.register_module_forward_hook(
-            lambda module, *_: seen.append(module)
+            lambda module, *_: calls.append(module)
         )
     else:
-        getattr(inner, f"register_{kind}_hook")(lambda module, *_: seen.append(module))
+        getattr(inner, f"register_{kind}_hook")(lambda module, *_: calls.append(module))
     try:
-        assert_same(trained(model, *given), want)
+        assert_same(trained(model, *extra_inputs), expected)
     finally:
         if kind == "global":
             handle.remove()
-    assert seen.count(inner) == 1
+    assert calls.count(inner) == 1
     assert not num_fused
 
 
 def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
-    modules, seen = four(), []
+    modules, calls = four(), []
     model = Sequential(modules[0], Sequential(*modules[1:]))
-    model[1].register_forward_pre_hook(lambda module, args: seen.extend(args[1:]))
+    model[1].register_forward_pre_hook(lambda module, args: calls.extend(args[1:]))
     call(Sequential(*modules), INPUTS.x)
     model(INPUTS.x, SPLITS, INPUTS.scale)
     assert all(
-        found is want for found, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True)
+        actual is expected
+        for actual, expected in zip(calls, (SPLITS, INPUTS.scale, SPLITS), strict=True)
     )
     assert len(num_fused) == 2, "its own modules run fused all the same"
 
@@ -617,21 +623,17 @@ def test_a_subclass_says_what_its_own_forward_takes():
             return super().forward(x, SPLITS, scale)
 
     modules = four()
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
-    assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), want)
+    expected = trained(Sequential(*modules), SPLITS, None, SPLITS)
+    assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), expected)
 
 
 # -- arguments of all modules are looked at before the first one runs -------------------------------------------------
 
 
-def in_a_row(count: int, **options) -> Sequential:
+def two_layers() -> Sequential:
     """Linear layers H -> H."""
     torch.manual_seed(0)
-    return Sequential(*(GroupedLinear(TINY.num_groups, H, H, **options) for _ in range(count)))
-
-
-def run_in_a_row(model: Sequential, x: torch.Tensor, op_kwargs: dict | None = None) -> torch.Tensor:
-    return model(x, *[SPLITS] * len(model), op_kwargs=op_kwargs)
+    return Sequential(*(GroupedLinear(TINY.num_groups, H, H) for _ in range(2)))
 
 
 def buffer() -> torch.Tensor:
@@ -640,16 +642,16 @@ def buffer() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Chain:
-    """Modules H -> H, the last `num_nested` in a Sequential of their own, and one that has a hook or none."""
+    """Modules H -> H, those from `border` on in a Sequential of their own, and one that has a hook or none."""
 
     kinds: tuple[str, ...]
-    num_nested: int
+    border: int
     hooked: int | None
     delays: bool
     trains: bool
 
-    def results(self, x: torch.Tensor, buffers: dict[int, dict[str, torch.Tensor]]):
-        """y, and if it trains dx and the gradients of parameters. buffers: the keywords of modules."""
+    def build(self) -> tuple[Sequential, list[torch.Tensor]]:
+        """The model, the same each time, and its extra inputs."""
         torch.manual_seed(0)
         modules = [
             GroupedLinear(TINY.num_groups, H, H, delay_wgrad=self.delays)
@@ -659,23 +661,35 @@ class Chain:
         ]
         if self.hooked is not None:
             modules[self.hooked].register_forward_hook(lambda *_: None)
-        inputs = {"linear": [SPLITS], "activation": [INPUTS.scale.nan_to_num()], "identity": []}
-        extra = [its for kind in self.kinds for its in inputs[kind]]
-        border = len(modules) - self.num_nested
-        model = Sequential(*modules[:border], Sequential(*modules[border:]))
-        at = keywords_at(
-            *(([i] if i < border else [border, i - border], its) for i, its in buffers.items())
-        )
+        splits = SPLITS.clone()
+        inputs = {"linear": [splits], "activation": [INPUTS.scale.nan_to_num()], "identity": []}
+        extra_inputs = [tensor for kind in self.kinds for tensor in inputs[kind]]
+        nested = Sequential(*modules[self.border :])
+        return Sequential(*modules[: self.border], nested), extra_inputs
+
+    def path(self, index: int) -> list[int]:
+        """Where the module is in the model."""
+        return [index] if index < self.border else [self.border, index - self.border]
+
+    def results(
+        self,
+        model: Sequential,
+        x: torch.Tensor,
+        extra_inputs: list[torch.Tensor],
+        buffers: dict[int, dict[str, torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """y, and if it trains dx and the gradients of parameters. buffers: the keywords of modules."""
+        op_kwargs = keywords_at(*((self.path(i), keywords) for i, keywords in buffers.items()))
         with torch.set_grad_enabled(self.trains):
-            y = model(x, *extra, op_kwargs=at)
-        found = [y.detach()[: TINY.num_used].clone()]
+            y = model(x, *extra_inputs, op_kwargs=op_kwargs)
+        results = [y.detach()[: TINY.num_used].clone()]
         if self.trains:
             y.backward(INPUTS.d_y.nan_to_num())
-            for module in modules:
-                if self.delays and isinstance(module, GroupedLinear):
+            for module in model.modules():
+                if isinstance(module, GroupedLinear):
                     module.backward_dw()
-            found += [x.grad[: TINY.num_used], *(its.grad for its in model.parameters())]
-        return found
+            results += [x.grad[: TINY.num_used], *(param.grad for param in model.parameters())]
+        return results
 
     def stages(self, buffers: dict[int, dict[str, torch.Tensor]]) -> list[int]:
         """The number of each module's stage: linear, activation, linear are one, if nobody looks between them."""
@@ -701,80 +715,67 @@ class Chain:
 def chains(draw) -> Chain:
     kinds = st.lists(st.sampled_from(("linear", "identity", "activation")), max_size=3)
     kinds = ("linear", *draw(kinds), "linear")
-    places = range(len(kinds))
+    indices = range(len(kinds))
     return Chain(
         kinds,
-        num_nested=draw(st.sampled_from(places)),
-        hooked=draw(st.sampled_from((None, *places))),
+        border=len(kinds) - draw(st.sampled_from(indices)),
+        hooked=draw(st.sampled_from((None, *indices))),
         delays=draw(st.booleans()),
         trains=draw(st.booleans()),
     )
 
 
-@settings(deadline=None, max_examples=200)
-@given(chain=chains(), is_x=st.sampled_from((False, False, False, True)), data=st.data())
-def test_two_buffers_share_memory(chain: Chain, is_x: bool, data: st.DataObject):
-    """A result and a gradient never do, nor either of them and x. Two results do, if nobody differentiates them and a
-    module between them makes its own; two gradients do, if such a module does not read the second one later."""
-    linears = [place for place, kind in enumerate(chain.kinds) if kind == "linear"]
+def memory_of(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory as large as the largest tensor of a chain, and a buffer at its start; the tensor is put there, too."""
+    memory = torch.full((4 * H * H,), SENTINEL)
+    if tensor is not None:
+        values = memory.data.view(tensor.dtype)[: tensor.numel()]
+        tensor.data = values.view(tensor.shape).copy_(tensor.data)
+    return memory, memory[: N * H].view(N, H)
+
+
+@settings(max_examples=200)
+@given(chain=chains(), is_read=st.sampled_from((False, False, True)), data=st.data())
+def test_buffers_share_memory(chain: Chain, is_read: bool, data: st.DataObject):
+    """A result and a gradient never do, nor either of them and a tensor that any module reads. Two results do, if
+    nobody differentiates them and a module between them makes its own; two gradients do, if such a module does not read
+    the second one later."""
+    linears = [i for i, kind in enumerate(chain.kinds) if kind == "linear"]
     buffers = st.tuples(st.sampled_from(linears), st.sampled_from(("out", "grad_input_out")))
     (i, first), (j, second) = sorted(
         data.draw(st.lists(buffers, min_size=2, max_size=2, unique=True))
     )
     x = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
-    shared = x.detach() if is_x else buffer()
-    given = {i: {first: shared}}
-    given.setdefault(j, {})[second] = shared
-    stages = chain.stages(given)
+    model, extra_inputs = chain.build()
+    bias_scale = INPUTS.scale.nan_to_num()
+    tensors = [x, bias_scale, *extra_inputs, *model.parameters()]
+    tensor = data.draw(st.sampled_from(range(len(tensors)))) if is_read else None
+    memory, shared = memory_of(tensors[tensor] if is_read else None)
+    keywords = {i: {first: shared}}
+    if is_read:
+        keywords.setdefault(linears[-1], {})["bias_scale"] = bias_scale
+    else:
+        keywords.setdefault(j, {})[second] = shared
+    stages = chain.stages(keywords)
     between = [
-        place
-        for place, stage in enumerate(stages)
-        if stages[i] < stage < stages[j] and chain.kinds[place] != "identity"
+        index
+        for index, stage in enumerate(stages)
+        if stages[i] < stage < stages[j] and chain.kinds[index] != "identity"
     ]
     reads_later = chain.trains
     if first == "grad_input_out":
         reads_later = chain.delays and between[-1:] != [] and chain.kinds[between[-1]] == "linear"
-    before = shared.clone()
-    if first == second and between and not reads_later and not is_x:
-        plain = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
-        assert_same(chain.results(x, given), chain.results(plain, {}))
+    before = memory.clone()
+    if first == second and between and not reads_later and not is_read:
+        x_again = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
+        expected = chain.results(chain.build()[0], x_again, extra_inputs, {})
+        assert_same(chain.results(model, x, extra_inputs, keywords), expected)
         return
-    with refused("[12, 16] overlaps a tensor of shape [12, 16]"):
-        chain.results(x, given)
-    assert torch.equal(shared, before), "something has been computed"
-
-
-@pytest.mark.parametrize("name", ["out", "grad_input_out"])
-@pytest.mark.parametrize("module", [0, 1])
-@pytest.mark.parametrize(
-    "what", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"]
-)
-def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
-    model = in_a_row(2)
-    memory = torch.zeros(2 * N, H)
-    x = INPUTS.x.nan_to_num()
-    splits = SPLITS
-    scale = INPUTS.scale.nan_to_num()
-    kind, _, place = what.partition(" ")
-    if kind == "x":
-        x = memory[:N].copy_(x)
-    elif kind in ("weight", "bias"):
-        parameter = getattr(model[int(place)], kind)
-        memory = torch.zeros(max(2 * N * H, parameter.numel()))
-        parameter.data = memory[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
-        memory = memory[: 2 * N * H].view(2 * N, H)
-    elif kind == "splits":
-        splits = memory.view(torch.int32).view(-1)[:4].copy_(SPLITS)
-    else:
-        scale = memory.view(-1)[:N].copy_(scale)
-    op_kwargs = {module: {name: memory[:N]}}
-    op_kwargs.setdefault(1, {})["bias_scale"] = scale
-    kept = memory.clone()
-    with pytest.raises(
-        ArgumentError, match=rf"^{name} of module {module} .* overlaps a tensor of shape"
-    ):
-        model(x, SPLITS, splits, op_kwargs=op_kwargs)
-    assert_same_bits(memory, kept)
+    name = f"{first} of module {'.'.join(map(str, chain.path(i)))} (GroupedLinear)"
+    shape = list(tensors[tensor].shape if is_read else shared.shape)
+    with refused(name if is_read else "out", f"overlaps a tensor of shape {shape}"):
+        chain.results(model, x, extra_inputs, keywords)
+    assert torch.equal(memory, before), "something has been computed"
 
 
 LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, text
@@ -804,7 +805,7 @@ LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, tex
 )
 @pytest.mark.parametrize("hooked", [False, True])
 def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):
-    model = in_a_row(2)
+    model = two_layers()
     out = buffer()
     if hooked:
         model[0].register_forward_hook(lambda *_: None)
@@ -815,11 +816,11 @@ def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keyw
 
 def test_a_dtype_that_hooks_may_change_is_the_modules_own_affair():
     """As with mixed precision, where hooks cast what goes in and the weights are others by then."""
-    model = in_a_row(2)
+    model = two_layers()
     x = INPUTS.x.nan_to_num()
-    want = run_in_a_row(model.bfloat16(), x.bfloat16())
+    expected = model.bfloat16()(x.bfloat16(), SPLITS, SPLITS)
     out = torch.empty(N, H, dtype=torch.bfloat16)
     model[1].float()
     model[1].register_forward_pre_hook(lambda module, args: module.bfloat16() and None)
-    y = run_in_a_row(model, x.bfloat16(), {1: {"out": out}})
-    assert_same_bits(y[: TINY.num_used], want[: TINY.num_used])
+    y = model(x.bfloat16(), SPLITS, SPLITS, op_kwargs={1: {"out": out}})
+    assert_same_bits(y[: TINY.num_used], expected[: TINY.num_used])
