@@ -1,4 +1,4 @@
-"""Buffers of the caller: refused buffers, and reuse of a buffer, which is correct or an error, never silently wrong."""
+"""Buffers of the caller: what is refused, and that using one again is right or an error, never silently wrong."""
 
 import functools
 import gc
@@ -9,6 +9,8 @@ from contextlib import nullcontext
 import grouped_cases as cases
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import symmoe
@@ -21,24 +23,26 @@ BOTH = ("out", "grad_input_out")
 
 
 class Op:
-    """A module H -> H of one of WAYS, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
+    """One of WAYS, H -> H, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
 
     def __init__(self, name: str, case: cases.Case = PLAIN) -> None:
-        self.name = name
         self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
-        activation, kind = symmoe.grouped.ScaledSwiGLU(), name
+        activation, way = symmoe.grouped.ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
-            kind = "sequential"
-        self.call, layers = cases.make_way(kind, case, self.inputs, activation=activation)
-        self.fc1, *_, self.fc2 = [*layers.values()] * 2
+            way = "sequential"
+        self.call, self.layers = cases.make_way(way, case, self.inputs, activation=activation)
+        self.fc1 = next(iter(self.layers.values()))
 
     def __call__(self, x, **buffers):
         return self.call(x, self.scale, self.splits, **buffers)
 
+    def parameters(self) -> list[nn.Parameter]:
+        return [param for layer in self.layers.values() for param in layer.parameters()]
+
     def gradient(self) -> torch.Tensor:
-        """The gradient of x without buffers, for these inputs and their d_y."""
+        """Of the x of its inputs for their d_y, without buffers."""
         x = self.inputs.x.clone().requires_grad_()
         return torch.autograd.grad(self(x), x, self.inputs.d_y)[0][: cases.TINY.num_used]
 
@@ -50,13 +54,13 @@ def op(request) -> Op:
 
 @pytest.fixture(params=[name for name in cases.WAYS if name != "modules"])
 def single(request) -> Op:
-    """An op whose backward is one step that reads the result's gradient while it writes the gradient of x."""
+    """An op whose backward is one step, which reads the gradient of the result while it writes that of x."""
     return Op(request.param)
 
 
 @pytest.fixture
 def raw_writes(monkeypatch) -> None:
-    """Twins whose writes bypass autograd's version counters, like kernels on GPUs."""
+    """Twins that write past autograd's version counters, as kernels on GPUs do."""
 
     def write(kernel, rows, weight, row_range, out, **options):
         kernel(rows, weight, row_range, out.data, **options)
@@ -65,12 +69,15 @@ def raw_writes(monkeypatch) -> None:
         monkeypatch.setattr(twin, name, functools.partial(write, getattr(twin, name)))
 
 
+used_rows_of = functools.partial(cases.used, sizes=cases.TINY)
+
+
 def buffer(*shape: int) -> torch.Tensor:
     return torch.full(shape or (N, H), cases.SENTINEL)
 
 
 def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> None:
-    """The rule for every reuse: the results are correct, or there is an error."""
+    """The rule for every reuse: what comes out is right, or there is an error."""
     try:
         compute()
     except (symmoe.errors.ArgumentError, symmoe.errors.StaleLease):
@@ -82,118 +89,101 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
     check()
 
 
+# -- one call: where a buffer may lie ---------------------------------------------------------------------------------
+@settings(max_examples=150)
+@given(way=st.sampled_from(cases.WAYS), name=st.sampled_from(BOTH), data=st.data())
+def test_a_buffer_overlaps_nothing_that_the_call_uses(way: str, name: str, data: st.DataObject):
+    """One tensor that the call reads, or the second buffer, starts at any 16th byte around the first buffer."""
+    op = Op(way)
+    (second_name,) = {*BOTH} - {name}
+    buffers = {name: buffer(), second_name: buffer()}
+    tensors = [op.inputs.x, op.splits, buffers[second_name], *op.parameters()]
+    tensors += [] if way == "linear" else [op.scale]
+    tensor = tensors[data.draw(st.integers(0, len(tensors) - 1), label="tensor")]
+    size = buffers[name].nbytes
+    edges = st.sampled_from((-tensor.nbytes, 16 - tensor.nbytes, size - 16, size))
+    any_start = st.integers(-tensor.nbytes // 16, size // 16).map(lambda step: 16 * step)
+    start = data.draw(edges | any_start, label="bytes behind the start of the buffer")
+    memory = torch.zeros(2 * tensor.nbytes + size, dtype=torch.uint8)
+    for offset, moved in ((0, buffers[name]), (start, tensor)):
+        place = memory.data[tensor.nbytes + offset :][: moved.nbytes]  # .data: versions of its own
+        moved.data = place.view(moved.dtype).view(moved.shape).copy_(moved.data)
+    before = memory.clone()
+    if -tensor.nbytes < start < size:
+        for context in (nullcontext, torch.no_grad, torch.inference_mode):
+            with context(), cases.refused(f"overlaps a tensor of shape {list(tensor.shape)}"):
+                op(op.inputs.x, **buffers)
+        assert torch.equal(memory, before), "something has been written"
+        assert tensor is buffers[second_name] or (buffers[second_name] == cases.SENTINEL).all()
+        buffers = {}
+    for actual, expected in zip(results_of(op, **buffers), results_of(Op(way)), strict=True):
+        cases.assert_same_bits(actual, expected)
+
+
+def results_of(op: Op, **buffers: torch.Tensor) -> list[torch.Tensor]:
+    """y, and the gradients of x and of the parameters."""
+    x = op.inputs.x.detach().requires_grad_()
+    y = op(x, **buffers)
+    y.backward(op.inputs.d_y)
+    return [used_rows_of(y), used_rows_of(x.grad), *(param.grad for param in op.parameters())]
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
-MISTAKES = {  # the buffer from the op and its x, parts of the text
-    "list": (lambda op, x: [1.0], ["(list)", "tensor"]),
-    "sparse": (lambda op, x: buffer().to_sparse(), ["(torch.sparse_coo) must be a strided tensor"]),
+MISTAKES = {  # the buffer for an x, parts of the text
+    "list": (lambda x: [1.0], ["(list)", "tensor"]),
+    "sparse": (lambda x: buffer().to_sparse(), ["(torch.sparse_coo) must be a strided tensor"]),
     "a row more": (
-        lambda op, x: buffer(N + 1, H),
+        lambda x: buffer(N + 1, H),
         [f"shape [{N + 1}, {H}]", f"must be [{N}, {H}]"],
     ),
-    "without the tail": (lambda op, x: buffer(9, H), [f"shape [9, {H}]", f"must be [{N}, {H}]"]),
+    "without the tail": (lambda x: buffer(9, H), [f"shape [9, {H}]", f"must be [{N}, {H}]"]),
     "a column more": (
-        lambda op, x: buffer(N, H + 1),
+        lambda x: buffer(N, H + 1),
         [f"shape [{N}, {H + 1}]", f"must be [{N}, {H}]"],
     ),
-    "flat": (lambda op, x: buffer(N * H), [f"shape [{N * H}]", f"must be [{N}, {H}]"]),
-    "N-D for 2D": (lambda op, x: buffer(3, 4, H), [f"shape [3, 4, {H}]", f"must be [{N}, {H}]"]),
-    "dtype": (lambda op, x: buffer().bfloat16(), ["dtype torch.bfloat16", "must be torch.float32"]),
-    "double": (lambda op, x: buffer().double(), ["dtype torch.float64", "must be torch.float32"]),
-    "device": (lambda op, x: buffer().to("meta"), ["is on meta", "must be on cpu"]),
-    "strided": (lambda op, x: buffer(N, 2 * H)[:, ::2], [f"strides [{2 * H}, 2]", "contiguous"]),
-    "transposed": (lambda op, x: buffer(H, N).t(), [f"strides [1, {N}]", "contiguous"]),
-    "expanded": (lambda op, x: buffer(1, H).expand(N, H), [f"strides [0, {1}]", "contiguous"]),
-    "gradient": (lambda op, x: buffer().requires_grad_(), ["requires a gradient"]),
-    "history": (lambda op, x: buffer().requires_grad_() * 1, ["requires a gradient"]),
+    "flat": (lambda x: buffer(N * H), [f"shape [{N * H}]", f"must be [{N}, {H}]"]),
+    "N-D for 2D": (lambda x: buffer(3, 4, H), [f"shape [3, 4, {H}]", f"must be [{N}, {H}]"]),
+    "dtype": (lambda x: buffer().bfloat16(), ["dtype torch.bfloat16", "must be torch.float32"]),
+    "double": (lambda x: buffer().double(), ["dtype torch.float64", "must be torch.float32"]),
+    "device": (lambda x: buffer().to("meta"), ["is on meta", "must be on cpu"]),
+    "strided": (lambda x: buffer(N, 2 * H)[:, ::2], [f"strides [{2 * H}, 2]", "contiguous"]),
+    "transposed": (lambda x: buffer(H, N).t(), [f"strides [1, {N}]", "contiguous"]),
+    "expanded": (lambda x: buffer(1, H).expand(N, H), [f"strides [0, {1}]", "contiguous"]),
+    "gradient": (lambda x: buffer().requires_grad_(), ["requires a gradient"]),
+    "history": (lambda x: buffer().requires_grad_() * 1, ["requires a gradient"]),
     "address": (
-        lambda op, x: buffer(N * H + 1)[1:].view(N, H),
+        lambda x: buffer(N * H + 1)[1:].view(N, H),
         ["starts at address", "aligned to 16"],
     ),
-    "input": (lambda op, x: x.detach(), ["overlaps"]),
-    "end of the input": (lambda op, x: around(x, N - 1), ["overlaps"]),
-    "start of the input": (lambda op, x: around(x, 1 - N), ["overlaps"]),
-    "weight": (lambda op, x: inside(op.fc1, "weight"), ["overlaps"]),
-    "bias": (lambda op, x: inside(op.fc1, "bias"), ["overlaps"]),
-    "weight of the second layer": (lambda op, x: inside(op.fc2, "weight"), ["overlaps"]),
-    "splits": (lambda op, x: with_splits(op), ["overlaps a tensor of shape [4]"]),
-    "scale": (lambda op, x: with_scale(op), ["overlaps a tensor of shape"]),
+    "input": (lambda x: x.detach(), ["overlaps"]),
 }
 
 
-def around(x: torch.Tensor, first_row: int) -> torch.Tensor:
-    """[N, H] in memory that x lies in the middle of; starts so many rows after x."""
-    return x._base.view(-1).as_strided((N, H), (H, 1), x.storage_offset() + first_row * H)
-
-
-def with_splits(op: Op) -> torch.Tensor:
-    """[N, H] that ends with the splits."""
-    memory = buffer(2 * N, H)
-    op.splits = memory.view(torch.int32).view(-1)[N * H - 4 : N * H].copy_(op.splits)
-    return memory[:N]
-
-
-def with_scale(op: Op) -> torch.Tensor:
-    """[N, H] whose second half begins with the scale; with the bias of a layer that has none."""
-    if op.name == "linear":
-        return inside(op.fc1, "bias")
-    memory = buffer(2 * N, H)
-    op.scale = memory.view(-1)[N * H // 2 : N * H // 2 + N].fill_(1.0)
-    return memory[:N]
-
-
-def inside(layer: torch.nn.Module, name: str) -> torch.Tensor:
-    """[N, H] that shares memory with a parameter of the layer."""
-    parameter = getattr(layer, name)
-    memory = torch.zeros(max(N * H, parameter.numel()))
-    setattr(
-        layer,
-        name,
-        torch.nn.Parameter(
-            memory[: parameter.numel()].view(parameter.shape).copy_(parameter.detach())
-        ),
-    )
-    return memory[: N * H].view(N, H)
-
-
-def x_with_room(op: Op) -> torch.Tensor:
-    """x as rows N to 2N of a larger tensor."""
-    memory = torch.zeros(3 * N, H)
-    memory[N : 2 * N] = op.inputs.x.nan_to_num()
-    return memory[N : 2 * N]
-
-
 @pytest.mark.parametrize(("make", "parts"), MISTAKES.values(), ids=MISTAKES)
-def test_wrong_buffers_are_refused_in_forward(op, make, parts):
-    x = x_with_room(op)
-    wrong = make(op, x)
-    second_buffer = buffer()
-    want = op(x)
-    saved = x.clone()
+def test_refused_in_forward(op, make, parts):
+    x = op.inputs.x.nan_to_num()
+    wrong = make(x)
+    second = buffer()
+    expected = op(x)
+    before = x.clone()
     contexts = nullcontext, torch.no_grad, torch.inference_mode
     for (name, right), context in itertools.product((BOTH, BOTH[::-1]), contexts):
         with context(), pytest.raises(symmoe.errors.ArgumentError) as caught:
-            op(x, **{right: second_buffer, name: wrong})
+            op(x, **{right: second, name: wrong})
         text = str(caught.value)
         assert text.startswith(name)
         for part in parts:
             assert part in text
-    assert (second_buffer == cases.SENTINEL).all(), "nothing has been computed"
-    cases.assert_same_bits(x, saved)
+    assert (second == cases.SENTINEL).all(), "nothing has been computed"
+    cases.assert_same_bits(x, before)
     out = buffer()
     y = op(x, out=out, grad_input_out=buffer())
-    cases.assert_same_bits(y[: cases.TINY.num_used], want[: cases.TINY.num_used])
+    cases.assert_same_bits(y[: cases.TINY.num_used], expected[: cases.TINY.num_used])
     assert y.data_ptr() == out.data_ptr()
 
 
-@pytest.mark.parametrize("shift", [0, 1, 1 - N])
-def test_overlapping_buffers_are_refused(op, shift):
-    memory = buffer(3 * N, H)
-    with pytest.raises(symmoe.errors.ArgumentError, match="overlaps a tensor of shape"):
-        op(op.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
-
-
 def test_an_empty_tensor_overlaps_nothing():
-    """An empty tensor has an address, too."""
+    """It has an address all the same."""
     memory = torch.zeros(8, 4)
     assert overlap_problem([Buffer("out", memory)], [memory[4:4]]) is None
     assert overlap_problem([Buffer("out", memory[:4])], [memory[4:]]) is None
@@ -203,7 +193,7 @@ def test_an_empty_tensor_overlaps_nothing():
 
 
 def released(heap: symmoe.SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
-    """A view of a released lease's memory, which another lease has taken."""
+    """A view of memory that was a lease's, and that somebody else has by now."""
     lease = heap.lease(tuple(like.shape), like.dtype, name="mine")
     view = lease.tensor.copy_(like)[:]
     lease.release()
@@ -220,30 +210,36 @@ MODULES = symmoe.grouped.Sequential(
 )
 # (argument, a call of a public function that is given a released tensor for it).
 CALLS_WITH_RELEASED_MEMORY = [
-    ("x", lambda free: LINEAR(free(INPUTS.x), SPLITS)),
-    ("splits", lambda free: LINEAR(INPUTS.x, free(SPLITS))),
-    ("bias_scale", lambda free: LINEAR(INPUTS.x, SPLITS, bias_scale=free(INPUTS.scale))),
+    ("x", lambda gone: LINEAR(gone(INPUTS.x), SPLITS)),
+    ("splits", lambda gone: LINEAR(INPUTS.x, gone(SPLITS))),
+    ("bias_scale", lambda gone: LINEAR(INPUTS.x, SPLITS, bias_scale=gone(INPUTS.scale))),
     *(
-        (name, lambda free, call=call, name=name: call(**{name: free(INPUTS.x)}))
+        (name, lambda gone, call=call, name=name: call(**{name: gone(INPUTS.x)}))
         for name in BOTH
         for call in (
             functools.partial(LINEAR, INPUTS.x, SPLITS),
             functools.partial(MLP, INPUTS.x, SPLITS, INPUTS.scale),
         )
     ),
-    ("rows", lambda free: MLP(free(INPUTS.x), SPLITS, INPUTS.scale)),
-    ("splits", lambda free: MLP(INPUTS.x, free(SPLITS), INPUTS.scale)),
-    ("row_probs", lambda free: MLP(INPUTS.x, SPLITS, free(INPUTS.scale))),
-    ("h", lambda free: SWIGLU(free(INPUTS.x), INPUTS.scale)),
-    ("scale", lambda free: SWIGLU(INPUTS.x, free(INPUTS.scale))),
-    ("x", lambda free: MODULES(free(INPUTS.x), SPLITS, INPUTS.scale, SPLITS)),
-    ("splits", lambda free: MODULES(INPUTS.x, SPLITS, INPUTS.scale, free(SPLITS))),
-    ("scale", lambda free: MODULES(INPUTS.x, SPLITS, free(INPUTS.scale), SPLITS)),
+    ("rows", lambda gone: MLP(gone(INPUTS.x), SPLITS, INPUTS.scale)),
+    ("splits", lambda gone: MLP(INPUTS.x, gone(SPLITS), INPUTS.scale)),
+    ("row_probs", lambda gone: MLP(INPUTS.x, SPLITS, gone(INPUTS.scale))),
+    ("h", lambda gone: SWIGLU(gone(INPUTS.x), INPUTS.scale)),
+    ("scale", lambda gone: SWIGLU(INPUTS.x, gone(INPUTS.scale))),
+    ("x", lambda gone: MODULES(gone(INPUTS.x), SPLITS, INPUTS.scale, SPLITS)),
+    ("splits", lambda gone: MODULES(INPUTS.x, SPLITS, INPUTS.scale, gone(SPLITS))),
+    ("scale", lambda gone: MODULES(INPUTS.x, SPLITS, gone(INPUTS.scale), SPLITS)),
+    ("d_y", lambda gone: LINEAR(INPUTS.x, SPLITS).backward(gone(INPUTS.d_y))),
+    ("d_y", lambda gone: MLP(INPUTS.x, SPLITS, INPUTS.scale).backward(gone(INPUTS.d_y))),
+    (
+        "d_y",
+        lambda gone: MODULES(INPUTS.x, SPLITS, INPUTS.scale, SPLITS).backward(gone(INPUTS.d_y)),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS_WITH_RELEASED_MEMORY)
-def test_tensors_of_a_released_lease_are_refused(heap, name, call):
+def test_every_tensor_of_a_call_must_live(heap, name, call):
     with pytest.raises(
         symmoe.errors.StaleLease, match=rf"^{name} is memory of lease 'mine' \(generation 1\)"
     ):
@@ -251,17 +247,7 @@ def test_tensors_of_a_released_lease_are_refused(heap, name, call):
     call(lambda like: heap.lease(tuple(like.shape), like.dtype).tensor.copy_(like))
 
 
-def test_a_gradient_of_a_released_lease_is_refused(op, heap):
-    x = op.inputs.x.clone().requires_grad_()
-    y = op(x)
-    with pytest.raises(symmoe.errors.StaleLease, match=r"^d_y is memory of lease 'mine'"):
-        y.backward(released(heap, op.inputs.d_y))
-    assert x.grad is None
-    y.backward(op.inputs.d_y)
-    cases.assert_same_bits(used_rows_of(x.grad), op.gradient())
-
-
-def test_a_gradient_buffer_may_be_the_memory_of_the_incoming_gradient(single):
+def test_gradient_buffer_is_where_the_gradient_comes_from(single):
     grad_input_out = buffer()
     x = single.inputs.x.clone().requires_grad_()
     y = single(x, grad_input_out=grad_input_out)
@@ -273,9 +259,6 @@ def test_a_gradient_buffer_may_be_the_memory_of_the_incoming_gradient(single):
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
-used_rows_of = functools.partial(cases.used, sizes=cases.TINY)
-
-
 def batches(count: int = 3) -> list[cases.Inputs]:
     return [cases.make_inputs(PLAIN, seed=10 + i) for i in range(count)]
 
@@ -284,7 +267,7 @@ Memory = torch.Tensor | None  # a buffer that is used again and again, or none
 
 
 def one_leaf(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
-    """Autograd must not use the buffer itself as the leaf's `.grad`."""
+    """Autograd must not take the buffer itself for the leaf's `.grad`."""
     x = op.inputs.x.clone().requires_grad_()
     for batch in batches():
         with torch.no_grad():
@@ -294,10 +277,10 @@ def one_leaf(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
     return [x.grad]
 
 
-def separate_gradients(
+def gradients_of_their_own(
     op: Op, out: Memory, gradient: Memory, is_leaf: bool = True
 ) -> list[torch.Tensor]:
-    """A later micro-batch does not overwrite the `.grad` of an earlier one, of a leaf or retained."""
+    """A `.grad`, of a leaf or retained, of an earlier micro-batch is not overwritten by a later one."""
     xs = []
     for batch in batches():
         x = batch.x.clone().requires_grad_()
@@ -347,7 +330,7 @@ def two_consumers(
 
 
 def two_micro_batches(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
-    """In one backward: the producers of both x run after both gradients are written."""
+    """In one backward: the producers of both x run after both gradients have been written."""
     leaves = [batch.x.nan_to_num().requires_grad_() for batch in batches(2)]
     ys = [op(leaf * (2 + i), grad_input_out=gradient) for i, leaf in enumerate(leaves)]
     torch.autograd.backward(ys, [batch.d_y.nan_to_num() for batch in batches(2)])
@@ -362,7 +345,7 @@ def layers_in_a_row(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]
 
 
 def result_written_in_place(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
-    """y.mul_(2) writes into the caller's buffer: gradients include the factor, or the write is refused."""
+    """y.mul_(2) writes into the caller's buffer; gradients know of it, or it is refused."""
     x = op.inputs.x.nan_to_num().requires_grad_()
     y = op(x, out=out)
     y.mul_(2)
@@ -376,30 +359,30 @@ def not_of_leaves(program: Callable[..., list[torch.Tensor]]) -> Callable[..., l
 
 ALWAYS_RIGHT = (
     one_leaf,
-    separate_gradients,
+    gradients_of_their_own,
     backward_twice,
     a_second_consumer,
     out_after_backward,
-    not_of_leaves(separate_gradients),
+    not_of_leaves(gradients_of_their_own),
     not_of_leaves(a_second_consumer),
 )
 RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches, layers_in_a_row)
 
 
 @pytest.mark.parametrize("program", [*ALWAYS_RIGHT, *RIGHT_OR_ERROR, result_written_in_place])
-def test_a_reused_buffer_is_right_or_an_error(op, program):
-    """Gradients are those without buffers, whatever the buffer had in between."""
-    want = program(op, None, None)
-    actual = []
+def test_a_buffer_that_is_used_again(op, program):
+    """Gradients are those without buffers, whatever has been in them meanwhile."""
+    expected = program(op, None, None)
+    results = []
     buffers = [buffer(2 * N, H)[:N] for _ in BOTH]  # views stay plain tensors
 
     def compute():
-        actual.extend(program(op, *buffers))
+        results.extend(program(op, *buffers))
 
     def check():
         assert not any(plain.requires_grad for plain in (*buffers, *(b._base for b in buffers)))
-        for got, expected in zip(actual, want, strict=True):
-            cases.assert_near(used_rows_of(got), used_rows_of(expected), torch.float32)
+        for actual, reference in zip(results, expected, strict=True):
+            cases.assert_near(used_rows_of(actual), used_rows_of(reference), torch.float32)
 
     if program in ALWAYS_RIGHT:
         compute()
@@ -409,7 +392,7 @@ def test_a_reused_buffer_is_right_or_an_error(op, program):
 
 
 def layer_after_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """The layer that saves the other's result is a grouped layer."""
+    """It is one of our own layers that keeps the result of another."""
     out = buffer()
     z = Op("mlp")(op(x, out=out))
     op(later, out=out)
@@ -424,7 +407,7 @@ def square_through_a_view(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch
 
 
 def product_with_a_gradient_buffer(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """The gradient buffer holds a tensor that a graph still needs."""
+    """The gradient buffer held something that a graph still needs."""
     shared = torch.ones(N, H)
     product = torch.ones(N, H, requires_grad=True) * shared
     op(x, grad_input_out=shared).backward(op.inputs.d_y)
@@ -448,7 +431,7 @@ def result_of_an_input(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Te
         result_of_an_input,
     ],
 )
-def test_overwriting_saved_tensors_is_an_error(op, result):
+def test_what_a_graph_needs_is_written_over(op, result):
     x = op.inputs.x.nan_to_num().requires_grad_()
     later = batches(1)[0].x.nan_to_num()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -456,10 +439,10 @@ def test_overwriting_saved_tensors_is_an_error(op, result):
 
 
 @pytest.mark.usefixtures("raw_writes")
-def test_delayed_gradients_and_reused_buffers():
-    """backward_dw of the first micro-batch runs after the second one has overwritten x and d_y of the first."""
+def test_delayed_gradients_and_buffers_that_are_used_again():
+    """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
     case = cases.Case(delayed=True, buffers=())
-    actual = []
+    results = []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner = Op("linear", case)
         outer = Op("linear", case)
@@ -469,14 +452,14 @@ def test_delayed_gradients_and_reused_buffers():
                 outer(inner(batch.x, out=out), grad_input_out=d_mid).backward(batch.d_y)
             for layer in (inner.fc1, outer.fc1) * 2:
                 layer.backward_dw()
-            actual.append((inner.fc1.weight.grad, outer.fc1.weight.grad))
+            results.append((inner.fc1.weight.grad, outer.fc1.weight.grad))
 
         def check():
-            for got, want in zip(actual[-1], actual[0], strict=True):
-                cases.assert_near(got, want, torch.float32)
+            for actual, expected in zip(results[-1], results[0], strict=True):
+                cases.assert_near(actual, expected, torch.float32)
 
         right_or_error(compute, check)
-    assert actual
+    assert results
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -492,53 +475,55 @@ ENDS_OF_THREE += [("dropped",) * 3]
 
 @pytest.mark.parametrize("ends", ENDS_OF_THREE, ids=" ".join)
 def test_leases_that_end_before_backward(op, heap, ends):
-    """A graph keeps the memory that it needs: no new lease gets it. A use of released memory is correct or an error,
-    and never writes into another lease."""
+    """A graph keeps the memory of what it still needs: nobody else gets it. Of what was released, it is right or an
+    error, and memory of somebody else is not written."""
     source = op.inputs.x.nan_to_num().requires_grad_()
     inputs = source, op.fc1.weight
     expected = torch.autograd.grad(used_rows_of(op(source)).square().sum(), inputs)
-    op_leases = leases(heap, 3)
-    of_rows, out, gradient = (lease.tensor for lease in op_leases)
+    open_leases = leases(heap, 3)
+    of_rows, out, gradient = (lease.tensor for lease in open_leases)
     y = op(of_rows.copy_(source), out=out, grad_input_out=gradient)
     loss = used_rows_of(y).square().sum()  # keeps y
     del of_rows, out, gradient, y
-    for lease in itertools.compress(op_leases, (end == "released" for end in ends)):
+    for lease in itertools.compress(open_leases, (end == "released" for end in ends)):
         lease.release()
-    op_leases[:] = itertools.compress(op_leases, (end == "kept" for end in ends))
+    open_leases[:] = itertools.compress(open_leases, (end == "kept" for end in ends))
     gc.collect()
-    new_tensors = [lease.tensor.fill_(cases.SENTINEL) for lease in leases(heap, 4)]
-    actual = []
+    later_tensors = [lease.tensor.fill_(cases.SENTINEL) for lease in leases(heap, 4)]
+    gradients = []
 
     def check():
-        cases.assert_near(*(used_rows_of(of_x) for of_x, _ in (actual[0], expected)), torch.float32)
-        cases.assert_near(actual[0][1], expected[1], torch.float32)
+        cases.assert_near(
+            *(used_rows_of(of_x) for of_x, _ in (gradients[0], expected)), torch.float32
+        )
+        cases.assert_near(gradients[0][1], expected[1], torch.float32)
 
     def compute():
-        actual.append(torch.autograd.grad(loss, inputs))
+        gradients.append(torch.autograd.grad(loss, inputs))
 
     if "released" in ends:
         right_or_error(compute, check)
     else:
         compute()
         check()
-    assert all((tensor == cases.SENTINEL).all() for tensor in new_tensors)
+    assert all((tensor == cases.SENTINEL).all() for tensor in later_tensors)
 
 
 # -- graphs that are spent --------------------------------------------------------------------------------------------
-def test_retained_losses_keep_no_leases(op, heap):
+def test_losses_that_are_kept_keep_no_leases(op, heap):
     x = op.inputs.x.nan_to_num().requires_grad_()
     losses = []
-    want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
-    for targets in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
+    expected = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
+    for asked in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
         out, grad_input_out = leases(heap, 2)
         loss = (
             used_rows_of(op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)).square().sum()
         )
         del out, grad_input_out
-        loss.backward(inputs=targets)
+        loss.backward(inputs=asked)
         losses.append(loss)
         assert heap.leased_bytes == 0
-    cases.assert_near(used_rows_of(x.grad), 5 * used_rows_of(want).double(), torch.float32)
+    cases.assert_near(used_rows_of(x.grad), 5 * used_rows_of(expected).double(), torch.float32)
     assert not heap.owns(x.grad)
 
 
@@ -563,8 +548,8 @@ def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, heap):
         loss.backward()
 
 
-def test_a_failed_backward_can_be_repeated(heap):
-    """The graph is not consumed, and still has the caller's buffer."""
+def test_a_backward_that_fails_can_be_tried_again(heap):
+    """The graph is not spent: its buffer is still the one that was given."""
     op = Op("linear", cases.Case(main_grad=True, buffers=()))
     x = op.inputs.x.nan_to_num().requires_grad_()
     grad_input_out = heap.lease((N, H), torch.float32).tensor
@@ -578,8 +563,8 @@ def test_a_failed_backward_can_be_repeated(heap):
     cases.assert_same_bits(used_rows_of(grad_input_out), op.gradient())
 
 
-def test_the_returned_gradient_is_the_buffer(op, heap):
-    """torch.autograd.grad returns the buffer without a copy, and its caller may use the buffer again."""
+def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
+    """torch.autograd.grad gives it out without a copy, and whoever has it may use the buffer again."""
     x = op.inputs.x.nan_to_num().requires_grad_()
     grad_input_out = heap.lease((N, H), torch.float32).tensor
     for _ in range(2):
@@ -603,7 +588,7 @@ class Step:
         self.model = symmoe.GroupedMLP(4, H, cases.TINY.ffn, bias=True)
 
     def forward(self, *, on_heap: bool = True) -> torch.Tensor:
-        """y; only leases have the buffers' memory."""
+        """y; the buffers live on the heap and nowhere else."""
         plan = symmoe.make_plan(self.ids, num_experts=4, heap=self.heap)
 
         def lease() -> torch.Tensor | None:
@@ -635,19 +620,19 @@ class Step:
 
 def test_no_copies_between_the_parts(heap):
     step = Step(heap)
-    want = step.run(on_heap=False)
+    expected = step.run(on_heap=False)
     copies = heap.statistics.num_staging_copies
     assert copies > 0
     for _ in range(2):
-        for actual, expected in zip(step.run(on_heap=True), want, strict=True):
-            cases.assert_same_bits(actual, expected)
+        for actual, reference in zip(step.run(on_heap=True), expected, strict=True):
+            cases.assert_same_bits(actual, reference)
     assert heap.statistics.num_staging_copies == copies, (
         "every buffer was read and written in place"
     )
 
 
 def test_a_second_backward_through_combine(heap):
-    """Correct if the graph is retained; an error on every rank if the buffer has been freed."""
+    """Right if the graph is retained; an error, on every rank alike, if its buffer has been let go of."""
     step = Step(heap)
     plan = symmoe.make_plan(step.ids, num_experts=4, heap=heap)
     rows, _, handle = symmoe.dispatch_tokens(step.x, plan)

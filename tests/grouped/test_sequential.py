@@ -1,5 +1,4 @@
-"""Sequential: the modules that extra inputs and keyword arguments go to, its errors, and the conditions of the fused
-kernels."""
+"""Sequential: where extra inputs and keyword arguments go, what is an error, and when the fused kernels run."""
 
 from dataclasses import dataclass
 
@@ -49,7 +48,7 @@ def call(model: Sequential, x: torch.Tensor | None = None, **options) -> torch.T
 
 @pytest.fixture
 def num_fused(monkeypatch) -> list[int]:
-    """A counter of calls of the fused path."""
+    """Grows by one with every call of the fused path."""
     calls: list[int] = []
     fused = sequential.fused_mlp
 
@@ -62,7 +61,7 @@ def num_fused(monkeypatch) -> list[int]:
 
 
 class Notes(nn.Module):
-    """Records its arguments; accepts only `note`."""
+    """Keeps what it is called with; takes only `note`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ def test_empty():
 
 
 def nests(modules):
-    """The three modules in one Sequential, and in two nested ones."""
+    """The three modules in one Sequential, and in two."""
     first, second, third = modules
     yield Sequential(first, second, third)
     yield Sequential(Sequential(first, second), third)
@@ -118,12 +117,12 @@ def nests(modules):
 def test_tuples_are_passed_on_and_returned(hooked):
     fc1, fc2 = linears(return_bias=True)
     h, _ = fc1(INPUTS.x, SPLITS)
-    want, _ = fc2(ScaledSwiGLU()(h, INPUTS.scale), SPLITS)
+    expected, _ = fc2(ScaledSwiGLU()(h, INPUTS.scale), SPLITS)
     for model in nests((fc1, ScaledSwiGLU(), fc2)):
         for inner in inner_sequentials(model) if hooked else ():
             inner.register_forward_hook(lambda *_: None)
         y, bias1, bias2 = call(model)
-        assert_same_bits(y, want)
+        assert_same_bits(y, expected)
         assert bias1 is fc1.bias
         assert bias2 is fc2.bias
 
@@ -178,7 +177,7 @@ def test_wrong_number_of_extra_inputs():
         (lambda m: {m[1]: 7, 0: 8}, [[8], [7]]),
     ],
 )
-def test_keywords_go_to_the_addressed_module(key, notes):
+def test_keywords_go_to_the_module_that_is_addressed(key, notes):
     model = Sequential(Notes(), Notes())
     op_kwargs = {address: {"note": note} for address, note in key(model).items()}
     model(torch.ones(1), op_kwargs=op_kwargs)
@@ -285,7 +284,7 @@ def test_wrong_op_kwargs(is_nested, make, parts):
     call(model)
 
 
-def test_a_repeated_module_is_addressed_by_index():
+def test_module_that_stands_twice():
     notes = Notes()
     model = Sequential(notes, nn.Identity(), notes)
     assert len(model) == 3
@@ -302,7 +301,7 @@ def test_a_repeated_module_is_addressed_by_index():
     "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda activation: type(activation).__name__
 )
 @pytest.mark.parametrize("path", PATHS)
-def test_only_the_sequential_path_runs_fused(path, activation, num_fused):
+def test_paths_do_what_they_are_called(path, activation, num_fused):
     inputs = make_inputs(PLAIN, width=activation.activation.hidden_width(TINY.ffn))
     run_experts(path, PLAIN, inputs, activation=activation)
     assert len(num_fused) == (path == "sequential")
@@ -334,7 +333,7 @@ def test_splits_that_are_the_same(first, second, fuses, num_fused):
 
 
 def unfusible():
-    """Three modules and op_kwargs, by the property that prevents fusion."""
+    """Three modules and op_kwargs, by what keeps the modules apart."""
     fc1, fc2 = linears()
 
     class Subclass(GroupedLinear):
@@ -369,7 +368,7 @@ UNFUSIBLE = unfusible()
 
 
 @pytest.mark.parametrize(("modules", "op_kwargs"), UNFUSIBLE.values(), ids=UNFUSIBLE)
-def test_unfusible_modules_run_separately(modules, op_kwargs, num_fused):
+def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
     model = Sequential(*modules)
     y = call(model, op_kwargs=op_kwargs)
     assert not num_fused
@@ -377,7 +376,7 @@ def test_unfusible_modules_run_separately(modules, op_kwargs, num_fused):
     assert_same_bits(y[:9], model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))[:9])
 
 
-def test_wrong_shapes_raise_the_modules_errors(num_fused):
+def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
     fc1, _ = linears()
     assert_refused(
         (
@@ -409,8 +408,8 @@ def test_first_micro_batch_of_one_layer():
 
 # -- splits once for a pattern ----------------------------------------------------------------------------------------
 def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
-    """y, and the gradients of x, of the scale (if passed) and of the parameters in order, for rows that belong to a
-    group. The scale replaces each None in `extra_inputs`, and a `bias_scale` of None in `op_kwargs`."""
+    """y, and the gradients of x, of the scale (if it is given) and of the parameters in order, of rows that belong to a
+    group. The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`."""
     model.zero_grad()
     x = INPUTS.x.nan_to_num().requires_grad_()
     scale = INPUTS.scale.nan_to_num().requires_grad_()
@@ -427,8 +426,8 @@ def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tens
     return [tensor.clone() for tensor in (*(row[: TINY.num_used] for row in rows), *gradients)]
 
 
-def assert_same(actual: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for pair in zip(actual, want, strict=True):
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for pair in zip(actual, expected, strict=True):
         assert_same_bits(*pair)
 
 
@@ -439,11 +438,11 @@ def assert_same(actual: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 def test_splits_once(splits, hooked, num_fused):
     model = experts()
     bias_scale = {2: {"bias_scale": None}}
-    want = trained(model, splits, None, splits, op_kwargs=bias_scale)
+    expected = trained(model, splits, None, splits, op_kwargs=bias_scale)
     num_fused.clear()
     if hooked is not None:
         model[hooked].register_forward_hook(lambda *_: None)
-    assert_same(trained(model, splits, None, op_kwargs=bias_scale), want)
+    assert_same(trained(model, splits, None, op_kwargs=bias_scale), expected)
     assert len(num_fused) == (hooked is None)
 
 
@@ -465,7 +464,7 @@ def test_splits_once_for_each_pattern_or_for_none(num_fused):
 
 
 def test_patterns_do_not_overlap():
-    """Linear, activation, linear, activation, linear: the first three are the pattern, with and without fusion."""
+    """Linear, activation, linear, activation, linear: the first three are the pattern, whatever runs fused."""
     torch.manual_seed(0)
     widths = ((H, H), (TINY.ffn, H), (TINY.ffn, H))
     first, second, third = (GroupedLinear(TINY.num_groups, *width) for width in widths)
@@ -479,7 +478,7 @@ def test_patterns_do_not_overlap():
         trained(model, SPLITS, None, None)
 
 
-def test_a_layer_with_its_own_splits_is_in_no_pattern():
+def test_a_layer_that_brings_its_splits_is_in_no_pattern():
     class Fixed(GroupedLinear):
         num_extra_inputs = 0
 
@@ -497,7 +496,7 @@ def test_a_layer_with_its_own_splits_is_in_no_pattern():
 
 # -- Sequential inside Sequential -------------------------------------------------------------------------------------
 class Block(Sequential):
-    """A subclass that does not change the call."""
+    """A subclass that changes nothing about the call."""
 
 
 # Modules 0 to 3 are Identity, FC1, activation, FC2. Second: where the keywords of FC1 and FC2 go, as paths of indices.
@@ -514,7 +513,6 @@ NESTED = {
     ),
     "empty": (lambda m: Sequential(*m[:2], Sequential(), *m[2:]), [1], [4]),
 }
-nested = pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
 counts = pytest.mark.parametrize(
     "extra_inputs", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"]
 )
@@ -525,7 +523,7 @@ def four() -> list[nn.Module]:
 
 
 def keywords_at(*routes: tuple[list[int], dict]) -> dict:
-    """op_kwargs that pass each dict to the module at the path."""
+    """op_kwargs that bring each dict to the module at the path."""
     op_kwargs: dict = {}
     for path, keywords in routes:
         inner = op_kwargs
@@ -543,12 +541,14 @@ def inner_sequentials(model: Sequential) -> list[nn.Module]:
     ]
 
 
-@nested
+@pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
 @counts
 @pytest.mark.parametrize("hooked", [False, True])
 def test_keywords_and_buffers_of_nested(nest, first, last, extra_inputs, hooked, num_fused):
     modules = four()
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}})
+    expected = trained(
+        Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}}
+    )
     num_fused.clear()
     model = nest(modules)
     out = buffer()
@@ -563,9 +563,9 @@ def test_keywords_and_buffers_of_nested(nest, first, last, extra_inputs, hooked,
     op_kwargs = keywords_at(
         (first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None})
     )
-    assert_same(trained(model, *extra_inputs, op_kwargs=op_kwargs), want)
-    assert_same_bits(out[: TINY.num_used], want[0])
-    assert_same_bits(d_x[: TINY.num_used], want[1])
+    assert_same(trained(model, *extra_inputs, op_kwargs=op_kwargs), expected)
+    assert_same_bits(out[: TINY.num_used], expected[0])
+    assert_same_bits(d_x[: TINY.num_used], expected[1])
     for tail in (out[TINY.num_used :], d_x[TINY.num_used :]):
         assert (tail == SENTINEL).all()
     assert hooked or len(num_fused) == 1
@@ -578,44 +578,44 @@ def test_keywords_and_buffers_of_nested(nest, first, last, extra_inputs, hooked,
 @pytest.mark.parametrize(
     "kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "patched", "global"]
 )
-def test_hooks_of_a_nested_sequential_prevent_fusion(kind, name, extra_inputs, num_fused):
-    modules, recorded = four(), []
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
+def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, extra_inputs, num_fused):
+    modules, calls = four(), []
+    expected = trained(Sequential(*modules), SPLITS, None, SPLITS)
     num_fused.clear()
     model = NESTED[name][0](modules)
     (inner,) = inner_sequentials(model)
     if kind == "patched":
         forward = inner.forward
-        inner.forward = lambda *args, **options: recorded.append(inner) or forward(*args, **options)
+        inner.forward = lambda *args, **options: calls.append(inner) or forward(*args, **options)
     elif kind == "global":
         handle = nn.modules.module.register_module_forward_hook(
-            lambda module, *_: recorded.append(module)
+            lambda module, *_: calls.append(module)
         )
     else:
-        getattr(inner, f"register_{kind}_hook")(lambda module, *_: recorded.append(module))
+        getattr(inner, f"register_{kind}_hook")(lambda module, *_: calls.append(module))
     try:
-        assert_same(trained(model, *extra_inputs), want)
+        assert_same(trained(model, *extra_inputs), expected)
     finally:
         if kind == "global":
             handle.remove()
-    assert recorded.count(inner) == 1
+    assert calls.count(inner) == 1
     assert not num_fused
 
 
-def test_a_hook_of_a_nested_sequential_gets_all_inputs(num_fused):
-    modules, recorded = four(), []
+def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
+    modules, calls = four(), []
     model = Sequential(modules[0], Sequential(*modules[1:]))
-    model[1].register_forward_pre_hook(lambda module, args: recorded.extend(args[1:]))
+    model[1].register_forward_pre_hook(lambda module, args: calls.extend(args[1:]))
     call(Sequential(*modules), INPUTS.x)
     model(INPUTS.x, SPLITS, INPUTS.scale)
     assert all(
-        actual is want
-        for actual, want in zip(recorded, (SPLITS, INPUTS.scale, SPLITS), strict=True)
+        actual is expected
+        for actual, expected in zip(calls, (SPLITS, INPUTS.scale, SPLITS), strict=True)
     )
     assert len(num_fused) == 2, "its own modules run fused all the same"
 
 
-def test_a_subclass_declares_the_inputs_of_its_forward():
+def test_a_subclass_says_what_its_own_forward_takes():
     class Own(Sequential):
         num_extra_inputs = 1
 
@@ -623,21 +623,17 @@ def test_a_subclass_declares_the_inputs_of_its_forward():
             return super().forward(x, SPLITS, scale)
 
     modules = four()
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
-    assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), want)
+    expected = trained(Sequential(*modules), SPLITS, None, SPLITS)
+    assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), expected)
 
 
 # -- arguments of all modules are looked at before the first one runs -------------------------------------------------
 
 
-def in_a_row(count: int, **options) -> Sequential:
+def two_layers() -> Sequential:
     """Linear layers H -> H."""
     torch.manual_seed(0)
-    return Sequential(*(GroupedLinear(TINY.num_groups, H, H, **options) for _ in range(count)))
-
-
-def run_in_a_row(model: Sequential, x: torch.Tensor, op_kwargs: dict | None = None) -> torch.Tensor:
-    return model(x, *[SPLITS] * len(model), op_kwargs=op_kwargs)
+    return Sequential(*(GroupedLinear(TINY.num_groups, H, H) for _ in range(2)))
 
 
 def buffer() -> torch.Tensor:
@@ -646,16 +642,16 @@ def buffer() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Chain:
-    """Modules H -> H, the last `num_nested` in a nested Sequential, and at most one with a hook."""
+    """Modules H -> H, those from `border` on in a Sequential of their own, and one that has a hook or none."""
 
     kinds: tuple[str, ...]
-    num_nested: int
+    border: int
     hooked: int | None
     delays: bool
     trains: bool
 
-    def results(self, x: torch.Tensor, buffers: dict[int, dict[str, torch.Tensor]]):
-        """y, and in training dx and the gradients of parameters. buffers: the keywords of modules."""
+    def build(self) -> tuple[Sequential, list[torch.Tensor]]:
+        """The model, the same each time, and its extra inputs."""
         torch.manual_seed(0)
         modules = [
             GroupedLinear(TINY.num_groups, H, H, delay_wgrad=self.delays)
@@ -665,30 +661,38 @@ class Chain:
         ]
         if self.hooked is not None:
             modules[self.hooked].register_forward_hook(lambda *_: None)
-        inputs = {"linear": [SPLITS], "activation": [INPUTS.scale.nan_to_num()], "identity": []}
-        extra = [tensors for kind in self.kinds for tensors in inputs[kind]]
-        border = len(modules) - self.num_nested
-        model = Sequential(*modules[:border], Sequential(*modules[border:]))
-        at = keywords_at(
-            *(
-                ([i] if i < border else [border, i - border], tensors)
-                for i, tensors in buffers.items()
-            )
-        )
+        splits = SPLITS.clone()
+        inputs = {"linear": [splits], "activation": [INPUTS.scale.nan_to_num()], "identity": []}
+        extra_inputs = [tensor for kind in self.kinds for tensor in inputs[kind]]
+        nested = Sequential(*modules[self.border :])
+        return Sequential(*modules[: self.border], nested), extra_inputs
+
+    def path(self, index: int) -> list[int]:
+        """Where the module is in the model."""
+        return [index] if index < self.border else [self.border, index - self.border]
+
+    def results(
+        self,
+        model: Sequential,
+        x: torch.Tensor,
+        extra_inputs: list[torch.Tensor],
+        buffers: dict[int, dict[str, torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """y, and if it trains dx and the gradients of parameters. buffers: the keywords of modules."""
+        op_kwargs = keywords_at(*((self.path(i), keywords) for i, keywords in buffers.items()))
         with torch.set_grad_enabled(self.trains):
-            y = model(x, *extra, op_kwargs=at)
+            y = model(x, *extra_inputs, op_kwargs=op_kwargs)
         results = [y.detach()[: TINY.num_used].clone()]
         if self.trains:
             y.backward(INPUTS.d_y.nan_to_num())
-            for module in modules:
-                if self.delays and isinstance(module, GroupedLinear):
+            for module in model.modules():
+                if isinstance(module, GroupedLinear):
                     module.backward_dw()
-            results += [x.grad[: TINY.num_used], *(tensors.grad for tensors in model.parameters())]
+            results += [x.grad[: TINY.num_used], *(param.grad for param in model.parameters())]
         return results
 
     def stages(self, buffers: dict[int, dict[str, torch.Tensor]]) -> list[int]:
-        """The stage number of each module: linear, activation, linear are one stage unless a hook or buffer observes
-        them."""
+        """The number of each module's stage: linear, activation, linear are one, if nobody looks between them."""
         numbers: list[int] = []
         while len(numbers) < len(self.kinds):
             first = len(numbers)
@@ -711,34 +715,48 @@ class Chain:
 def chains(draw) -> Chain:
     kinds = st.lists(st.sampled_from(("linear", "identity", "activation")), max_size=3)
     kinds = ("linear", *draw(kinds), "linear")
-    places = range(len(kinds))
+    indices = range(len(kinds))
     return Chain(
         kinds,
-        num_nested=draw(st.sampled_from(places)),
-        hooked=draw(st.sampled_from((None, *places))),
+        border=len(kinds) - draw(st.sampled_from(indices)),
+        hooked=draw(st.sampled_from((None, *indices))),
         delays=draw(st.booleans()),
         trains=draw(st.booleans()),
     )
 
 
-@settings(deadline=None, max_examples=200)
-@given(chain=chains(), is_x=st.sampled_from((False, False, False, True)), data=st.data())
-def test_two_buffers_may_share_memory_if_neither_is_read_later(
-    chain: Chain, is_x: bool, data: st.DataObject
-):
-    """A result and a gradient may not share memory, nor either of them and x. Two results may, without gradients and
-    with a module in between that allocates its result; two gradients may, if that module does not read the second one
-    later."""
-    linears = [index for index, kind in enumerate(chain.kinds) if kind == "linear"]
+def memory_of(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory as large as the largest tensor of a chain, and a buffer at its start; the tensor is put there, too."""
+    memory = torch.full((4 * H * H,), SENTINEL)
+    if tensor is not None:
+        values = memory.data.view(tensor.dtype)[: tensor.numel()]
+        tensor.data = values.view(tensor.shape).copy_(tensor.data)
+    return memory, memory[: N * H].view(N, H)
+
+
+@settings(max_examples=200)
+@given(chain=chains(), is_read=st.sampled_from((False, False, True)), data=st.data())
+def test_buffers_share_memory(chain: Chain, is_read: bool, data: st.DataObject):
+    """A result and a gradient never do, nor either of them and a tensor that any module reads. Two results do, if
+    nobody differentiates them and a module between them makes its own; two gradients do, if such a module does not read
+    the second one later."""
+    linears = [i for i, kind in enumerate(chain.kinds) if kind == "linear"]
     buffers = st.tuples(st.sampled_from(linears), st.sampled_from(("out", "grad_input_out")))
     (i, first), (j, second) = sorted(
         data.draw(st.lists(buffers, min_size=2, max_size=2, unique=True))
     )
     x = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
-    shared = x.detach() if is_x else buffer()
-    shared_buffers = {i: {first: shared}}
-    shared_buffers.setdefault(j, {})[second] = shared
-    stages = chain.stages(shared_buffers)
+    model, extra_inputs = chain.build()
+    bias_scale = INPUTS.scale.nan_to_num()
+    tensors = [x, bias_scale, *extra_inputs, *model.parameters()]
+    tensor = data.draw(st.sampled_from(range(len(tensors)))) if is_read else None
+    memory, shared = memory_of(tensors[tensor] if is_read else None)
+    keywords = {i: {first: shared}}
+    if is_read:
+        keywords.setdefault(linears[-1], {})["bias_scale"] = bias_scale
+    else:
+        keywords.setdefault(j, {})[second] = shared
+    stages = chain.stages(keywords)
     between = [
         index
         for index, stage in enumerate(stages)
@@ -747,47 +765,17 @@ def test_two_buffers_may_share_memory_if_neither_is_read_later(
     reads_later = chain.trains
     if first == "grad_input_out":
         reads_later = chain.delays and between[-1:] != [] and chain.kinds[between[-1]] == "linear"
-    before = shared.clone()
-    if first == second and between and not reads_later and not is_x:
-        plain = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
-        assert_same(chain.results(x, shared_buffers), chain.results(plain, {}))
+    before = memory.clone()
+    if first == second and between and not reads_later and not is_read:
+        x_again = INPUTS.x.nan_to_num().requires_grad_(chain.trains)
+        expected = chain.results(chain.build()[0], x_again, extra_inputs, {})
+        assert_same(chain.results(model, x, extra_inputs, keywords), expected)
         return
-    with refused("[12, 16] overlaps a tensor of shape [12, 16]"):
-        chain.results(x, shared_buffers)
-    assert torch.equal(shared, before), "something has been computed"
-
-
-@pytest.mark.parametrize("name", ["out", "grad_input_out"])
-@pytest.mark.parametrize("module", [0, 1])
-@pytest.mark.parametrize(
-    "tensor_name", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"]
-)
-def test_a_buffer_in_memory_that_a_module_reads_is_refused(tensor_name, module, name):
-    model = in_a_row(2)
-    memory = torch.zeros(2 * N, H)
-    x = INPUTS.x.nan_to_num()
-    splits = SPLITS
-    scale = INPUTS.scale.nan_to_num()
-    kind, _, position = tensor_name.partition(" ")
-    if kind == "x":
-        x = memory[:N].copy_(x)
-    elif kind in ("weight", "bias"):
-        parameter = getattr(model[int(position)], kind)
-        memory = torch.zeros(max(2 * N * H, parameter.numel()))
-        parameter.data = memory[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
-        memory = memory[: 2 * N * H].view(2 * N, H)
-    elif kind == "splits":
-        splits = memory.view(torch.int32).view(-1)[:4].copy_(SPLITS)
-    else:
-        scale = memory.view(-1)[:N].copy_(scale)
-    op_kwargs = {module: {name: memory[:N]}}
-    op_kwargs.setdefault(1, {})["bias_scale"] = scale
-    saved = memory.clone()
-    with pytest.raises(
-        ArgumentError, match=rf"^{name} of module {module} .* overlaps a tensor of shape"
-    ):
-        model(x, SPLITS, splits, op_kwargs=op_kwargs)
-    assert_same_bits(memory, saved)
+    name = f"{first} of module {'.'.join(map(str, chain.path(i)))} (GroupedLinear)"
+    shape = list(tensors[tensor].shape if is_read else shared.shape)
+    with refused(name if is_read else "out", f"overlaps a tensor of shape {shape}"):
+        chain.results(model, x, extra_inputs, keywords)
+    assert torch.equal(memory, before), "something has been computed"
 
 
 LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, text
@@ -816,8 +804,8 @@ LATER_MISTAKES = {  # extra inputs of the last of two linears, its keywords, tex
     ids=LATER_MISTAKES,
 )
 @pytest.mark.parametrize("hooked", [False, True])
-def test_errors_of_a_later_module_are_raised_before_the_first_runs(splits, keywords, text, hooked):
-    model = in_a_row(2)
+def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):
+    model = two_layers()
     out = buffer()
     if hooked:
         model[0].register_forward_hook(lambda *_: None)
@@ -826,13 +814,13 @@ def test_errors_of_a_later_module_are_raised_before_the_first_runs(splits, keywo
     assert (out == SENTINEL).all()
 
 
-def test_dtypes_of_modules_with_hooks_are_not_checked_in_advance():
-    """As with mixed precision, where hooks cast inputs and weights."""
-    model = in_a_row(2)
+def test_a_dtype_that_hooks_may_change_is_the_modules_own_affair():
+    """As with mixed precision, where hooks cast what goes in and the weights are others by then."""
+    model = two_layers()
     x = INPUTS.x.nan_to_num()
-    want = run_in_a_row(model.bfloat16(), x.bfloat16())
+    expected = model.bfloat16()(x.bfloat16(), SPLITS, SPLITS)
     out = torch.empty(N, H, dtype=torch.bfloat16)
     model[1].float()
     model[1].register_forward_pre_hook(lambda module, args: module.bfloat16() and None)
-    y = run_in_a_row(model, x.bfloat16(), {1: {"out": out}})
-    assert_same_bits(y[: TINY.num_used], want[: TINY.num_used])
+    y = model(x.bfloat16(), SPLITS, SPLITS, op_kwargs={1: {"out": out}})
+    assert_same_bits(y[: TINY.num_used], expected[: TINY.num_used])

@@ -101,7 +101,7 @@ def plan_differences(
     kernels = ComparedCalls(gpu)
     numbers = int32(num_nodes + 2)
     rows = int32(num_tokens, num_nodes)
-    kernels.rail_rows(ids, maps, numbers, rows, num_experts=LOCAL * len(node_of), most=most)
+    kernels.rail_rows(ids, maps, numbers, rows, num_experts=LOCAL * len(node_of), max_rows=most)
     expected = expected_rail_rows(ids, node_of, maps.own_node, most)
     assert [numbers.tolist(), *rows.tolist()] == expected
     plan = plan_of(ids, len(node_of))
