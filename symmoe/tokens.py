@@ -9,7 +9,7 @@ from typing import cast, overload
 
 import torch
 
-from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
+from symmoe.autograd import Context, Function, GradientBuffer, in_flight_problem, wrote_into
 from symmoe.checks.arguments import (
     buffer_problem,
     check_kind,
@@ -200,7 +200,7 @@ def _dispatch_problem(
         device=x.device,
         inputs=(x,),
         heap=plan.heap,
-    )
+    ) or in_flight_problem("out", out)
 
 
 def combine_tokens(

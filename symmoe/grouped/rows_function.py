@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from symmoe import kernels
-from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
+from symmoe.autograd import Context, Function, GradientBuffer, in_flight_problem, wrote_into
 from symmoe.checks import arguments
 from symmoe.checks.arguments import (
     Buffer,
@@ -92,6 +92,8 @@ class RowArguments:
                 error = arguments.buffer_problem(
                     name, buffer, shape=shape, dtype=rows.dtype, device=rows.device
                 )
+        if error is None and self.out is not None:  # a checkpoint writes into it inside backward
+            error = in_flight_problem("out", self.out)
         return error
 
     def check(

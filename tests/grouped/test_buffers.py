@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import symmoe
 from symmoe.checks.arguments import Buffer, overlap_problem
@@ -344,6 +345,16 @@ def layers_in_a_row(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]
     return [torch.autograd.grad(y, x, op.inputs.d_y.nan_to_num())[0]]
 
 
+def a_checkpoint_after_a_gradient(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
+    """In backward the checkpoint writes its result into memory with a gradient that autograd still needs."""
+    leaf = op.inputs.x.nan_to_num().requires_grad_()
+    x = leaf * 2
+    first = checkpoint(lambda x: op(x, out=gradient), x, use_reentrant=False) * 2
+    second = op(x, grad_input_out=gradient) * 2
+    torch.autograd.backward([first, second], [op.inputs.d_y.nan_to_num()] * 2)
+    return [leaf.grad]
+
+
 def result_written_in_place(op: Op, out: Memory, gradient: Memory) -> list[torch.Tensor]:
     """y.mul_(2) writes into the caller's buffer; gradients know of it, or it is refused."""
     x = op.inputs.x.nan_to_num().requires_grad_()
@@ -366,7 +377,13 @@ ALWAYS_RIGHT = (
     not_of_leaves(gradients_of_their_own),
     not_of_leaves(a_second_consumer),
 )
-RIGHT_OR_ERROR = (two_consumers, not_of_leaves(two_consumers), two_micro_batches, layers_in_a_row)
+RIGHT_OR_ERROR = (
+    two_consumers,
+    not_of_leaves(two_consumers),
+    two_micro_batches,
+    layers_in_a_row,
+    a_checkpoint_after_a_gradient,
+)
 
 
 @pytest.mark.parametrize("program", [*ALWAYS_RIGHT, *RIGHT_OR_ERROR, result_written_in_place])
