@@ -39,7 +39,12 @@ class Writes:
             return kernel(*args, **kwargs)
         self.seen.add(kernel_name)
         arguments = in_parts(arguments_of(kernel_name, args, kwargs), WRITTEN[kernel_name])
-        tensors = [(name, tensor) for name, value in arguments for tensor in tensors_of(value)]
+        # Messages from another node may arrive in other parts of a base, e.g. of a plan's integers.
+        tensors = [
+            (name, tensor)
+            for name, value in arguments
+            for tensor in tensors_of(value, whole_bases=self._is_alone)
+        ]
         before = [bytes_of(tensor) for _, tensor in tensors]
         result = kernel(*args, **kwargs)
         is_declared = [name in WRITTEN[kernel_name] for name, _ in tensors]
@@ -90,17 +95,17 @@ class ComparedCalls:
                 self.differences.append(f"{kernel_name}.{name}")
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument, and what views are parts of; on CPUs also the matrices of tables."""
+def tensors_of(value: Any, *, whole_bases: bool = True) -> Iterator[torch.Tensor]:
+    """The tensors of an argument; on CPUs also the matrices of tables. whole_bases: in place of a view its base."""
     if isinstance(value, torch.Tensor):
         is_part = value._base is not None and value._base.dtype == value.dtype
-        yield value._base if is_part else value
+        yield value._base if is_part and whole_bases else value
     elif isinstance(value, TensorTable):
         if value.device.type == "cpu":
             yield from (matrix(value, group) for group in range(value.shape[0]))
     elif isinstance(value, (tuple, list)) and not isinstance(value, ScaleTable):
         for part in value:
-            yield from tensors_of(part)
+            yield from tensors_of(part, whole_bases=whole_bases)
     elif isinstance(value, Peers):
         yield from value.views
     elif hasattr(value, "storage"):  # a plan
