@@ -16,20 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 STATEMENTS: dict[str, tuple[int, int]] = {
     "symmoe": (18_000, 22_800),
-    "tests": (26_000, 33_170),
+    "tests": (26_000, 33_130),
     "benchmarks": (3_000, 0),
     # rooms of symmoe
     "kernels + program": (7_000, 8_250),
-    "symm_mem + nodes": (2_300, 2_950),
-    "checks + precision": (550, 630),
-    "dispatch + combine": (750, 950),
-    "grouped + moe + training + lora + metrics + pointers + routing": (3_600, 5_160),
-    "checkpoint + integrations": (2_100, 2_540),
-    "tools + timeline": (1_400, 1_690),
+    "symm_mem + nodes": (2_300, 2_960),
+    "checks + precision": (550, 633),
+    "dispatch + combine": (750, 952),
+    "grouped + moe + training + lora + metrics + pointers + routing": (3_600, 5_220),
+    "checkpoint + integrations": (2_100, 2_525),
+    "tools + timeline": (1_400, 1_660),
 }
 BUDGETS: dict[str, tuple[int, int]] = {
     **STATEMENTS,
-    "lines of docs": (4_000, 4_080),
+    "lines of docs": (4_000, 4_075),
     # a, b = x, y
     "packed assignments per 1,000 statements of symmoe": (15, 0),
     "packed assignments per 1,000 statements of tests": (15, 0),
