@@ -1,8 +1,8 @@
 """Sends weights to the replica slots, and the gradients of replicas home, besides a step's rows.
 
-The plan places the replicas. Weights, biases and adapters travel in every forward and backward pass, so a rank keeps no
-other rank's tensors between passes. Gradients of replicas have the dtype of the expert's gradients, and the expert's
-rank adds them in fp32.
+The plan places the replicas and routes rows to them (kernels/twin/replicas.py). Weights, biases and adapters travel in
+every forward and backward pass, so a rank keeps no other rank's tensors between passes. Gradients of replicas have the
+dtype of the expert's gradients, and the expert's rank adds them in fp32.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class PlanKernels:
 def positions_of_slots(
     experts: torch.Tensor, valid: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """[T, K], the position of each valid slot among this rank's slots of its expert."""
+    """[T, K], the position, from 0, of each valid slot among this rank's slots of its expert."""
     column = experts.reshape(-1, 1)
     one_hot = torch.zeros((len(column), num_experts), dtype=torch.int32, device=experts.device)
     one_hot.scatter_(1, column, valid.reshape(-1, 1).int())
