@@ -85,7 +85,7 @@ def test_scores_that_underflow_give_zero_probs(score: str):
 
 
 def test_scores_of_extreme_logits():
-    assert wrong_extremes(twin) == {}
+    assert wrong_extremes(twin) == []
 
 
 def test_no_tokens():

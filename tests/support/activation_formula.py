@@ -1,4 +1,4 @@
-"""What activations compute, in float64, with autograd. It shares no code with the package."""
+"""Expected results of activations and router scores, in float64, with autograd. Shares no code with the package."""
 
 from functools import partial
 
