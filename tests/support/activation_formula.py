@@ -37,7 +37,7 @@ def formula(h, activation):
 
 def scaled(h, scale, d_out, activation):
     """act(h) * scale [.., I], and its gradients by h and scale for this gradient of it, in float64."""
-    h, scale = (each.detach().double().requires_grad_() for each in (h, scale))
+    h, scale = (tensor.detach().double().requires_grad_() for tensor in (h, scale))
     out = formula(h, activation) * scale[..., None]
     out.backward(d_out.double())
     return out.detach(), h.grad, scale.grad

@@ -233,9 +233,9 @@ def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list
     """In all formats and ways; of these kernels, or of all."""
     of_formats = (IN_ALL_FORMATS, FORMATS), (ON_THE_WIRE, E4M3_FORMATS), (IN_NO_FORMAT, ["mxfp8"])
     return [
-        Launch(kernel, sizes, dtype, name, ways=way)
+        Launch(kernel, sizes, dtype, name, ways=variant)
         for table, names in of_formats
         for kernel, ways in table.items()
-        for name, way in product(names, ways)
+        for name, variant in product(names, ways)
         if kernel in (kernels or table)
     ]

@@ -121,7 +121,7 @@ class Launches(list):
     def catch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         self.append(CaughtLaunch(kernel, grid, args, kwargs))
 
-    def of(self, name: str) -> CaughtLaunch:
+    def latest(self, name: str) -> CaughtLaunch:
         """The latest one of the kernel of that name."""
         return next(launch for launch in reversed(self) if launch.name == name)
 
@@ -176,17 +176,17 @@ class Case:
 
     def check(self, launches: Launches) -> None:
         """Compiles it."""
-        found = launches.made_by(self.launch)
-        caught = [each for each in found if self.kernel in (None, each.name)]
-        assert len(caught) == self.count
-        for each in caught:
-            self.check_code(each.compile(self.arch))
+        launched = launches.made_by(self.launch)
+        of_kernel = [launch for launch in launched if self.kernel in (None, launch.name)]
+        assert len(of_kernel) == self.count
+        for launch in of_kernel:
+            self.check_code(launch.compile(self.arch))
 
     def check_code(self, code: Code) -> None:
-        for word, wanted in self.ptx.items():
-            assert type(wanted)(code.ptx.count(word)) == wanted, word
-        for name, most in ({"spilled": 0} | dict(self.bounds)).items():
-            assert getattr(code, name) <= most, name
+        for word, count in self.ptx.items():
+            assert type(count)(code.ptx.count(word)) == count, word
+        for name, limit in ({"spilled": 0} | dict(self.bounds)).items():
+            assert getattr(code, name) <= limit, name
         for check in self.also:
             check(code)
 

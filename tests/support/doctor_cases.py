@@ -51,9 +51,9 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def torch_says(monkeypatch: pytest.MonkeyPatch, **others: Callable) -> None:
+def torch_says(monkeypatch: pytest.MonkeyPatch, **changes: Callable) -> None:
     """The same, but for some functions."""
-    for name, function in (TORCH | others).items():
+    for name, function in (TORCH | changes).items():
         monkeypatch.setattr(f"torch.cuda.{name}", function)
 
 

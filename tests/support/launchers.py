@@ -7,7 +7,7 @@ from unittest import mock
 
 
 @contextmanager
-def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
+def environment_of(rank: int, num_ranks: int, **variables: str) -> Iterator[None]:
     """What torchrun would have set."""
     names = {
         "RANK": rank,
@@ -16,7 +16,7 @@ def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
         "LOCAL_WORLD_SIZE": num_ranks,
     }
     texts = {name: str(value) for name, value in names.items()}
-    with mock.patch.dict(os.environ, texts, MASTER_ADDR="127.0.0.1", **more):
+    with mock.patch.dict(os.environ, texts, MASTER_ADDR="127.0.0.1", **variables):
         yield
 
 

@@ -94,8 +94,8 @@ class Scattered:
         memory = torch.full((len(packed), pitch), 0xFF, dtype=torch.uint8, device=packed.device)
         lines = reversed(memory.unbind())
         self.matrices = [line[:size].view(packed.dtype).view(packed.shape[1:]) for line in lines]
-        for matrix, its in zip(self.matrices, packed, strict=True):
-            matrix.copy_(its)
+        for matrix, source in zip(self.matrices, packed, strict=True):
+            matrix.copy_(source)
         self.between = memory[:, size:]
         pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices]).to(packed.device)
         self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
@@ -182,7 +182,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+def differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     """Names of the tensors that differ in a byte."""
-    assert left.keys() == right.keys()
-    return [name for name in left if not torch.equal(as_bytes(left[name]), as_bytes(right[name]))]
+    assert first.keys() == second.keys()
+    return [
+        name for name in first if not torch.equal(as_bytes(first[name]), as_bytes(second[name]))
+    ]

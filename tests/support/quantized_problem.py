@@ -268,8 +268,10 @@ class WgradProblem(Quantised):
         right = Operand(self.rows, self.rows_scale, self.rows_global_scale)
         if self.name != "fp8":
             left, right = (
-                each._replace(scale=tiles(self.name, [each.scale], cdiv(len(each.data), TILE)))
-                for each in (left, right)
+                operand._replace(
+                    scale=tiles(self.name, [operand.scale], cdiv(len(operand.data), TILE))
+                )
+                for operand in (left, right)
             )
         return left, right, self.row_range
 

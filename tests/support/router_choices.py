@@ -78,9 +78,9 @@ def wrong_extremes(module, device: str = "cpu") -> dict[str, list[float]]:
     module.choose_experts_grad(None, ones, topk_idx, scores, slopes, rule=rule)
     pairs = {"scores": (scores, expected.detach()), "slopes": (slopes, exact.grad)}
     return {
-        name: far
+        name: wrong
         for name, (actual, reference) in pairs.items()
-        if (far := logits[~torch.isclose(actual.double(), reference, rtol=1e-5, atol=0)].tolist())
+        if (wrong := logits[~torch.isclose(actual.double(), reference, rtol=1e-5, atol=0)].tolist())
     }
 
 

@@ -106,7 +106,7 @@ class Job:
         ""  # the checkpoint that it begins with; "": it makes one, and does not train
     )
     symmoe: bool = False  # dispatch and combine by symmoe, in place of torchtitan's all-to-all
-    kept: int | None = (
+    num_kept_layers: int | None = (
         None  # with symmoe, and the experts: all of it is a step, which keeps the rows of so many layers
     )
     accumulate: int = 1  # micro-batches of a step
@@ -135,7 +135,7 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "bfloat16" if job.bf16 else "float32"
     config.parallelism.expert_parallel_degree = min(2, num_ranks)
-    if not job.bf16 and job.kept is None:
+    if not job.bf16 and job.num_kept_layers is None:
         for layer in config.model_spec.model.layers:
             experts = layer.moe.routed_experts
             experts.inner_experts = derive(experts.inner_experts, Fp32Experts.Config)
@@ -162,11 +162,11 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
         sizes = {
             "hidden_dim": TINY["dim"],
             "num_max_tokens_per_rank": batch_size * SEQ_LEN,
-            "num_kept_layers": job.kept,
+            "num_kept_layers": job.num_kept_layers,
         }
         name = (
             "torchtitan.token_dispatcher"
-            if job.kept is None
+            if job.num_kept_layers is None
             else "torchtitan_experts.routed_experts"
         )
         config.override.imports = [(f"symmoe.integrations.{name}", sizes)]  # the one line
@@ -195,7 +195,9 @@ def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
     from symmoe.moe.routed_experts import RoutedExperts
 
     owner, name = (
-        (SymmoeTokenDispatcher, "dispatch") if job.kept is None else (RoutedExperts, "run")
+        (SymmoeTokenDispatcher, "dispatch")
+        if job.num_kept_layers is None
+        else (RoutedExperts, "run")
     )
     function = getattr(owner, name)
     with launched(rank, num_ranks, port), patch.object(owner, name, autospec=True) as counted:
