@@ -115,7 +115,7 @@ def forward(kernels, p, name):
 
 
 def dact_operands(p, name, *, with_dbias=True):
-    """What dact_quantize fills, blank."""
+    """Blank outputs of dact_quantize."""
     hidden = p.h.shape[1]
     buffers = (
         p.operand(hidden, name),

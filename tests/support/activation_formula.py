@@ -1,4 +1,4 @@
-"""What activations compute, in float64, with autograd. It shares no code with the package."""
+"""The formulas of activations, in float64, with autograd. It shares no code with the package."""
 
 from functools import partial
 

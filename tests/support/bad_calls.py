@@ -71,7 +71,7 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stale(name: str) -> Callable[[SymmetricHeap, Arguments], torch.Tensor]:
-    """The same numbers in memory of a lease that is over."""
+    """A copy of an argument in memory of a lease that is over."""
 
     def make(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
         lease = heap.lease(tuple(good[name].shape), good[name].dtype, name="old")

@@ -77,14 +77,14 @@ def num_packed(statements: list[ast.stmt]) -> int:
 
 @functools.cache
 def measured() -> dict[str, int]:
-    """What BUDGETS bounds and sources show, by its names there."""
+    """Numbers that BUDGETS bounds, measured in the sources, by their names there."""
     package = ROOT / "symmoe"
     folders = ("symmoe", "tests", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     statements = {file: statements_of(ast.parse(file.read_bytes())) for file in files}
 
     def within(*paths: Path) -> list[ast.stmt]:
-        """Those of modules and of all files below folders."""
+        """Statements of modules and of all files below folders."""
         return [
             node
             for file, nodes in statements.items()

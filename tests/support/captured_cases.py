@@ -45,7 +45,7 @@ def in_a_graph(by_host: Callable) -> Iterator[None]:
 
 
 class HostGraph:
-    """What a CUDA graph does: the function runs once for its memory, and again in every replay, with what the host has
+    """A model of a CUDA graph: the function runs once for its memory, and again in every replay, with what the host has
     found out then."""
 
     def __init__(

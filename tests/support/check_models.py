@@ -158,7 +158,7 @@ def plain(context: Context) -> Trained:
 
 
 def loads_by_assignment(context: Context) -> Trained:
-    """Which makes new parameters; without state of the optimizer, which a resumed job makes after it."""
+    """A training whose load makes new parameters, without state of the optimizer: a resumed job makes it afterwards."""
     job = training(context)
 
     def load(folder: str) -> None:

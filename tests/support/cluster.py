@@ -116,7 +116,7 @@ _GIVEN: dict[str, Callable[[int, int, ExitStack], object]] = {
 
 
 def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence, kwargs: dict):
-    """What a function returns. If it takes `findings`, `heap` or `trainer_heap` after the number of ranks, it gets
+    """The result of a function. If it takes `findings`, `heap` or `trainer_heap` after the number of ranks, it gets
     some, or a heap on CPUs, the latter within the environment of a launcher; of the first the texts are the answer."""
     names = itertools.takewhile(
         _GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:]
@@ -135,7 +135,7 @@ def seed_torch(name: str) -> None:
 
 
 def forget_graphs() -> None:
-    """Those that torch.compile has made: the next test compiles its own."""
+    """The graphs of torch.compile are dropped: the next test compiles its own."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -208,7 +208,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             self.close()
 
     def findings(self, check: Callable[..., object], *args, **kwargs) -> list[str]:
-        """What `check` has found wrong on any rank; see `worker.Findings`. Raises as `run`."""
+        """The problems that `check` finds on any rank; see `worker.Findings`. Raises as `run`."""
         return [text for texts in self.run(check, *args, **kwargs) for text in texts]
 
     @property

@@ -64,8 +64,8 @@ class CaughtLaunch:
         return self.kernel.__name__
 
     def source(self) -> tuple[Any, dict[str, Any]]:
-        """What the JIT would compile, and the options. Tensors are of 16-byte alignment unless the kernel does not
-        specialise on it; integers that it specialises on must be multiples of 16."""
+        """The source that the JIT would compile, and the options. Tensors are of 16-byte alignment unless the
+        kernel does not specialise on it; integers that it specialises on must be multiples of 16."""
         is_gluon = isinstance(self.kernel, GluonJITFunction)
         values = {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.kwargs}
         signature, constants, attributes = {}, {}, {}
@@ -126,7 +126,7 @@ class Launches(list):
         return next(launch for launch in reversed(self) if launch.name == name)
 
     def made_by(self, call: Callable[[], object]) -> "Launches":
-        """Those of one call."""
+        """The launches of one call."""
         self.clear()
         call()
         return Launches(self)

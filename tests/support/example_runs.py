@@ -103,7 +103,7 @@ def process_of(
 
 
 def output_of(name: str, *arguments: str, num_ranks: int | None) -> str:
-    """What a run prints; it must end well."""
+    """The output of a run, which must succeed."""
     process = process_of(name, *arguments, num_ranks=num_ranks)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout

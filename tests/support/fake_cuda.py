@@ -47,8 +47,8 @@ class Launched:
 
 
 class FakeCuda:
-    """What launches ask of CUDA; the current device is where CPU tensors say they are. A graph is a dictionary of nodes
-    by their handles, and what is made of it is the same graph. A node is how it happens: it gets the stream."""
+    """The calls that launches make to CUDA; the current device is where CPU tensors say they are. A graph is a
+    dictionary of nodes by their handles, and its executable is the same graph. A node is a function of the stream."""
 
     def __init__(self) -> None:
         self.device, self.fails = CPU, 0  # fails: what every launch returns

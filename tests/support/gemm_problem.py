@@ -146,7 +146,7 @@ class Problem:
         return {"none": None, "bias": self.bias, "scaled": (self.bias, self.scale)}[kind]
 
     def before(self, width, accumulate):
-        """What an output holds before a call; numbers of groups where these are added to."""
+        """The contents of an output before a call; numbers of groups where these are added to."""
         out = self.blank(width)
         if accumulate:
             out[: self.num_rows] = self.normal(self.num_rows, width)

@@ -28,7 +28,7 @@ CHOICE = random.Random(0)
 
 # ------------------------------------------------------------------------------------------------------ a program
 class Machine:
-    """What the roles of the running program share."""
+    """The state that the roles of the running program share."""
 
     def __init__(self):
         self.changed = threading.Condition()
@@ -114,7 +114,7 @@ def scalar(number: int) -> torch.Tensor:
 
 
 def argument(value):
-    """What a kernel sees of an argument."""
+    """The form in which a kernel gets an argument."""
     if isinstance(value, torch.Tensor):
         return Pointer.over(value)
     return scalar(value) if isinstance(value, int) else value

@@ -103,7 +103,7 @@ everywhere = pytest.mark.parametrize(
 
 @dataclass
 class Inputs:
-    """What goes into a call: leaves without history. Rows of the tail hold NaN."""
+    """The inputs of a call: leaves without history. Rows of the tail hold NaN."""
 
     sizes: Sizes
     x: torch.Tensor  # [.., H]
@@ -189,7 +189,7 @@ class Buffers:
 
 @dataclass
 class Ran:
-    """What one forward and backward gave, and where it lay."""
+    """The results of one forward and backward, and their addresses."""
 
     tensors: dict[str, torch.Tensor] = field(
         default_factory=dict
@@ -365,12 +365,12 @@ run_experts = run_way
 
 
 def inputs_of(path: str, case: Case, **options) -> Inputs:
-    """Those of run_way."""
+    """The inputs of run_way."""
     return linear_inputs(case, **options) if path == "linear" else make_inputs(case, **options)
 
 
 def oracle_of(path: str, case: Case, inputs: Inputs, **options) -> dict[str, torch.Tensor]:
-    """What run_way must give for these inputs."""
+    """The expected results of run_way for these inputs."""
     return linear_oracle(inputs, case) if path == "linear" else mlp_oracle(inputs, case, **options)
 
 
@@ -385,7 +385,7 @@ def _oracle_of_case(
 # -- checks -----------------------------------------------------------------------------------------------------------
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
-    """What is inside raises an ArgumentError whose text has all parts."""
+    """The body raises an ArgumentError whose text has all parts."""
     with pytest.raises(symmoe.errors.ArgumentError) as caught:
         yield
     for part in parts:
@@ -399,7 +399,7 @@ def assert_like_modules(ran: Ran, modules: Ran, sizes: Sizes, device: str = "cpu
 
 
 def check_case(path: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
-    """In buffers and without, by any way: the same bits, where they belong, near the oracle."""
+    """In buffers and without, along any path: the same bits, where they belong, near the oracle."""
     inputs = inputs_of(path, case, sizes=sizes, device=device)
     internal = run_way(path, case, inputs)
     buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
@@ -422,7 +422,7 @@ def check_case(path: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") 
 
 
 def check_discrete_weights(path: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
-    """They give the bits of packed ones, in the buffers of the caller."""
+    """Discrete weights give the bits of packed ones, in the buffers of the caller."""
     inputs = inputs_of(path, case, sizes=sizes, device=device)
     buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
     discrete = run_way(path, case, inputs, buffers, weights="discrete")
@@ -514,7 +514,7 @@ def used(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 def used_values(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """The same of one value per row."""
+    """The used rows of a tensor with one value per row."""
     return tensor.flatten()[: sizes.num_used]
 
 
@@ -563,7 +563,7 @@ def scaled(function: str, **fields: object) -> symmoe.grouped.ScaledActivation:
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in float64 on the CPU, as a leaf."""
+    """A tensor's values in float64 on the CPU, as a leaf."""
     return tensor.detach().cpu().double().requires_grad_()
 
 

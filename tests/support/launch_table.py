@@ -329,7 +329,7 @@ def dact_workspace(make: Arguments, dbias: str | None = None) -> torch.Tensor:
 
 @later
 def dact_arguments(make: Arguments, dbias: str | None = None) -> tuple[Any, ...]:
-    """Those of the kernel for Hopper."""
+    """The arguments of the kernel for Hopper."""
     act_quantized = import_module("symmoe.kernels.low_precision.act_quantized")
     parts = "N I", "N W", "f32 N", row_range, dact_results(dbias), dact_workspace(dbias)
     return act_quantized.dact_arguments(*map(make, parts))
@@ -416,12 +416,12 @@ def peers_of(
 
 
 def peers(make: Arguments) -> control.Peers:
-    """Those of the last rank."""
+    """The arenas, seen from the last rank."""
     return make(peers_of(make.sizes["R"], make.sizes["R"] - 1))
 
 
 def node_peers(make: Arguments) -> control.Peers:
-    """Those of the last rank of the first node."""
+    """The arenas, seen from the last rank of the first node."""
     per_node = make.sizes["Q"]
     return make(peers_of(per_node, per_node - 1, tuple(range(per_node)), make.sizes["R"]))
 

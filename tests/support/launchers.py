@@ -8,7 +8,7 @@ from unittest import mock
 
 @contextmanager
 def environment_of(rank: int, num_ranks: int, **variables: str) -> Iterator[None]:
-    """What torchrun would have set."""
+    """The environment variables of torchrun."""
     names = {
         "RANK": rank,
         "WORLD_SIZE": num_ranks,
@@ -22,7 +22,7 @@ def environment_of(rank: int, num_ranks: int, **variables: str) -> Iterator[None
 
 @contextmanager
 def launched(rank: int, num_ranks: int) -> Iterator[None]:
-    """The same for accelerate, which forgets all of it afterwards."""
+    """The environment of torchrun for accelerate, whose state is reset afterwards."""
     from accelerate.state import AcceleratorState
 
     with environment_of(rank, num_ranks, OMP_NUM_THREADS="1"):

@@ -95,7 +95,7 @@ class Overlapping(Ready):
 def wrong_calls(
     rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu"
 ) -> list[tuple[str, tuple[str, str]]]:
-    """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
+    """The errors of calls in which the culprit, or its node, makes a mistake; a right call follows each of them."""
     errors: list[tuple[str, tuple[str, str]]] = []
     is_culprit = rank == culprit
     on_its_node = rank // ranks_per_node == culprit // ranks_per_node
@@ -389,7 +389,7 @@ def refuses() -> Iterator[None]:
 def lose(
     rank, num_ranks, ranks_per_node: int, victims: tuple, fault: str, where: tuple, device="cpu"
 ) -> tuple:
-    """What a survivor raises when ranks are lost, when, and how long closing takes.
+    """The error of a survivor when ranks are lost, its time, and how long closing takes.
 
     fault: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
         copies before the exchange has ended.
@@ -431,7 +431,7 @@ def lose(
 def check_survivors(
     survivors: dict[int, tuple], victims: tuple[int, ...], ranks_per_node: int
 ) -> None:
-    """All of them name a victim within the bound, and close at once."""
+    """All survivors name a victim within the bound, and close at once."""
     assert survivors
     for name, missing, node, raised_s, closed_s in survivors.values():
         assert (name, node) == ("PeerTimeout", missing // ranks_per_node), survivors
@@ -480,7 +480,7 @@ def stop_half_way(heap: SymmetricHeap, number: int) -> None:
 
 
 def give_up(rank: int, num_ranks: int) -> tuple[str, int, str, float]:
-    """What ranks raise when one of them has an error of its own, and how long after that."""
+    """The errors of ranks when one of them has an error of its own, and how long after it."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=60.0)
     ready = Ready(heap, rank)
     ready.step()

@@ -120,7 +120,7 @@ def plan_differences(
 # -- count tables ------------------------------------------------------------------------------------------------------
 @later
 def arenas(make: Arguments, maps: control.RankMaps, epoch: int, counter: int) -> control.Peers:
-    """Those of a node, after a barrier; one counter is 1."""
+    """The arenas of a node, after a barrier; one counter is 1."""
     ranks = tuple(maps.own_ranks.tolist())
     peers = make(peers_of(len(ranks), 0, ranks, maps.by_node.numel()))
     counters = peers.counters(0)

@@ -9,7 +9,7 @@ from limits import HANG_S
 
 
 def printed_by(*arguments: str | Path, **options: Any) -> str:
-    """What Python prints that is called with these arguments; it has to end well. options: of subprocess.run."""
+    """The output of Python with these arguments; it has to succeed. options: of subprocess.run."""
     command = [sys.executable, *map(str, arguments)]
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=HANG_S, check=False, **options

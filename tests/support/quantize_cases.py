@@ -56,8 +56,8 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
 def quantize_all(
     kernels, rows: torch.Tensor, row_range: torch.Tensor, name: str, *, hard: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What kernels (a module of them) make of rows, with FILL where they write nothing. hard: with what is optional,
-    and columns of rows that are picked by an index from the reversed ones."""
+    """The outputs of kernels (a module of them) for rows, with FILL where they write nothing. hard: with optional
+    outputs, and columns of rows that are picked by an index from the reversed ones."""
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     result = {}
@@ -114,8 +114,8 @@ def quantize_weights(
     *,
     in_pairs: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """What kernels make of weights and of their transpose; in_pairs: in one call. table: of the weights, where they are
-    to be read."""
+    """The outputs of kernels for weights and their transpose; in_pairs: in one call. table: the addresses of the
+    weights, where kernels read them from there."""
     block_format = format_of_weights(name)
     source = weight if table is None else table
     result, amax = {}, None

@@ -53,7 +53,7 @@ dots = []
 def create_dot_scaled(
     self, left, left_scale, _, right, right_scale, __, fast_math, left_k_pack, right_k_pack, acc
 ):
-    """What tl.dot_scaled is defined to do, for the two formats."""
+    """The definition of tl.dot_scaled, for the two formats."""
     assert left_k_pack
     assert right_k_pack
     assert not fast_math

@@ -122,7 +122,7 @@ class Numbers:
 
 
 class Quantised:
-    """What problems of both kinds have."""
+    """The common parts of problems of both kinds."""
 
     def begin(self) -> None:
         self.name, self.device = self.numbers.name, self.numbers.device

@@ -98,8 +98,8 @@ def set_counters(
 
 
 def mail_of(peer: int, state: int | str, epoch: int) -> list[int]:
-    """What a peer has written to its slot of a mailbox. state: its epoch, relative to this one, or what has happened
-    there."""
+    """The words that a peer has written to its slot of a mailbox. state: its epoch, relative to this one, or an
+    event there."""
     behind = state if isinstance(state, int) else 0
     word = 2 * (epoch + behind) + int(state in ("fault", "fault, then abort"))
     if "abort" in str(state):  # rank 5 has; "abort": before this one came

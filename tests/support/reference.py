@@ -38,8 +38,8 @@ class Routed(NamedTuple):
 def expected_results(
     config, model: torch.nn.Module, calls: list[dict], scaling: float
 ) -> tuple[list[Expected], Leaves]:
-    """What forward and backward of micro-batches give on this rank: x + layer(x) for each of `model.layers`, and a loss
-    that is the sum over all ranks of (y * dy).sum() and of the layers' aux_loss. Collective.
+    """Results of forward and backward of micro-batches on this rank: x + layer(x) for each of `model.layers`, and a
+    loss that is the sum over all ranks of (y * dy).sum() and of the layers' aux_loss. Collective.
 
     Args:
         calls: x and dy, [B, S, H]; mask, bool [B, S], or None.
@@ -89,7 +89,7 @@ def as_double(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def without_prefix(leaves: Leaves, prefix: str) -> Leaves:
-    """Those whose names begin with it, by the rest of their names."""
+    """The leaves whose names begin with a prefix, by names without it."""
     return {
         name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)
     }

@@ -1,4 +1,4 @@
-"""What processes have left in /dev/shm."""
+"""Names in /dev/shm that processes have left."""
 
 import os
 import time

@@ -205,14 +205,14 @@ def open_mesh(*layout: int) -> DeviceMesh:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor. Collective."""
+    """All values of a DTensor. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def first_gradients(
     model: nn.Module, rank: int, shares: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """Those of the loss of step 0, whole. Collective."""
+    """The full gradients of the loss of step 0. Collective."""
     rank_loss(model, 0, rank, shares).backward()
     return whole_gradients(model)
 

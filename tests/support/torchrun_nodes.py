@@ -17,7 +17,7 @@ DEADLINE_S = 400
 
 @dataclass(frozen=True)
 class Node:
-    """What one torchrun gets: its arguments, and environment variables of its own."""
+    """The inputs of one torchrun: its arguments, and environment variables of its own."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]

@@ -64,7 +64,7 @@ class Fp32Experts(GroupedExperts):
 
 @dataclass
 class Run:
-    """What a Trainer has reported: loss and norm of every step, losses of validations, and calls of our dispatch."""
+    """The reports of a Trainer: loss and norm of every step, losses of validations, and calls of our dispatch."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Recorder(Clock):
 
 @dataclass(frozen=True)
 class Job:
-    """What a Trainer is to do."""
+    """The work of a Trainer."""
 
     folder: str  # where it saves after half of the steps, and at the end
     seed_folder: str = (
@@ -190,7 +190,7 @@ def _end_group() -> None:
 
 
 def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
-    """What `torchtitan.train` does."""
+    """The steps of `torchtitan.train`."""
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
     from symmoe.moe.routed_experts import RoutedExperts
 
@@ -215,5 +215,5 @@ def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
 
 
 def dispatcher_of(trainer: Trainer):
-    """That of the first layer."""
+    """The dispatcher of the first layer."""
     return trainer.model_parts[0].layers["0"].moe.routed_experts.token_dispatcher

@@ -52,13 +52,13 @@ def eval_data() -> Sequences:
 
 
 def small_model(**changes) -> nn.Module:
-    """The same on every rank."""
+    """A model with equal weights on every rank."""
     return random_model("qwen3_moe", output_router_logits=False, **changes)
 
 
 @dataclass
 class Run:
-    """What a loop did: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
+    """The results of a loop: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """What a loop is to do."""
+    """The work of a loop."""
 
     rank: int = 0  # where it runs
     num_ranks: int = 1  # where it runs

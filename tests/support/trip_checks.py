@@ -187,7 +187,7 @@ def _check_overflow(
 
 
 def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
-    """What says of a plan's rows where they are."""
+    """The maps of a plan's rows equal the oracle's."""
     splits = layout.splits[rank]
     expected = {
         "splits": np.array(splits),
@@ -276,7 +276,7 @@ def dispatched(heap: SymmetricHeap, case: routings.Case) -> Dispatched | None:
 def sum_of_ranks(
     heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype
 ) -> np.ndarray:
-    """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
+    """The expected result of order="rank" for this rank's tokens; between nodes the sums of nodes."""
     if len(heap.topology.nodes) == 1:
         reduced = [oracle.reduce_primary(layout, r, bits, dtype) for r, bits in enumerate(out_bits)]
         return oracle.sum_ranks(layout, heap.rank, reduced, dtype)

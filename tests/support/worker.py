@@ -121,7 +121,7 @@ class Watching(TorchDispatchMode):
 
 
 class Findings:
-    """What is wrong, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
+    """Problems, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
 
     def __init__(self, where: str = "") -> None:
         self.where = where
