@@ -211,7 +211,7 @@ PICTURES = {
         "TFLOP/s per GPU",
         "steps",
         ("steps-h200-ep2", "deepep-h200-ep2"),
-        lambda one: one["tflops"],
+        lambda record: record["tflops"],
     ),
     "memory-h100.png": partial(
         draw_presets,
@@ -219,7 +219,7 @@ PICTURES = {
         "MiB per GPU",
         "memory",
         ("memory-h100-ep2",),
-        lambda one: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20,
+        lambda record: (record["held_ordinary_bytes"] + record["held_heap_bytes"]) / 2**20,
     ),
     "layer-h200.png": partial(
         draw_records,

@@ -74,7 +74,7 @@ _OF_ONE_RANK = (
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(_FIRST)}
+    places = {name: index for index, name in enumerate(_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
     for item in _repetitive(items):
         item.add_marker(pytest.mark.slow)
@@ -101,16 +101,16 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         _without_ranks(item) for item in items if _parameters(item).get("num_ranks") == 2
     }
     for item in items:
-        given = _parameters(item)
+        parameters = _parameters(item)
         if item.path.parent.name == "integrations":
-            kind = str(given.get("function", given.get("model_type", "")))
+            kind = str(parameters.get("function", parameters.get("model_type", "")))
             groups.setdefault((item.path, item.originalname, kind), []).append(item)
-        elif given.get("num_ranks", 0) > 4:
+        elif parameters.get("num_ranks", 0) > 4:
             yield item
-        elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
+        elif parameters.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
             if (item.path, item.originalname) in of_few_ranks:
                 yield item
-        elif given.get("num_ranks") == 1 and item.path.stem not in _OF_ONE_RANK:
+        elif parameters.get("num_ranks") == 1 and item.path.stem not in _OF_ONE_RANK:
             if _without_ranks(item) in of_two_ranks:
                 yield item
     for cases in groups.values():
@@ -120,10 +120,10 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 def _without_ranks(item: pytest.Item) -> tuple[Any, ...]:
     """Equal for cases that differ in the number of ranks alone, and both run or both are left out."""
     marks = [item.get_closest_marker(name) is None for name in ("gpu", "slow")]
-    others = sorted(
+    parameters = sorted(
         (name, repr(value)) for name, value in _parameters(item).items() if name != "num_ranks"
     )
-    return item.path, item.originalname, *marks, *others
+    return item.path, item.originalname, *marks, *parameters
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

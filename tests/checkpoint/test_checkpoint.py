@@ -735,10 +735,10 @@ def test_loading_clears_states_that_the_checkpoint_lacks(tmp_path: Path):
 
 
 OTHER_OPTIMIZERS = {
-    "SGD": (lambda first, *rest: torch.optim.SGD([first, *rest]), "optimizer is 'AdamW', not 'SGD'"),
+    "SGD": (lambda first, *later: torch.optim.SGD([first, *later]), "optimizer is 'AdamW', not 'SGD'"),
     "one group": (lambda *all_: torch.optim.AdamW(all_), r"group 0 .* other parameters"),
     "other groups": (
-        lambda first, *rest: torch.optim.AdamW([{"params": [first]}, {"params": rest}]),
+        lambda first, *later: torch.optim.AdamW([{"params": [first]}, {"params": later}]),
         r"group 0 .* other parameters",
     ),
 }  # fmt: skip

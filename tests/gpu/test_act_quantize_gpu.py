@@ -62,22 +62,22 @@ def test_graph_replay_with_other_rows_and_splits():
     both = captured(
         lambda: (cases.forward(gpu, p, "float8_block"), cases.backward(gpu, p, "float8_block"))
     )
-    graph, (found, (found_grad, sums)) = both
-    other = (100, 3, 0, 0, 217, 7)
-    assert sum(other) == sum(cases.SPLITS)
-    for seed, splits in ((3, cases.SPLITS), (4, other)):
+    graph, (activations, (gradients, sums)) = both
+    other_splits = (100, 3, 0, 0, 217, 7)
+    assert sum(other_splits) == sum(cases.SPLITS)
+    for seed, splits in ((3, cases.SPLITS), (4, other_splits)):
         q = cases.Problem(cases.ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
-        for here, there in (
+        for captured_tensor, new_tensor in (
             (p.h, q.h),
             (p.da, q.da),
             (p.row_scale, q.row_scale),
             (p.row_range, row_range_of(splits)),
         ):
-            here.copy_(there)
+            captured_tensor.copy_(new_tensor)
         graph.replay()
         expected_grad, expected_sums = cases.backward(gpu, q, "float8_block")
         expected = cases.forward(gpu, q, "float8_block") | expected_grad | expected_sums
-        actual = found | found_grad | sums
+        actual = activations | gradients | sums
         assert all(is_near(tensor, expected[name], 0.0) for name, tensor in actual.items())
 
 

@@ -53,14 +53,14 @@ def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
         "--json",
         str(path),
     ]
-    here = os.pathsep.join(
+    python_path = os.pathsep.join(
         [str(Path(bench.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     )
-    environment = os.environ | {"PYTHONPATH": here}
-    done = subprocess.run(
+    environment = os.environ | {"PYTHONPATH": python_path}
+    process = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     return json.loads(path.read_text())
 
 
@@ -69,7 +69,7 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}")
     records = measure(SUITES, num_ranks, tmp_path / "out.json")
-    found = {
+    by_case = {
         (record["suite"], record["variant"], record["direction"]): record for record in records
     }
     for direction in ("forward", "backward"):
@@ -82,10 +82,10 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
             "gemms alone",
             "stock torch",
         ):
-            assert found["layer", variant, direction]["ms_median"] > 0
-        assert {variant for suite, variant, _ in found if suite == "precision"} >= set(PRECISION)
-        assert found["variants", "static", direction]["peak_ordinary_bytes"] > 0
-        assert (found["dispatch", "packed", direction]["copy_gbs"] is not None) == (num_ranks > 1)
+            assert by_case["layer", variant, direction]["ms_median"] > 0
+        assert {variant for suite, variant, _ in by_case if suite == "precision"} >= set(PRECISION)
+        assert by_case["variants", "static", direction]["peak_ordinary_bytes"] > 0
+        assert (by_case["dispatch", "packed", direction]["copy_gbs"] is not None) == (num_ranks > 1)
     for variant in (
         "layer",
         "layer, static",
@@ -94,12 +94,12 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
         "experts, static",
         "experts, graph",
     ):
-        step = found["steps", variant, "step"]
+        step = by_case["steps", variant, "step"]
         assert step["launches"] > 0
         assert step["copies"] == 0
         assert (step["waits"] > 0) == (variant in ("layer", "experts"))  # for the plan
-    for way in ("pack_weight_ptrs", "torch.tensor", "a copy each"):
-        assert found["overhead", f"{way}, nvfp4 scales", "forward"]["error"] == 0
+    for table in ("pack_weight_ptrs", "torch.tensor", "a copy each"):
+        assert by_case["overhead", f"{table}, nvfp4 scales", "forward"]["error"] == 0
     for record in records:
         assert (record["ep"], record["gpu"]) == (num_ranks, torch.cuda.get_device_name())
         assert record["driver"]
@@ -108,13 +108,13 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
 
 def test_modules_by_themselves_are_measured(tmp_path: Path):
     records = measure(["grouped"], 1, tmp_path / "out.json")
-    found = {(record["variant"], record["direction"]): record for record in records}
+    by_variant = {(record["variant"], record["direction"]): record for record in records}
     for layer, choice in itertools.product(("GroupedLinear", "GroupedMLP"), CHOICES):
         for direction in ("forward", "backward"):
-            record = found[f"{layer}, {choice}", direction]
+            record = by_variant[f"{layer}, {choice}", direction]
             assert record["launches"] > 0
             assert record["yardstick"] == "stock_tflops"
             assert record["weight_copy_bytes"] == 0 or "scattered" in choice
-    skipped = found["GroupedLinear, bf16", "forward"]["skipped"]
+    skipped = by_variant["GroupedLinear, bf16", "forward"]["skipped"]
     for name in ("torch._scaled_grouped_mm, row-wise FP8", "Transformer Engine GroupedLinear"):
-        assert ((name, "forward") in found) != (name in skipped)
+        assert ((name, "forward") in by_variant) != (name in skipped)

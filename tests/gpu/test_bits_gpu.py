@@ -82,22 +82,24 @@ def test_ways_have_the_same_bits(
             leaves = (x, probs, *experts.parameters())
             for order, stashes in (("rank", STASHES), ("slot", ("all",))):
                 first = None
-                for way, stash in itertools.product(WAYS, stashes):
-                    call = f"hidden {hidden}, {tokens} tokens, K {top_k}, {order}, {way}, {stash}"
+                for fields, stash in itertools.product(WAYS, stashes):
+                    call = (
+                        f"hidden {hidden}, {tokens} tokens, K {top_k}, {order}, {fields}, {stash}"
+                    )
                     findings.where = f"rank {rank} of {num_ranks}, {call}"
                     plan = make_plan(ids, num_experts=num_experts, heap=heap)
                     y = expert_parallel_mlp(
-                        x, probs, experts, plan, order=order, stash=stash, **way
+                        x, probs, experts, plan, order=order, stash=stash, **fields
                     )
-                    dx, dprobs, *rest = torch.autograd.grad(y, leaves, dy)
-                    found = (
+                    dx, dprobs, *weight_grads = torch.autograd.grad(y, leaves, dy)
+                    actual = (
                         y.detach(),
                         dx,
                         dprobs,
-                        torch.cat([gradient.flatten() for gradient in rest]),
+                        torch.cat([gradient.flatten() for gradient in weight_grads]),
                     )
-                    first = found if first is None else first
-                    for name, got, want in zip(NAMES, found, first, strict=True):
+                    first = actual if first is None else first
+                    for name, got, want in zip(NAMES, actual, first, strict=True):
                         num_other = int((got != want).sum())
                         findings.check(
                             not num_other, f"{num_other} of {got.numel()} numbers of {name} differ"

@@ -34,7 +34,7 @@ def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
 
         captured = symmoe.capture_step(step_of(model), model, num_eager=2)
         eager = step_of(plain)
-        kept = []
+        results = []
         for number, scale in enumerate([0.5] * 5 + [2.0] * 4 + [0.5]):
             x = torch.randn(
                 T, H, generator=torch.Generator().manual_seed(number % 4 + 10 * rank)
@@ -48,16 +48,16 @@ def test_arguments(rank: int, num_ranks: int, findings: Findings) -> None:
             ]
             plain.zero_grad()
             torch.manual_seed(number)
-            found = captured(batch)
+            actual = captured(batch)
             torch.manual_seed(number)
-            wanted = eager(batch)
-            kept.append((number, found, Batch(wanted.x.detach(), wanted.y.detach())))
+            expected = eager(batch)
+            results.append((number, actual, Batch(expected.x.detach(), expected.y.detach())))
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            same = [torch.equal(p.grad, other.grad) for p, other in pairs]
+            same = [torch.equal(p.grad, reference.grad) for p, reference in pairs]
             findings.check(all(same), f"rank {rank}, step {number}: {same}")
-            del wanted
-        for number, found, wanted in kept:  # also after later replays
-            same = torch.equal(found.x, wanted.x), torch.equal(found.y, wanted.y)
+            del expected
+        for number, actual, expected in results:  # also after later replays
+            same = torch.equal(actual.x, expected.x), torch.equal(actual.y, expected.y)
             findings.check(all(same), f"rank {rank}, results of step {number}: {same}")
         findings.check(
             2 <= captured.num_captures <= 2 + captured.num_repeated,
@@ -86,10 +86,10 @@ def test_autocast_around_steps(rank: int, num_ranks: int, findings: Findings) ->
         x = torch.randn(T, H, device=heap.device)
         with torch.autocast("cuda", torch.bfloat16):
             for number in range(4):
-                found = captured(x)
+                actual = captured(x)
                 with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
                     findings.check(
-                        torch.equal(found, linear(x).float().detach()),
+                        torch.equal(actual, linear(x).float().detach()),
                         f"rank {rank}, step {number}",
                     )
                 with torch.no_grad():

@@ -52,12 +52,12 @@ def run_ranks(folder: Path, name: str, caches: list[Path]) -> list[float]:
         for rank, cache in enumerate(caches)
     ]
     try:
-        found = [process.communicate(timeout=280) for process in ranks]
+        outputs = [process.communicate(timeout=280) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], found
-    return [float(out.split()[-1]) for out, _ in found]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    return [float(out.split()[-1]) for out, _ in outputs]
 
 
 def test_a_rank_that_compiles_while_the_other_waits(tmp_path: Path):

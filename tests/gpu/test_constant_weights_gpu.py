@@ -50,10 +50,10 @@ class Problem:
         return cache_quantized_weights(self.experts)
 
 
-def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+def assert_same(actual: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     torch.cuda.synchronize()
-    for number, (one, other) in enumerate(zip(found, want, strict=True)):
-        assert torch.equal(one, other), number
+    for number, (tensor, reference) in enumerate(zip(actual, want, strict=True)):
+        assert torch.equal(tensor, reference), number
 
 
 def test_the_bits_of_calls_without_it():
@@ -71,34 +71,34 @@ def test_readers_on_other_streams_wait():
     want = problem.accumulate()
     for _ in range(5):
         late = torch.cuda.Stream()
-        other = torch.cuda.Stream()
-        for stream in (late, other):
+        second = torch.cuda.Stream()
+        for stream in (late, second):
             stream.wait_stream(torch.cuda.current_stream())
         with problem.hold():
             with torch.cuda.stream(late):
                 torch.cuda._sleep(50_000_000)
-                found = problem.call(problem.rows[0])
-            with torch.cuda.stream(other):
-                found += problem.call(problem.rows[1])
+                actual = problem.call(problem.rows[0])
+            with torch.cuda.stream(second):
+                actual += problem.call(problem.rows[1])
                 torch.cuda._sleep(50_000_000)
-                found += problem.call(problem.rows[2])
+                actual += problem.call(problem.rows[2])
         with torch.cuda.stream(late):
             spoiled = [
                 torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(16)
             ]
-        assert_same(found, want)
+        assert_same(actual, want)
         del spoiled
 
 
 def test_a_block_inside_of_a_graph_quantises_in_every_replay():
     problem = Problem()
-    graph, found = captured(lambda: problem.accumulate(problem.hold))
+    graph, actual = captured(lambda: problem.accumulate(problem.hold))
     for factor in (1.0, -0.5, 3.0):
         with torch.no_grad():
             problem.experts.fc1.weight.mul_(factor)
             problem.experts.fc2.weight.mul_(factor)
         graph.replay()
-        assert_same(found, problem.accumulate())
+        assert_same(actual, problem.accumulate())
 
 
 def test_a_graph_gets_nothing_from_outside():

@@ -116,10 +116,10 @@ def test_transforms_of_a_layer(rank: int, num_ranks: int, findings: Findings) ->
             heap.synchronize()
             return y.sum()
 
-        wanted = call(x).detach()
+        expected = call(x).detach()
         for culprits in sets_of_culprits(num_ranks):
             for name, transform in TRANSFORMS.items():
                 findings.where = f"{name} on {culprits}, rank {rank} of {num_ranks}"
-                found = outcome(transform, call, x) if rank in culprits else outcome(call, x)
-                expect(findings, found, "ArgumentError", "no rules for transforms of torch.func")
-                findings.check(torch.equal(call(x).detach(), wanted), "the next call is wrong")
+                error = outcome(transform, call, x) if rank in culprits else outcome(call, x)
+                expect(findings, error, "ArgumentError", "no rules for transforms of torch.func")
+                findings.check(torch.equal(call(x).detach(), expected), "the next call is wrong")

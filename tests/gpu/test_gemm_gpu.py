@@ -39,7 +39,7 @@ ACTIVATIONS = {
 
 kernels = problems.triton_kernels()
 forward, backward = (
-    functools.partial(each, kernels) for each in (problems.forward, problems.backward)
+    functools.partial(function, kernels) for function in (problems.forward, problems.backward)
 )
 dtypes = pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
@@ -143,8 +143,8 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
     dh_q, a_again_q, dscale_q, dbias_q = backward(q, rows, h_q)
     n = p.num_rows
     pairs = ((h, h_q[:, order]), (a, a_q), (dh, dh_q[:, order]), (a_again, a_again_q))
-    for left, right in pairs:
-        assert torch.equal(left[:n], right[:n])
+    for tensor, permuted in pairs:
+        assert torch.equal(tensor[:n], permuted[:n])
     problems.assert_near(dscale, dscale_q)
     problems.assert_near(dbias, dbias_q[:, order])
 
@@ -231,13 +231,13 @@ def test_ranges_of_a_single_group(dtype):
     """Rows in the middle of it, none at the end, and an end far before the begin."""
     p = Problem((500,), WIDTHS[1], dtype)
     for name, (blanks, call) in calls_of(p).items():
-        (whole,) = outs = blanks()
+        (full,) = outs = blanks()
         call(p.row_range, outs, problems.all_rows(p))
         for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
             ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
-            come, (out,) = rows_of(ranges, p.capacity), (outs := blanks())
-            call(ranges, outs, come)
-            assert torch.equal(out, torch.where(come[:, None], whole, problems.SENTINEL)), (
+            arrived, (out,) = rows_of(ranges, p.capacity), (outs := blanks())
+            call(ranges, outs, arrived)
+            assert torch.equal(out, torch.where(arrived[:, None], full, problems.SENTINEL)), (
                 name,
                 begin,
                 end,
@@ -291,30 +291,33 @@ def of_products(p, num_sms=None, *, table=False):
 def of_fused(p, num_sms=None, *, table=False):
     """The same of the functions that are fused with an activation, of gathered and of contiguous rows."""
     scattered = [problems.Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
-    weights = [{"weight": each.table, "num_sms": num_sms} for each in scattered] or [
+    weights = [{"weight": weight.table, "num_sms": num_sms} for weight in scattered] or [
         {"num_sms": num_sms}
     ] * 2
     rows, dbias = {}, {}
-    for way, source in (("gathered", (p.packed, p.row_index)), ("contiguous", p.rows)):
-        h, rows[f"a {way}"] = forward(p, source, bias=p.bias, **weights[0])
-        *gradients, dbias[way] = backward(p, source, h, **weights[1])
-        rows |= {f"h {way}": h, **{f"{n} {way}": each for n, each in enumerate(gradients)}}
+    for form, source in (("gathered", (p.packed, p.row_index)), ("contiguous", p.rows)):
+        h, rows[f"a {form}"] = forward(p, source, bias=p.bias, **weights[0])
+        *gradients, dbias[form] = backward(p, source, h, **weights[1])
+        rows |= {
+            f"h {form}": h,
+            **{f"{n} {form}": gradient for n, gradient in enumerate(gradients)},
+        }
     return rows, dbias
 
 
 RESULTS = {
     "products": (of_products, SWIGLU),
-    **{name: (of_fused, each) for name, each in ACTIVATIONS.items()},
+    **{name: (of_fused, activation) for name, activation in ACTIVATIONS.items()},
 }
 results = pytest.mark.parametrize("results", RESULTS.values(), ids=RESULTS)
 
 
-def assert_same_bits(p, left, right):
+def assert_same_bits(p, first, second):
     """Rows of groups, and what is not rows."""
-    for name, tensor in left[0].items():
-        assert torch.equal(tensor[: p.num_rows], right[0][name][: p.num_rows]), name
-    for name, tensor in left[1].items():
-        assert torch.equal(tensor, right[1][name]), name
+    for name, tensor in first[0].items():
+        assert torch.equal(tensor[: p.num_rows], second[0][name][: p.num_rows]), name
+    for name, tensor in first[1].items():
+        assert torch.equal(tensor, second[1][name]), name
 
 
 @dtypes

@@ -35,9 +35,9 @@ def test_more_discrete_weights_than_one_launch_carries(path):
 @pytest.mark.parametrize("path", cases.PATHS)
 def test_splits(kind, splits, path):
     device = "cpu" if kind == "cpu" else "cuda"
-    given = list(splits) if kind == "list" else torch.tensor(splits, device=device)
+    argument = list(splits) if kind == "list" else torch.tensor(splits, device=device)
     cases.check_splits(
-        path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda"
+        path, argument.int() if kind == "int32" else argument, replace(SIZES, splits=splits), "cuda"
     )
 
 
@@ -94,10 +94,10 @@ def test_the_same_bits_every_time(dtype):
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
 def model_of(path: str, case: cases.Case, inputs: cases.Inputs, **options):
     """(call(x, scale, splits, out, grad_input_out), the layers)."""
-    made, layers = cases.make_way(path, case, inputs, **options)
+    function, layers = cases.make_way(path, case, inputs, **options)
 
     def call(x, scale, splits, out, grad_input_out):
-        return made(
+        return function(
             x, scale, splits, out=out, grad_input_out=grad_input_out, is_first_microbatch=True
         )
 
@@ -123,8 +123,8 @@ NUMBERS = {
 WEIGHTS = ("packed", "side by side", "scattered")
 # Every pair of two options of a capture.
 CAPTURED = [
-    (path, numbers, weights, *(bool(place * step // 4 & 1) for step in (1, 2, 3)))
-    for place, (path, numbers, weights) in enumerate(
+    (path, numbers, weights, *(bool(index * step // 4 & 1) for step in (1, 2, 3)))
+    for index, (path, numbers, weights) in enumerate(
         itertools.product(("linear", "modules", "sequential", "mlp"), NUMBERS, WEIGHTS)
     )
 ]
@@ -135,8 +135,8 @@ WHOLE_BLOCKS = cases.Sizes(
 
 def test_pairs_of_options_are_captured():
     for first, second in itertools.combinations(range(6), 2):
-        found = {(case[first], case[second]) for case in CAPTURED}
-        assert len(found) == len({case[first] for case in CAPTURED}) * len(
+        pairs = {(case[first], case[second]) for case in CAPTURED}
+        assert len(pairs) == len({case[first] for case in CAPTURED}) * len(
             {case[second] for case in CAPTURED}
         )
 
@@ -151,8 +151,8 @@ def test_graph_replays_with_other_data_and_other_splits(
     widths = {"width": 96, "out_features": 96} if path == "linear" else {}
     make = functools.partial(inputs_of, "mlp", case, **widths)
     inputs = make(sizes=shape)
-    how = "packed" if weights == "packed" else "discrete"
-    call, layers = model_of(path, case, inputs, weights=how, precision=recipe)
+    form = "packed" if weights == "packed" else "discrete"
+    call, layers = model_of(path, case, inputs, weights=form, precision=recipe)
     if weights == "scattered":
         for parameter in (p for layer in layers for p in layer.weight_parameters()):
             parameter.data = parameter.data.clone()
@@ -218,7 +218,7 @@ def test_host_splits_in_a_capture(path, kind):
     inputs = inputs_of(path, PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
     host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind](SIZES.splits)
-    splits, found = inputs.splits, []
+    splits, outputs = inputs.splits, []
     with torch.no_grad():
         want = call(inputs.x, inputs.scale, splits, None, None)
         torch.cuda.synchronize()
@@ -226,10 +226,10 @@ def test_host_splits_in_a_capture(path, kind):
         with torch.cuda.graph(graph):
             with pytest.raises(ArgumentError, match="CUDA graph that is being captured"):
                 call(inputs.x, inputs.scale, host, None, None)
-            found.append(call(inputs.x, inputs.scale, splits, None, None))
+            outputs.append(call(inputs.x, inputs.scale, splits, None, None))
         graph.replay()
         torch.cuda.synchronize()
-    cases.assert_same_bits(found[0], want)
+    cases.assert_same_bits(outputs[0], want)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_splits_of_any_integers_in_a_graph(dtype):
     inputs = inputs_of("linear", PLAIN)
     call, _ = model_of("linear", PLAIN, inputs)
     splits = inputs.splits.to(dtype)
-    other = torch.tensor([3, 70, 0, 55], device="cuda")
+    new_splits = torch.tensor([3, 70, 0, 55], device="cuda")
     with torch.no_grad():
-        want = call(inputs.x.nan_to_num(), inputs.scale, other, None, None)
+        want = call(inputs.x.nan_to_num(), inputs.scale, new_splits, None, None)
         graph, y = captured(lambda: call(inputs.x.nan_to_num(), inputs.scale, splits, None, None))
-        splits.copy_(other)
+        splits.copy_(new_splits)
         graph.replay()
     cases.assert_same_bits(y, want)
 
@@ -295,11 +295,11 @@ def test_runs_on_the_current_stream():
     layer.zero_grad()
     side = torch.cuda.Stream()
     late = [torch.zeros_like(tensor) for tensor in (inputs.x, inputs.d_y, inputs.splits)]
-    given = (inputs.x, inputs.d_y, inputs.splits)
+    tensors = (inputs.x, inputs.d_y, inputs.splits)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
-        for static, value in zip(late, given, strict=True):
+        for static, value in zip(late, tensors, strict=True):
             static.copy_(value)
         x = late[0].requires_grad_()
         y = layer(x, late[2])

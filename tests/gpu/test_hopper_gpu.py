@@ -30,7 +30,8 @@ pytestmark = pytest.mark.timeout(40, method="thread")
 kernels = gemm_problem.triton_kernels()
 Problem = functools.partial(ActProblem, device="cuda")
 forward, backward = (
-    functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward)
+    functools.partial(function, kernels)
+    for function in (gemm_problem.forward, gemm_problem.backward)
 )
 EXACT = (1024, 768)
 ODD = (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
@@ -55,8 +56,8 @@ class Product:
     def blanks(self, p):
         return p.blanks(p.ffn if self.k_first else p.width)()
 
-    def launch(self, p, row_range, outs, come, **options):
-        rows = torch.where(come[:, None], p.rows, torch.nan)
+    def launch(self, p, row_range, outs, arrived, **options):
+        rows = torch.where(arrived[:, None], p.rows, torch.nan)
         weight = p.weight2 if self.k_first else p.weight1
         launchers.launch_gemm(
             rows, weight, row_range, *outs, weight_k_first=self.k_first, **options
@@ -91,8 +92,8 @@ class Act(Product):
     def blanks(self, p):
         return p.blanks(p.width, p.ffn)()
 
-    def launch(self, p, row_range, outs, come, **options):
-        rows = torch.where(come[:, None], p.rows, torch.nan)
+    def launch(self, p, row_range, outs, arrived, **options):
+        rows = torch.where(arrived[:, None], p.rows, torch.nan)
         options = {"variant": self.variant, **options}
         act.launch_act(rows, p.weight1, row_range, p.scale, outs, p.activation, **options)
 
@@ -111,11 +112,11 @@ class Dact(Act):
     def source(self, p):
         return (p.packed, p.row_index) if self.variant is act.GATHERED else p.rows
 
-    def launch(self, p, row_range, outs, come, **options):
+    def launch(self, p, row_range, outs, arrived, **options):
         rows = self.source(p)
-        hidden = torch.where(come[:, None], p.h, torch.nan)
+        hidden = torch.where(arrived[:, None], p.h, torch.nan)
         if self.variant is not act.GATHERED:
-            rows = torch.where(come[:, None], rows, torch.nan)
+            rows = torch.where(arrived[:, None], rows, torch.nan)
         operands = (rows, p.weight2, row_range, (hidden, p.scale))
         options = {"variant": self.variant, **options}
         act.launch_dact(*operands, outs, p.activation, **options)
@@ -154,10 +155,10 @@ CASES = {
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def assert_same_rows(p, results, others):
+def assert_same_rows(p, results, references):
     """Equal bits in the groups' rows, NaN where the other has NaN; the tail untouched, of dscale 0."""
     n = p.num_rows
-    for got, expected in zip(results, others, strict=True):
+    for got, expected in zip(results, references, strict=True):
         torch.testing.assert_close(got[:n], expected[:n], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(got[n:], torch.full_like(got[n:], SENTINEL if got.ndim == 2 else 0.0))
 
@@ -179,10 +180,10 @@ def test_ranges_have_the_bits_of_the_whole(case):
         p = Problem(splits, widths, dtype, activation)
         blanks = functools.partial(kernel.blanks, p)
         launch = functools.partial(kernel.launch, p)
-        whole, union = check_ranges(
+        full, union = check_ranges(
             p, blanks, launch, random_ranges(splits, 3, step=step), num_sms=7
         )
-        for expected, out in zip(kernel.results(p, whole), kernel.results(p, union), strict=True):
+        for expected, out in zip(kernel.results(p, full), kernel.results(p, union), strict=True):
             assert torch.equal(expected, out)
 
 
@@ -237,7 +238,10 @@ def test_public_functions_choose_these_kernels(monkeypatch):
         results.append((out, *forward(p, p.rows), *backward(p, p.rows, p.h, with_dbias=False)[:2]))
     assert called == ["grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact"] * 3
     for again in results[1:]:
-        assert all(torch.equal(left, right) for left, right in zip(again, results[0], strict=True))
+        assert all(
+            torch.equal(tensor, reference)
+            for tensor, reference in zip(again, results[0], strict=True)
+        )
     forward(p, (p.packed, p.row_index))
     forward(p, p.rows, bias=p.bias)
     backward(p, p.rows, p.h)

@@ -37,14 +37,14 @@ def test_tokens_of_a_long_call_have_the_bits_of_short_ones(
         slots = num_ranks * num_tokens * config.top_k
         findings.check(num_tokens < 2**19 or slots * config.hidden > 2**32, "offsets are small")
         y, dx, *long = step(layer, x, dy)
-        summed = [torch.zeros_like(each, dtype=torch.float32) for each in long]
+        summed = [torch.zeros_like(gradient, dtype=torch.float32) for gradient in long]
         for piece in torch.arange(num_tokens, device=heap.device).split(PIECE):
             part = slice(int(piece[0]), int(piece[-1]) + 1)
             short_y, short_dx, *short = step(layer, x[part], dy[part])
             findings.check(torch.equal(y[part], short_y), f"y from token {part.start} differs")
             findings.check(torch.equal(dx[part], short_dx), f"dx from token {part.start} differs")
-            for total, each in zip(summed, short, strict=True):
-                total += each
-        for total, each in zip(summed, long, strict=True):
-            error = (total - each.float()).norm() / total.norm()
+            for total, gradient in zip(summed, short, strict=True):
+                total += gradient
+        for total, gradient in zip(summed, long, strict=True):
+            error = (total - gradient.float()).norm() / total.norm()
             findings.check(error < 5e-3, f"a weight gradient differs by {float(error)}")

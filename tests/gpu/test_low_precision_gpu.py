@@ -63,8 +63,8 @@ def test_no_kernel_reads_the_rows_for_bias_gradients_alone(recipe):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_replays_equal_eager_steps(cluster, num_ranks: int, recipe, wire):
     """Of a CUDA graph, with other tokens and other gradients each time: stochastic rounding goes along."""
-    way = {**WAYS[2], "precision": recipe, "quantized_wire": wire}
+    fields = {**WAYS[2], "precision": recipe, "quantized_wire": wire}
     assert (
-        cluster(num_ranks, "cuda").findings(check_replays, 21, "all", False, way, timeout_s=240)
+        cluster(num_ranks, "cuda").findings(check_replays, 21, "all", False, fields, timeout_s=240)
         == []
     )

@@ -45,20 +45,20 @@ def test_layers_between_transformer_engines_modules(rank: int, num_ranks: int) -
         num_experts=config.num_moe_experts, moe_grouped_gemm=True
     )
     batch = {name: tensor.cuda() for name, tensor in batch_of().items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    by_form: dict[str, dict[str, torch.Tensor]] = {}
     with integration.open_heap(HEAP_BYTES) as heap:
         for form, form_spec in forms_of(spec, heap).items():
             model: Any = filled(GPTModel(config, form_spec, 64, batch["input_ids"].shape[1])).cuda()
             losses = model(**batch)
             losses.float().mean().backward()
-            found[form] = {"losses": losses.detach().clone(), **gradients_of(model)}
-    want = {name: tensor.float() for name, tensor in found.pop("megatron").items()}
+            by_form[form] = {"losses": losses.detach().clone(), **gradients_of(model)}
+    want = {name: tensor.float() for name, tensor in by_form.pop("megatron").items()}
     errors = {
         form: {
             name: float((got[name].float() - want[name]).norm() / want[name].norm())
             for name in want
         }
-        for form, got in found.items()
+        for form, got in by_form.items()
     }
     assert errors.keys() == {"experts", "dispatcher"}
     for form, by_name in errors.items():

@@ -62,9 +62,11 @@ def test_order_slot_has_the_bits_of_one_node(
     want = ranks.run(train, None, options, torch.bfloat16, "cuda")
     assert any(tensor.abs().sum() > 0 for tensor in want[0])
     got = ranks.run(train, ranks_per_node, options, torch.bfloat16, "cuda")
-    for rank, (mine, its) in enumerate(zip(want, got, strict=True)):
+    for rank, (expected, actual) in enumerate(zip(want, got, strict=True)):
         different = [
-            n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)
+            n
+            for n, (a, b) in enumerate(zip(expected, actual, strict=True))
+            if not torch.equal(a, b)
         ]
         assert different == [], f"rank {rank}"
 
@@ -74,9 +76,9 @@ def test_order_node_repeats_and_is_near(cluster, num_ranks: int, ranks_per_node:
     ranks = cluster(num_ranks, "cuda")
     once, again = (ranks.run(train, ranks_per_node, {}, torch.float32, "cuda") for _ in range(2))
     near = ranks.run(train, None, {"order": "slot"}, torch.float32, "cuda")
-    for mine, repeated, other in zip(once, again, near, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, repeated, strict=True))
-        for a, b in zip(mine, other, strict=True):
+    for first, repeated, slot_order in zip(once, again, near, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, repeated, strict=True))
+        for a, b in zip(first, slot_order, strict=True):
             torch.testing.assert_close(a.double(), b.double(), rtol=2e-3, atol=1e-3)
 
 
@@ -88,17 +90,19 @@ def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int
 @layouts
 def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
     """Every rank raises an error of that class, and the calls that follow are right."""
-    for found in cluster(num_ranks, "cuda").run(wrong_calls, ranks_per_node, num_ranks - 1, "cuda"):
-        assert [error[0] for _, error in found] == [name for name, _ in found]
+    for errors in cluster(num_ranks, "cuda").run(
+        wrong_calls, ranks_per_node, num_ranks - 1, "cuda"
+    ):
+        assert [error[0] for _, error in errors] == [name for name, _ in errors]
 
 
 @layouts
-@pytest.mark.parametrize("what", ["rows", "layer"])
+@pytest.mark.parametrize("calls", ["rows", "layer"])
 @run_on(device="cuda")
 def test_captured_calls_are_replayed(
-    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, what: str
+    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, calls: str
 ):
-    """Captured calls with static capacity, replayed with other tokens and routings. what: "rows": plan, dispatch and
+    """Captured calls with static capacity, replayed with other tokens and routings. calls: "rows": plan, dispatch and
     combine; "layer": forward and backward of one whose GEMMs run while rows travel."""
     generator = torch.Generator().manual_seed(rank)
     with open_heap("cuda", ranks_per_node=ranks_per_node) as heap:
@@ -113,7 +117,7 @@ def test_captured_calls_are_replayed(
         probs = torch.full(ids.shape, 0.5, device=heap.device)
 
         def step() -> torch.Tensor:
-            if what == "layer":
+            if calls == "layer":
                 tokens = x.clone().requires_grad_()
                 y, _ = layer(tokens, topk_idx=ids, probs=probs)
                 (dx,) = torch.autograd.grad(y, tokens, x)
@@ -135,7 +139,7 @@ def test_captured_calls_are_replayed(
             fill()
             graph.replay()
             heap.synchronize()
-            if what == "rows":
+            if calls == "rows":
                 findings.close("y", y, 2 * x, rtol=0, atol=0)
             expected = step()
             heap.synchronize()
@@ -145,16 +149,16 @@ def test_captured_calls_are_replayed(
 
 @layouts
 def test_capture_step_is_exact(cluster, num_ranks: int, ranks_per_node: int):
-    found = cluster(num_ranks, "cuda").run(check_exact, "cuda", ranks_per_node)
-    check_counts(found)
-    assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
+    by_rank = cluster(num_ranks, "cuda").run(check_exact, "cuda", ranks_per_node)
+    check_counts(by_rank)
+    assert len({tuple(counts) for *counts, _ in by_rank}) == 1  # all ranks repeat the same steps
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_lost_rank_is_named_within_the_bound(how: str):
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_lost_rank_is_named_within_the_bound(fault: str):
     if are_too_few(2):
         pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
     survivors = Cluster(2, "cuda").run_without(
-        (1,), lose, 1, (1,), how, (Ready, "begin", None), "cuda", timeout_s=120.0
+        (1,), lose, 1, (1,), fault, (Ready, "begin", None), "cuda", timeout_s=120.0
     )
     check_survivors(survivors, (1,), 1)

@@ -130,9 +130,11 @@ def test_scales_are_swizzled_as_by_the_twin(swizzle, captured):
         scales.append([])
         for i in range(num_groups):
             M, K = shapes[i % len(shapes)]
-            wanted = (-(-M // block), K) if swizzle == "mxfp8_columnwise" else (M, -(-K // block))
+            scale_shape = (
+                (-(-M // block), K) if swizzle == "mxfp8_columnwise" else (M, -(-K // block))
+            )
             data[-1].append(torch.zeros(M, K // 2 if swizzle == "nvfp4" else K, dtype=torch.uint8))
-            scales[-1].append(torch.randint(0, 256, wanted, dtype=torch.uint8))
+            scales[-1].append(torch.randint(0, 256, scale_shape, dtype=torch.uint8))
 
     def pack(device, **lists):
         lists = {name: [t.to(device) for t in ts] for name, ts in lists.items()}

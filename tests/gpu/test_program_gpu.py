@@ -20,7 +20,7 @@ def test_with_an_old_driver_triton_launches_one_by_one(rank: int, num_ranks: int
         num_runs, _, texts = check_bits(
             rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda"
         )
-    for kernel in [each for each in gc.get_objects() if type(each) is FastLaunch]:
+    for kernel in [item for item in gc.get_objects() if type(item) is FastLaunch]:
         kernel._calls.clear()  # who remembers a variant knows that nothing else launches it
     assert (num_runs, texts) == (0, [])
 

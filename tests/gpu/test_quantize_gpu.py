@@ -61,8 +61,8 @@ def test_bits_do_not_depend_on_how_programs_for_hopper_walk(kernel, name, dtype,
     pytest.importorskip("symmoe.kernels.hopper_launchers")
     options = {"splits": cases.SUMMED, "hard": True, "tuning": {"num_sms": num_sms}}
     for ways in WAYS[kernel].keys() & {"table", "indexed"}:
-        for way in ("", ways):
-            launch = Launch(f"launch_{kernel}", {"H": 512, "W": 384}, dtype, name, ways=way)
+        for variant in ("", ways):
+            launch = Launch(f"launch_{kernel}", {"H": 512, "W": 384}, dtype, name, ways=variant)
             assert differences(launch, device="cuda", like=kernel, **options) == []
 
 
@@ -75,16 +75,16 @@ def test_every_bf16_number():
     rows[:, 1:] = padded.view(-1, 127)
     row_range = cases.row_range_of((rows.shape[0],))
     for name in ("float8_block", "mxfp8"):
-        found = cases.quantize_all(gpu, rows.cuda(), row_range.cuda(), name)
-        assert cases.differences(found, cases.quantize_all(twin, rows, row_range, name)) == []
+        actual = cases.quantize_all(gpu, rows.cuda(), row_range.cuda(), name)
+        assert cases.differences(actual, cases.quantize_all(twin, rows, row_range, name)) == []
 
 
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 def test_graph_replay_with_other_rows_and_splits(recipe):
     generator = torch.Generator().manual_seed(0)
     replayed = [
-        (torch.randn(ROWS, 256, generator=generator).bfloat16(), each)
-        for each in (cases.SPLITS, OTHER_SPLITS)
+        (torch.randn(ROWS, 256, generator=generator).bfloat16(), splits)
+        for splits in (cases.SPLITS, OTHER_SPLITS)
     ]
     rows = replayed[0][0].cuda()
     row_range = cases.row_range_of().cuda()
@@ -95,15 +95,17 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
     def step():
         by_rows = recipe.quantize(rows, row_range, seeds=seeds, dbias=dbias, bias_scale=factor)
         quantized = by_rows, recipe.quantize_columns(rows, row_range, seeds=seeds)
-        return quantized, [each.dequantize() for each in quantized]
+        return quantized, [matrix.dequantize() for matrix in quantized]
 
-    graph, (_, found) = captured(step)
+    graph, (_, actual) = captured(step)
     for new_rows, splits in replayed:
         rows.copy_(new_rows)
         row_range.copy_(cases.row_range_of(splits))
         graph.replay()
         seeds_here = None if seeds is None else seeds.cpu()
-        for tensor, quantize in zip(found, (recipe.quantize, recipe.quantize_columns), strict=True):
+        for tensor, quantize in zip(
+            actual, (recipe.quantize, recipe.quantize_columns), strict=True
+        ):
             expected = quantize(new_rows, cases.row_range_of(splits), seeds=seeds_here)
             # Data and scales are the same bits; undoing a Hadamard transform sums on the device.
             assert torch.allclose(tensor.cpu(), expected.dequantize(), rtol=1e-5, atol=1e-5)

@@ -56,7 +56,7 @@ FP32_ERROR = 2e-3  # tensor cores keep fewer bits than fp32 of what they add: of
 
 names = pytest.mark.parametrize("name", WIDTHS)
 all_widths = pytest.mark.parametrize(
-    ("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str
+    ("name", "widths"), [(n, w) for n, pairs in WIDTHS.items() for w in pairs], ids=str
 )
 on_hopper = pytest.mark.skipif(
     HOPPER is None, reason="needs Hopper, and a Triton that has the kernels"
@@ -126,9 +126,9 @@ def launches_of(name, widths, dtypes, hopper=False):
         ("grouped_gemm_quantized", "launch_fp8_gemm", PRODUCT_WAYS),
         ("grouped_gemm_wgrad_quantized", "launch_fp8_wgrad", GRADIENT_WAYS),
     ):
-        for dtype, way in itertools.product(dtypes, ways):
-            its = kernel if hopper else like
-            yield like, Launch(its, sizes, dtype, formats.get(name, name), ways=way)
+        for dtype, variant in itertools.product(dtypes, ways):
+            launched = kernel if hopper else like
+            yield like, Launch(launched, sizes, dtype, formats.get(name, name), ways=variant)
 
 
 @all_widths
@@ -160,8 +160,10 @@ def test_bits_of_parts_are_those_of_the_twin(name, widths, step):
     ways = ("", "biased") if name == "fp8" else ("parts", "parts biased")
     formats = {"fp8": "float8_block"}
     sizes = dict(zip("WH", widths, strict=True))
-    for splits, way in itertools.product(SPLITS, ways):
-        launch = Launch("grouped_gemm_quantized", sizes, BF16, formats.get(name, name), ways=way)
+    for splits, variant in itertools.product(SPLITS, ways):
+        launch = Launch(
+            "grouped_gemm_quantized", sizes, BF16, formats.get(name, name), ways=variant
+        )
         for part in random_ranges(splits, 3, step=step):
             options = {"splits": splits, "part": part, "tuning": {"num_sms": 7}}
             assert differences(launch, products, DEVICE, **options) == []
@@ -181,11 +183,11 @@ def test_products_are_near_float64(widths, name):
 
 
 @names
-@pytest.mark.parametrize("what", ["row_scale", "weight_scale"])
-def test_the_oracle_notices_a_scale_of_another_block(what, name):
+@pytest.mark.parametrize("scale", ["row_scale", "weight_scale"])
+def test_the_oracle_notices_a_scale_of_another_block(scale, name):
     p = problem(name, SPLITS[0], WIDTHS[name][0], exact=False)
     expected = p.expected()
-    setattr(p, what, getattr(p, what).roll(1, -1))
+    setattr(p, scale, getattr(p, scale).roll(1, -1))
     assert relative_error(product(p)[: p.num_rows], expected[: p.num_rows]) > 0.05
 
 
@@ -223,7 +225,7 @@ def test_weight_gradients_are_near_float64(widths, name):
                 gradient(p, accumulate=accumulate, start=start, **options)
                 for options in VARIANTS[name]
             ]
-            assert all(torch.equal(each, same[0]) for each in same)
+            assert all(torch.equal(result, same[0]) for result in same)
         if sum(splits):
             p.rows_scale = p.rows_scale.t().roll(1, 1).t()
             assert relative_error(gradient(p), expected) > 0.05
@@ -312,7 +314,8 @@ def test_what_recipes_make(recipe):
         getattr(products, name)(*operands, row_range, out)
         expected = torch.empty_like(out, device="cpu")
         on_cpu = (
-            Operand(*(None if part is None else part.cpu() for part in each)) for each in operands
+            Operand(*(None if part is None else part.cpu() for part in operand))
+            for operand in operands
         )
         getattr(twin, name)(*on_cpu, row_range.cpu(), expected)
         assert relative_error(out.cpu(), expected.double()) <= FP32_ERROR
@@ -333,11 +336,11 @@ def test_a_call_in_a_graph_reads_bounds_on_the_device(name):
     graph, _ = captured(lambda: best.grouped_gemm_quantized(*operands, out))
     q = problem(name, (1, 500, 300, 0, 20, 0, 514), WIDTHS[name][2], exact=True, seed=1)
     assert q.capacity == p.capacity
-    for mine, other in zip(
+    for captured_tensor, new_tensor in zip(
         itertools.chain(*operands[:2]), itertools.chain(*q.operands[:2]), strict=True
     ):
-        if mine is not None:
-            mine.copy_(other)
+        if captured_tensor is not None:
+            captured_tensor.copy_(new_tensor)
     p.row_range.copy_(q.row_range)
     out.fill_(SENTINEL)
     graph.replay()

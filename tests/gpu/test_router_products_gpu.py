@@ -53,25 +53,25 @@ results = partial(results_of, OURS)
 def test_sums_of_small_numbers_are_exact(shape):
     x, weight, d_logits = operands(shape, exact=True)
     logits, dx, d_weight = results(x, weight, d_logits)
-    wanted = products(x.double(), weight.double(), d_logits.double())
-    assert torch.equal(logits.double(), wanted[0])
-    assert torch.equal(dx, wanted[1].bfloat16())
-    assert torch.equal(d_weight.double(), wanted[2])
+    expected = products(x.double(), weight.double(), d_logits.double())
+    assert torch.equal(logits.double(), expected[0])
+    assert torch.equal(dx, expected[1].bfloat16())
+    assert torch.equal(d_weight.double(), expected[2])
 
 
 @shapes
 def test_sums_are_as_near_to_float64_as_those_of_fp32(shape):
-    given = operands(shape, exact=False)
-    logits, dx, d_weight = results(*given)
-    wanted = products(*(tensor.double() for tensor in given))
-    magnitudes = products(*(tensor.double().abs() for tensor in given))
-    for found, want, magnitude in (
-        (logits, wanted[0], magnitudes[0]),
-        (d_weight, wanted[2], magnitudes[2]),
+    arguments = operands(shape, exact=False)
+    logits, dx, d_weight = results(*arguments)
+    expected = products(*(tensor.double() for tensor in arguments))
+    magnitudes = products(*(tensor.double().abs() for tensor in arguments))
+    for actual, reference, magnitude in (
+        (logits, expected[0], magnitudes[0]),
+        (d_weight, expected[2], magnitudes[2]),
     ):
-        assert ((found.double() - want).abs() / magnitude).max() < 2.0**-21
+        assert ((actual.double() - reference).abs() / magnitude).max() < 2.0**-21
     assert (
-        (dx.double() - wanted[1]).abs() <= 2.0**-8 * wanted[1].abs() + 2.0**-15 * magnitudes[1]
+        (dx.double() - expected[1]).abs() <= 2.0**-8 * expected[1].abs() + 2.0**-15 * magnitudes[1]
     ).all()
 
 
@@ -87,8 +87,8 @@ def test_the_limit_notices_tf32():
 @shapes
 def test_results_depend_on_nothing_but_their_operands(shape):
     """Not on other tokens, on the other gradient, or on the time."""
-    given = x, weight, d_logits = operands(shape, exact=False)
-    logits, dx, d_weight = results(*given)
+    arguments = x, weight, d_logits = operands(shape, exact=False)
+    logits, dx, d_weight = results(*arguments)
     for some in (slice(0, 1), slice(5, 70), slice(len(x) // 2, None)):
         fewer = results(x[some].contiguous(), weight, d_logits[some].contiguous())
         assert torch.equal(fewer[0], logits[some])
@@ -97,8 +97,8 @@ def test_results_depend_on_nothing_but_their_operands(shape):
     own_d_weight = torch.empty_like(d_weight)
     OURS.router_gemm_grads(d_logits, x, weight, own_dx, None)
     OURS.router_gemm_grads(d_logits, x, weight, None, own_d_weight)
-    for found in (*(results(*given) for _ in range(3)), (logits, own_dx, own_d_weight)):
-        assert all(map(torch.equal, found, (logits, dx, d_weight)))
+    for repeated in (*(results(*arguments) for _ in range(3)), (logits, own_dx, own_d_weight)):
+        assert all(map(torch.equal, repeated, (logits, dx, d_weight)))
 
 
 def test_nan_stays_in_its_token():
@@ -109,11 +109,11 @@ def test_nan_stays_in_its_token():
         bad_d_logits = d_logits.clone()
         bad_x[70, 3] = bad_d_logits[70, 3] = value
         bad = results(bad_x, weight, bad_d_logits)
-        others = torch.arange(200, device=DEVICE) != 70
+        is_other = torch.arange(200, device=DEVICE) != 70
         assert not bad[0][70].isfinite().any()
         assert not bad[1][70].isfinite().any()
-        assert torch.equal(bad[0][others], logits[others])
-        assert torch.equal(bad[1][others], dx[others])
+        assert torch.equal(bad[0][is_other], logits[is_other])
+        assert torch.equal(bad[1][is_other], dx[is_other])
 
 
 def test_parts_are_the_matrix():
@@ -137,17 +137,17 @@ def test_router_is_that_of_fp32_tokens(score, seed):
     best = router(x.float()).scores.topk(5).values
     x = x[(best[:, :-1] - best[:, 1:]).amin(1) > 1e-5]
     assert len(x) > 480
-    found, wanted = [], []
-    for into, tokens in ((found, x), (wanted, x.float())):
+    actual, expected = [], []
+    for into, tokens in ((actual, x), (expected, x.float())):
         tokens = tokens.detach().requires_grad_()
         router.zero_grad()
         routed = router(tokens)
         (routed.probs.square().sum() + routed.logits.logsumexp(-1).sum()).backward()
         into += [routed.topk_idx, routed.probs, tokens.grad, router.weight.grad]
-    assert torch.equal(found[0], wanted[0])
-    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[2], wanted[2].bfloat16(), rtol=2e-2, atol=1e-4)
-    torch.testing.assert_close(found[3], wanted[3], rtol=1e-4, atol=1e-4)
+    assert torch.equal(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual[2], expected[2].bfloat16(), rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(actual[3], expected[3], rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_of_fp32_is_kept_of_the_tokens():

@@ -45,16 +45,18 @@ def test_the_peak_is_as_planned(
             step.results()
         meter = MemoryMeter(heap.device, heap)
         _ = step.results()
-        found = sum(meter.peak().values())
+        measured = sum(meter.peak().values())
     planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
-    findings.check(abs(planned / found - 1) < 0.1, f"planned {planned}, found {found}")
+    findings.check(abs(planned / measured - 1) < 0.1, f"planned {planned}, found {measured}")
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
-def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAYS[0]) -> StepTrace:
+def traced(
+    rank: int, num_ranks: int, spoil: str = "", fields: dict[str, str] = WAYS[0]
+) -> StepTrace:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
-        step = training_step(layer_for(heap, config_for(num_ranks, **exact, **way)), TOKENS)
+        step = training_step(layer_for(heap, config_for(num_ranks, **exact, **fields)), TOKENS)
         collection, dispatch = trip.CombineTrip, ep_step.dispatch
         if spoil in (
             "output",
@@ -63,11 +65,11 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
         ):  # a program would run what was built, whatever is patched
             heap._run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
-            trip.CombineTrip = lambda rows, *rest, **options: collection(
-                rows.clone(), *rest, **options
+            trip.CombineTrip = lambda rows, *args, **options: collection(
+                rows.clone(), *args, **options
             )
         elif spoil == "input":
-            ep_step.dispatch = lambda x, *rest, **options: dispatch(x.clone(), *rest, **options)
+            ep_step.dispatch = lambda x, *args, **options: dispatch(x.clone(), *args, **options)
         elif spoil == "wait":
             wait = torch.cuda.synchronize
             ep_step.dispatch = lambda *args, **options: (wait(), dispatch(*args, **options))[1]
@@ -80,23 +82,23 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
             trip.CombineTrip, ep_step.dispatch = collection, dispatch
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("fields", WAYS, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dict[str, str]):
-    for trace in cluster(num_ranks, "cuda").run(traced, way=way):
+def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, fields: dict[str, str]):
+    for trace in cluster(num_ranks, "cuda").run(traced, fields=fields):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
-        own = "push_rows" if way["layout"] == "packed" else "place_rows"
+        of_layout = "push_rows" if fields["layout"] == "packed" else "place_rows"
         for kernel in (
             "barrier",
-            own,
+            of_layout,
             "sum_home",
             "grouped_gemm",
             *["push_sums"] * (num_ranks > 1),
         ):
             assert kernel in launched
         assert ("wait_for_signal" in launched) == (
-            num_ranks > 1 and way["schedule"] == "always-overlapped"
+            num_ranks > 1 and fields["schedule"] == "always-overlapped"
         )
 
 
@@ -119,17 +121,18 @@ def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
 
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])]
+    ("stash", "fields"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])]
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dict[str, str]):
-    assert cluster(num_ranks, "cuda").findings(check_replays, 101, stash, True, way) == []
+def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, fields: dict[str, str]):
+    assert cluster(num_ranks, "cuda").findings(check_replays, 101, stash, True, fields) == []
 
 
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=str)
-def test_a_thousand_replays(cluster, way: dict[str, str]):
+@pytest.mark.parametrize("fields", [WAYS[0], WAYS[2]], ids=str)
+def test_a_thousand_replays(cluster, fields: dict[str, str]):
     assert (
-        cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
+        cluster(2, "cuda").findings(check_replays, 1000, "all", False, fields, timeout_s=240.0)
+        == []
     )
 
 
@@ -194,15 +197,15 @@ def test_overflow_in_graphs(rank: int, num_ranks: int, findings: Findings) -> No
 
 
 # -- several streams, several groups ----------------------------------------------------------------------------------
-@pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
+@pytest.mark.parametrize(("num_ranks", "fields"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
 @run_on(device="cuda", timeout_s=240.0)
 def test_micro_batches_on_two_streams(
-    rank: int, num_ranks: int, findings: Findings, way: dict[str, str]
+    rank: int, num_ranks: int, findings: Findings, fields: dict[str, str]
 ) -> None:
     """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
-        layer = layer_for(heap, config_for(num_ranks, **way))
+        layer = layer_for(heap, config_for(num_ranks, **fields))
         streams = [torch.cuda.Stream() for _ in range(2)]
         generator = torch.Generator(heap.device).manual_seed(rank)
         batches = [
@@ -270,10 +273,10 @@ def test_disjoint_groups(rank: int, num_ranks: int, findings: Findings) -> None:
         total = torch.stack([y.float().abs().sum() for y, _ in results[:10]]).cpu()
     everywhere = [torch.zeros_like(total) for _ in range(num_ranks)]
     dist.all_gather(everywhere, total)
-    for other in range(rank % size, num_ranks, size):
+    for peer in range(rank % size, num_ranks, size):
         findings.check(
-            torch.equal(everywhere[other], total),
-            f"rank {other} of another group has other results",
+            torch.equal(everywhere[peer], total),
+            f"rank {peer} of another group has other results",
         )
-    for made in groups:
-        dist.destroy_process_group(made)
+    for group in groups:
+        dist.destroy_process_group(group)

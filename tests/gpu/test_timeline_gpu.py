@@ -42,9 +42,9 @@ def recorded(rank: int, num_ranks: int, path: str, schedule: str) -> Timeline:
 def test_kernels_of_a_step_have_phases_and_directions(
     schedule: str, cluster: Callable[..., Cluster], tmp_path: Path
 ):
-    made, other = cluster(2, "cuda").run(recorded, str(tmp_path / "step.json"), schedule)
-    assert made == other
-    for events in made.ranks:
+    first, second = cluster(2, "cuda").run(recorded, str(tmp_path / "step.json"), schedule)
+    assert first == second
+    for events in first.ranks:
         assert {e.direction for e in events if e.phase != "other"} == {"forward", "backward"}
         assert "GEMM" not in {e.phase for e in events}  # FC2 and FC1 dgrad are told apart
         for direction, phases in (("forward", FORWARD), ("backward", BACKWARD)):
@@ -56,20 +56,20 @@ def test_kernels_of_a_step_have_phases_and_directions(
                 order = (
                     [0, 1, 2, 3, 4, 5] if direction == "forward" else [0, 1, 3, 2]
                 )  # dW2 before FC1's dgrad
-                assert [begins[place] for place in order] == sorted(
-                    begins[place] for place in order
+                assert [begins[kernel] for kernel in order] == sorted(
+                    begins[kernel] for kernel in order
                 )
         assert len({e.lane for e in events}) >= (1 if schedule == "serial" else 2)
-    assert max(made.clock_error_us) < 100
+    assert max(first.clock_error_us) < 100
     assert (
-        apart_us(made, "forward") < LATE_US
+        apart_us(first, "forward") < LATE_US
     )  # backward, a host may be late by as much as the profiler makes it
     if schedule == "serial":  # one stream: nothing hides anything
-        for times in made.phases():
+        for times in first.phases():
             if times.phase in ("push", "send sums", "sum at home"):
                 assert times.exposed_us == pytest.approx(times.busy_us)
     # One step was recorded, not those before its start: the router runs once.
-    assert [sum(e.name == "choose_experts_kernel" for e in events) for events in made.ranks] == [
+    assert [sum(e.name == "choose_experts_kernel" for e in events) for events in first.ranks] == [
         1,
         1,
     ]
@@ -77,9 +77,11 @@ def test_kernels_of_a_step_have_phases_and_directions(
     assert sum(item["name"] == "FC1" for item in trace["traceEvents"]) >= 2
 
 
-def apart_us(made: Timeline, direction: str) -> float:
+def apart_us(timeline: Timeline, direction: str) -> float:
     """How far apart the ranks begin their first pass in a direction."""
-    starts = [min(e.begin_us for e in events if e.direction == direction) for events in made.ranks]
+    starts = [
+        min(e.begin_us for e in events if e.direction == direction) for events in timeline.ranks
+    ]
     return max(starts) - min(starts)
 
 
@@ -135,19 +137,21 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
 def test_kernels_of_replays_have_phases_and_directions(
     schedule: str, cluster: Callable[..., Cluster], tmp_path: Path
 ):
-    (made, ms), (other, _) = cluster(2, "cuda").run(replayed, str(tmp_path / "step.json"), schedule)
-    assert made == other
-    for events in made.ranks:
+    (first, ms), (second, _) = cluster(2, "cuda").run(
+        replayed, str(tmp_path / "step.json"), schedule
+    )
+    assert first == second
+    for events in first.ranks:
         passes = [direction for direction, _ in groupby(e.direction for e in events if e.direction)]
         assert passes == ["forward", "backward"] * NUM_REPLAYS
         assert {e.direction for e in events if e.phase != "other"} == {"forward", "backward"}
-        found = {(e.phase, e.direction) for e in events}
+        phases = {(e.phase, e.direction) for e in events}
         assert {(phase, "forward") for phase in FORWARD} | {
             (phase, "backward") for phase in BACKWARD
-        } <= found
-        assert not {phase for phase, _ in found} & {"GEMM"}
+        } <= phases
+        assert not {phase for phase, _ in phases} & {"GEMM"}
         assert {("FC2", "backward"), ("FC1 dgrad", "forward"), ("wgrad", "forward")}.isdisjoint(
-            found
+            phases
         )
         assert [e.name for e in events].count("choose_experts_kernel") == NUM_REPLAYS
         assert not any("spin" in e.name for e in events)
@@ -158,8 +162,8 @@ def test_kernels_of_replays_have_phases_and_directions(
             assert all(
                 a.end_us <= b.begin_us for a, b in pairwise([e for e in events if e.lane == lane])
             )
-    assert max(made.clock_error_us) < 100
+    assert max(first.clock_error_us) < 100
     for direction in ("forward", "backward"):
-        assert apart_us(made, direction) < APART_US
+        assert apart_us(first, direction) < APART_US
     # A profiler waits between kernels, but not like a host that launches them.
-    assert made.end_us < 3 * 1e3 * ms + LATE_US
+    assert first.end_us < 3 * 1e3 * ms + LATE_US

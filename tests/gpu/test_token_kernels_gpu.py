@@ -193,11 +193,20 @@ def test_barrier_of_ranks_in_different_calls(gpu):
     ranks.enter_all(
         [(1, 2, 3, 4)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)]
     )
-    here = control.pack_call(phase=2, hidden=64)
-    there = control.pack_call(phase=2, hidden=128)
+    own_call = control.pack_call(phase=2, hidden=64)
+    peer_call = control.pack_call(phase=2, hidden=128)
     for rank in range(3):
         assert (ranks.received[rank] == -1).all()
-        assert ranks.status[rank].tolist() == [control.STATUS_MISMATCH, 2, 2, here, there, 1, 0, 0]
+        assert ranks.status[rank].tolist() == [
+            control.STATUS_MISMATCH,
+            2,
+            2,
+            own_call,
+            peer_call,
+            1,
+            0,
+            0,
+        ]
         assert ranks.counters(rank).tolist()[:3] == [1, 0, 1]
 
 

@@ -79,8 +79,8 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
                 tensor.normal_(generator=generator)
             mask.copy_(torch.rand(mask.shape, device=heap.device, generator=generator) < 0.8)
             graph.replay()
-            for name, one, other in zip(("y", "aux_loss"), got, step(layers[1]), strict=True):
-                findings.check(torch.equal(one, other), f"{name} differs")
+            for name, actual, expected in zip(("y", "aux_loss"), got, step(layers[1]), strict=True):
+                findings.check(torch.equal(actual, expected), f"{name} differs")
             findings.check(not got[0][~mask].any(), "a masked token has an output")
             if has_bias:
                 findings.check(
@@ -89,12 +89,12 @@ def test_features_in_a_graph(rank: int, num_ranks: int, findings: Findings, opti
                 findings.check(
                     torch.equal(*(layer.router.expert_bias for layer in layers)), "the bias differs"
                 )
-            for (name, one), other in zip(
+            for (name, actual), expected in zip(
                 layers[0].named_parameters(), layers[1].parameters(), strict=True
             ):
-                if one.requires_grad:
+                if actual.requires_grad:
                     findings.check(
-                        torch.equal(one.grad, other.grad), f"the gradient of {name} differs"
+                        torch.equal(actual.grad, expected.grad), f"the gradient of {name} differs"
                     )
         records = [logger.step(1) for logger in loggers]
         findings.check(records[0] == records[1], f"{records[0]} is not {records[1]}")

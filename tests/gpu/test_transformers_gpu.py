@@ -44,13 +44,13 @@ def test_block_equals_the_unmodified_one(rank: int, num_ranks: int, family: str)
         got = next(
             m for m in block.modules() if isinstance(m, ExpertParallelExperts)
         ).mlp.fc2.weight.grad
-        wanted = [reference(x) for x in inputs]
-        wanted = [out[0] if isinstance(out, tuple) else out for out in wanted]
-        sum(out.float().square().sum() for out in wanted).backward()
+        outputs = [reference(x) for x in inputs]
+        outputs = [out[0] if isinstance(out, tuple) else out for out in outputs]
+        sum(out.float().square().sum() for out in outputs).backward()
         want = reference.experts.down_proj.grad
         want = want.transpose(1, 2) if family == "gpt_oss" else want
         dist.barrier()
-        assert error(y.detach().float(), wanted[rank].detach().float()) < BOUND
+        assert error(y.detach().float(), outputs[rank].detach().float()) < BOUND
         assert error(got.float(), want.float().chunk(num_ranks)[rank]) < BOUND
 
 
@@ -70,11 +70,11 @@ def test_example_learns_on_gpus(tmp_path: Path):
         "--steps",
         "20",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", done.stdout)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", process.stdout)]
     assert losses[-1] < losses[0] - 1
-    ours, theirs = re.search(
-        r"held-out loss (\S+); of .* in plain transformers (\S+)", done.stdout
+    actual, expected = re.search(
+        r"held-out loss (\S+); of .* in plain transformers (\S+)", process.stdout
     ).groups()
-    assert float(theirs) == pytest.approx(float(ours), abs=0.02)
+    assert float(expected) == pytest.approx(float(actual), abs=0.02)

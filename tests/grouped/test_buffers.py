@@ -29,11 +29,11 @@ class Op:
     def __init__(self, name: str, case: cases.Case = PLAIN) -> None:
         self.inputs = cases.make_inputs(case, width=H if name == "linear" else None)
         self.scale, self.splits = self.inputs.scale, self.inputs.splits
-        activation, way = symmoe.grouped.ScaledSwiGLU(), name
+        activation, path = symmoe.grouped.ScaledSwiGLU(), name
         if name == "modules":  # of one Sequential
             activation.register_forward_hook(lambda *_: None)
-            way = "sequential"
-        self.call, self.layers = cases.make_way(way, case, self.inputs, activation=activation)
+            path = "sequential"
+        self.call, self.layers = cases.make_way(path, case, self.inputs, activation=activation)
         self.fc1 = next(iter(self.layers.values()))
 
     def __call__(self, x, **buffers):
@@ -92,14 +92,14 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
 
 # -- one call: where a buffer may lie ---------------------------------------------------------------------------------
 @settings(max_examples=150)
-@given(way=st.sampled_from(cases.WAYS), name=st.sampled_from(BOTH), data=st.data())
-def test_a_buffer_overlaps_nothing_that_the_call_uses(way: str, name: str, data: st.DataObject):
+@given(path=st.sampled_from(cases.WAYS), name=st.sampled_from(BOTH), data=st.data())
+def test_a_buffer_overlaps_nothing_that_the_call_uses(path: str, name: str, data: st.DataObject):
     """One tensor that the call reads, or the second buffer, starts at any 16th byte around the first buffer."""
-    op = Op(way)
+    op = Op(path)
     (second_name,) = {*BOTH} - {name}
     buffers = {name: buffer(), second_name: buffer()}
     tensors = [op.inputs.x, op.splits, buffers[second_name], *op.parameters()]
-    tensors += [] if way == "linear" else [op.scale]
+    tensors += [] if path == "linear" else [op.scale]
     tensor = tensors[data.draw(st.integers(0, len(tensors) - 1), label="tensor")]
     size = buffers[name].nbytes
     edges = st.sampled_from((-tensor.nbytes, 16 - tensor.nbytes, size - 16, size))
@@ -107,8 +107,8 @@ def test_a_buffer_overlaps_nothing_that_the_call_uses(way: str, name: str, data:
     start = data.draw(edges | any_start, label="bytes behind the start of the buffer")
     memory = torch.zeros(2 * tensor.nbytes + size, dtype=torch.uint8)
     for offset, moved in ((0, buffers[name]), (start, tensor)):
-        place = memory.data[tensor.nbytes + offset :][: moved.nbytes]  # .data: versions of its own
-        moved.data = place.view(moved.dtype).view(moved.shape).copy_(moved.data)
+        target = memory.data[tensor.nbytes + offset :][: moved.nbytes]  # .data: versions of its own
+        moved.data = target.view(moved.dtype).view(moved.shape).copy_(moved.data)
     before = memory.clone()
     if -tensor.nbytes < start < size:
         for context in (nullcontext, torch.no_grad, torch.inference_mode):
@@ -117,7 +117,7 @@ def test_a_buffer_overlaps_nothing_that_the_call_uses(way: str, name: str, data:
         assert torch.equal(memory, before), "something has been written"
         assert tensor is buffers[second_name] or (buffers[second_name] == cases.SENTINEL).all()
         buffers = {}
-    for actual, expected in zip(results_of(op, **buffers), results_of(Op(way)), strict=True):
+    for actual, expected in zip(results_of(op, **buffers), results_of(Op(path)), strict=True):
         cases.assert_same_bits(actual, expected)
 
 
@@ -211,30 +211,32 @@ MODULES = symmoe.grouped.Sequential(
 )
 # (argument, a call of a public function that is given a released tensor for it).
 CALLS_WITH_RELEASED_MEMORY = [
-    ("x", lambda gone: LINEAR(gone(INPUTS.x), SPLITS)),
-    ("splits", lambda gone: LINEAR(INPUTS.x, gone(SPLITS))),
-    ("bias_scale", lambda gone: LINEAR(INPUTS.x, SPLITS, bias_scale=gone(INPUTS.scale))),
+    ("x", lambda released: LINEAR(released(INPUTS.x), SPLITS)),
+    ("splits", lambda released: LINEAR(INPUTS.x, released(SPLITS))),
+    ("bias_scale", lambda released: LINEAR(INPUTS.x, SPLITS, bias_scale=released(INPUTS.scale))),
     *(
-        (name, lambda gone, call=call, name=name: call(**{name: gone(INPUTS.x)}))
+        (name, lambda released, call=call, name=name: call(**{name: released(INPUTS.x)}))
         for name in BOTH
         for call in (
             functools.partial(LINEAR, INPUTS.x, SPLITS),
             functools.partial(MLP, INPUTS.x, SPLITS, INPUTS.scale),
         )
     ),
-    ("rows", lambda gone: MLP(gone(INPUTS.x), SPLITS, INPUTS.scale)),
-    ("splits", lambda gone: MLP(INPUTS.x, gone(SPLITS), INPUTS.scale)),
-    ("row_probs", lambda gone: MLP(INPUTS.x, SPLITS, gone(INPUTS.scale))),
-    ("h", lambda gone: SWIGLU(gone(INPUTS.x), INPUTS.scale)),
-    ("scale", lambda gone: SWIGLU(INPUTS.x, gone(INPUTS.scale))),
-    ("x", lambda gone: MODULES(gone(INPUTS.x), SPLITS, INPUTS.scale, SPLITS)),
-    ("splits", lambda gone: MODULES(INPUTS.x, SPLITS, INPUTS.scale, gone(SPLITS))),
-    ("scale", lambda gone: MODULES(INPUTS.x, SPLITS, gone(INPUTS.scale), SPLITS)),
-    ("d_y", lambda gone: LINEAR(INPUTS.x, SPLITS).backward(gone(INPUTS.d_y))),
-    ("d_y", lambda gone: MLP(INPUTS.x, SPLITS, INPUTS.scale).backward(gone(INPUTS.d_y))),
+    ("rows", lambda released: MLP(released(INPUTS.x), SPLITS, INPUTS.scale)),
+    ("splits", lambda released: MLP(INPUTS.x, released(SPLITS), INPUTS.scale)),
+    ("row_probs", lambda released: MLP(INPUTS.x, SPLITS, released(INPUTS.scale))),
+    ("h", lambda released: SWIGLU(released(INPUTS.x), INPUTS.scale)),
+    ("scale", lambda released: SWIGLU(INPUTS.x, released(INPUTS.scale))),
+    ("x", lambda released: MODULES(released(INPUTS.x), SPLITS, INPUTS.scale, SPLITS)),
+    ("splits", lambda released: MODULES(INPUTS.x, SPLITS, INPUTS.scale, released(SPLITS))),
+    ("scale", lambda released: MODULES(INPUTS.x, SPLITS, released(INPUTS.scale), SPLITS)),
+    ("d_y", lambda released: LINEAR(INPUTS.x, SPLITS).backward(released(INPUTS.d_y))),
+    ("d_y", lambda released: MLP(INPUTS.x, SPLITS, INPUTS.scale).backward(released(INPUTS.d_y))),
     (
         "d_y",
-        lambda gone: MODULES(INPUTS.x, SPLITS, INPUTS.scale, SPLITS).backward(gone(INPUTS.d_y)),
+        lambda released: MODULES(INPUTS.x, SPLITS, INPUTS.scale, SPLITS).backward(
+            released(INPUTS.d_y)
+        ),
     ),
 ]
 
@@ -531,13 +533,13 @@ def test_losses_that_are_kept_keep_no_leases(op, heap):
     x = op.inputs.x.nan_to_num().requires_grad_()
     losses = []
     expected = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
-    for asked in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
+    for inputs in (None, [op.fc1.weight], *[None] * 4):  # once for the gradients of weights alone
         out, grad_input_out = leases(heap, 2)
         loss = (
             used_rows_of(op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)).square().sum()
         )
         del out, grad_input_out
-        loss.backward(inputs=asked)
+        loss.backward(inputs=inputs)
         losses.append(loss)
         assert heap.leased_bytes == 0
     cases.assert_near(used_rows_of(x.grad), 5 * used_rows_of(expected).double(), torch.float32)

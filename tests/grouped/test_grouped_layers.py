@@ -39,19 +39,19 @@ def cut(matrix: list[cases.Case]) -> list:
 
 
 @cases.everywhere
-@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("path", cases.WAYS)
 @pytest.mark.parametrize("case", cut(cases.matrix()), ids=str)
-def test_all_options_equal_the_oracle(case, way, sizes, device):
-    cases.check_case(way, case, sizes, device)
+def test_all_options_equal_the_oracle(case, path, sizes, device):
+    cases.check_case(path, case, sizes, device)
 
 
 @cases.everywhere
-@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("path", cases.WAYS)
 @pytest.mark.parametrize(
     "case", cut([c for c in cases.matrix() if len(c.buffers) == 2 and not c.is_nd]), ids=str
 )
-def test_discrete_weights_give_the_same_bits(case, way, sizes, device):
-    cases.check_discrete_weights(way, case, sizes, device)
+def test_discrete_weights_give_the_same_bits(case, path, sizes, device):
+    cases.check_discrete_weights(path, case, sizes, device)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -98,20 +98,20 @@ def test_splits(kind, splits):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
-def test_calls_without_rows(shape, bias, way):
+@pytest.mark.parametrize("path", ONE_LAYER_OR_MLP)
+def test_calls_without_rows(shape, bias, path):
     case = cases.Case(bias=bias, buffers=())
-    inputs = cases.inputs_of(way, case)
+    inputs = cases.inputs_of(path, case)
     columns = inputs.d_y.shape[-1]
     inputs.x = torch.empty(*shape, 16, requires_grad=True)
     inputs.scale = torch.empty(shape, requires_grad=True)
-    call, layers = cases.make_way(way, case, inputs)
+    call, layers = cases.make_way(path, case, inputs)
     arguments = inputs.x, inputs.scale, torch.zeros_like(inputs.splits)
     y = call(*arguments, out=torch.empty(*shape, columns), grad_input_out=torch.empty(*shape, 16))
     assert y.shape == (*shape, columns)
     y.sum().backward()
     assert inputs.x.grad.shape == (*shape, 16)
-    assert way == "linear" or inputs.scale.grad.shape == shape
+    assert path == "linear" or inputs.scale.grad.shape == shape
     assert not any(
         parameter.grad.any() for layer in layers.values() for parameter in layer.parameters()
     )
@@ -120,12 +120,12 @@ def test_calls_without_rows(shape, bias, way):
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
 @pytest.mark.parametrize("buffers", cases.BUFFERS, ids=str)
 @pytest.mark.parametrize("is_nd", [False, True])
-@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
-def test_forward_without_gradients(mode, buffers, is_nd, way):
+@pytest.mark.parametrize("path", ONE_LAYER_OR_MLP)
+def test_forward_without_gradients(mode, buffers, is_nd, path):
     case = cases.Case(is_nd=is_nd, buffers=buffers)
-    inputs = cases.inputs_of(way, case)
-    want = cases.run_way("linear" if way == "linear" else "modules", case, inputs).tensors["y"]
-    call, layers = cases.make_way(way, case, inputs)
+    inputs = cases.inputs_of(path, case)
+    want = cases.run_way("linear" if path == "linear" else "modules", case, inputs).tensors["y"]
+    call, layers = cases.make_way(path, case, inputs)
     buffer_arguments = cases.Buffers.of(case, inputs, out_features=want.shape[-1])
     for layer in layers.values() if mode == "eval" else ():
         layer.eval().requires_grad_(False)
@@ -147,10 +147,10 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("weights", FORMS)
-@pytest.mark.parametrize("way", cases.WAYS)
-def test_autocast(main_grad, delayed, weights, way, sizes, device):
+@pytest.mark.parametrize("path", cases.WAYS)
+def test_autocast(main_grad, delayed, weights, path, sizes, device):
     cases.check_autocast(
-        way, cases.Case(main_grad=main_grad, delayed=delayed), weights, sizes, device
+        path, cases.Case(main_grad=main_grad, delayed=delayed), weights, sizes, device
     )
 
 
@@ -205,12 +205,12 @@ def test_first_micro_batch_overwrites_both(first):
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2", "fc", "weight", "x", "scale", "bias", "nothing"])
-@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
-def test_inputs_without_gradients(way, frozen):
+@pytest.mark.parametrize("path", ONE_LAYER_OR_MLP)
+def test_inputs_without_gradients(path, frozen):
     """The gradient buffer of x is written if x requires a gradient."""
-    inputs = cases.inputs_of(way, PLAIN)
+    inputs = cases.inputs_of(path, PLAIN)
     buffers = cases.Buffers(grad_input_out=torch.full_like(inputs.x, cases.SENTINEL))
-    call, layers = cases.make_way(way, PLAIN, inputs)
+    call, layers = cases.make_way(path, PLAIN, inputs)
     x = inputs.x.clone().requires_grad_(frozen != "x")
     scale = inputs.scale.clone().requires_grad_(frozen != "scale")
     parameters = {
@@ -222,7 +222,7 @@ def test_inputs_without_gradients(way, frozen):
     actual = {"d_x": x.grad, "d_scale": scale.grad} | {
         name: p.grad for name, p in parameters.items()
     }
-    for name, want in cases.oracle_of(way, PLAIN, inputs).items():
+    for name, want in cases.oracle_of(path, PLAIN, inputs).items():
         if frozen in name:
             assert actual[name] is None, name
         elif name != "y":

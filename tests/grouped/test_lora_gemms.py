@@ -210,10 +210,10 @@ class Allocations(Watching):
         argument_memory = {memory_of(tensor) for tensor in tensors_in(arguments)}
         for tensor in tensors_in(result):
             if memory_of(tensor) not in argument_memory:
-                self.seen.append((tensor.untyped_storage().nbytes() // tensor.itemsize, str(func)))
+                self.noted.append((tensor.untyped_storage().nbytes() // tensor.itemsize, str(func)))
 
     def of_at_least(self, numel: int) -> list[tuple[int, str]]:
-        return [entry for entry in self.seen if entry[0] >= numel]
+        return [entry for entry in self.noted if entry[0] >= numel]
 
 
 def tensors_in(values) -> list[torch.Tensor]:
@@ -227,9 +227,9 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    "way", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str
+    "variant", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str
 )
-def test_adapters_allocate_no_tensor_of_a_weights_size(way):
+def test_adapters_allocate_no_tensor_of_a_weights_size(variant):
     num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
     smallest = num_experts * hidden * ffn  # elements of W2
     parameters = random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)
@@ -239,12 +239,14 @@ def test_adapters_allocate_no_tensor_of_a_weights_size(way):
     def run(experts: GroupedMLP) -> Allocations:
         rows = x.clone().requires_grad_()
         with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap, Allocations() as allocations:
-            if way == "experts":
+            if variant == "experts":
                 y = experts(rows, [5, 0, 3, 2, 2, 4, 0, 4], probs[:, 0])
             else:
                 chosen = (torch.arange(num_rows, dtype=torch.int32) % num_experts)[:, None]
                 plan = make_plan(chosen, num_experts=num_experts, heap=heap)
-                y = expert_parallel_mlp(rows, probs, experts, plan, stash=way[0], layout=way[1])
+                y = expert_parallel_mlp(
+                    rows, probs, experts, plan, stash=variant[0], layout=variant[1]
+                )
             y.backward(dy)
             del y
         assert rows.grad.any()
@@ -253,7 +255,7 @@ def test_adapters_allocate_no_tensor_of_a_weights_size(way):
 
     experts = make_experts(parameters, slice(None))
     allocations = run(experts)
-    assert len(allocations.seen) > 20
+    assert len(allocations.noted) > 20
     assert allocations.of_at_least(smallest) == []
     experts.fc2.weight.requires_grad_(True)  # the control: its gradient is dense
     assert run(experts).of_at_least(smallest)

@@ -78,8 +78,8 @@ def compare(
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
 OPTIONS = [
     *(
-        {"stash": stash, "order": order, **way}
-        for way in WAYS
+        {"stash": stash, "order": order, **fields}
+        for fields in WAYS
         for stash, order in (("all", "rank"), ("none", "slot"))
     ),
     *({"stash": stash} for stash in STASHES),

@@ -205,10 +205,10 @@ def test_delayed_weight_gradients_work_in_a_dispatch_mode(heap):
     assert experts.fc1.weight.grad is None
     experts.backward_dw()
     assert experts.fc1.weight.grad.abs().max() > 0
-    assert torch.ops.symmoe.moe_forward.default not in mode.seen
+    assert torch.ops.symmoe.moe_forward.default not in mode.noted
     with Watching() as mode:
         block(heap, **STATIC)(tokens())
-    assert torch.ops.symmoe.moe_forward.default in mode.seen
+    assert torch.ops.symmoe.moe_forward.default in mode.noted
 
 
 TOPK_IDX = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)

@@ -241,10 +241,12 @@ def test_every_kind_of_optimizer_accepts_the_groups(rank: int, num_ranks: int, w
         results = []
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
             model = small.on_mesh(mesh, heap, wrap)
-            before = [small.whole(parameter).clone() for parameter in model.parameters()]
+            before = [small.full_tensor(parameter).clone() for parameter in model.parameters()]
             small.rank_loss(model, 0, rank, small.equal_shares(2)).backward()
             torch.optim.AdamW(parameter_groups(model), lr=1e-2, **options).step()
-            after = [small.whole(parameter).detach().clone() for parameter in model.parameters()]
+            after = [
+                small.full_tensor(parameter).detach().clone() for parameter in model.parameters()
+            ]
             assert not any(map(torch.equal, before, after))
             results.append(after)
         for actual in results[1:]:
@@ -493,9 +495,11 @@ def train_step(
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Every parameter, buffer and moment, unsharded. Collective."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {name: small.whole(tensor).clone() for name, tensor in of_model.items()}
+    state = {name: small.full_tensor(tensor).clone() for name, tensor in of_model.items()}
     for name, moments in of_optimizer["state"].items():
-        state |= {f"{name}/{kind}": small.whole(tensor).clone() for kind, tensor in moments.items()}
+        state |= {
+            f"{name}/{kind}": small.full_tensor(tensor).clone() for kind, tensor in moments.items()
+        }
     return state
 
 

@@ -228,9 +228,9 @@ def test_adapters_that_experts_cannot_have_are_refused(
         missing = partial(load_adapters, adapted, folder), "No such file"
         assert_refused(missing, error=symmoe.errors.CheckpointError)
     save_adapters(adapted, f"{folder}/saved")
-    other = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
+    wrong = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
     with pytest.raises(symmoe.errors.CheckpointError, match=r"has shape .* in the model"):
-        load_adapters(other, f"{folder}/saved")
+        load_adapters(wrong, f"{folder}/saved")
     assert not list(Path(folder).glob("*.partial"))
     attention = get_peft_model(
         swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"])

@@ -67,7 +67,7 @@ def assert_close(actual, expected, bound: float = BOUND, norms_bound: float = BO
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options", "kept"),
+    ("num_ranks", "options", "num_kept_layers"),
     [
         *((2, options, None) for options in OPTIONS),
         (4, "plain", None),  # FSDP2 shards each expert over the two ranks that have it
@@ -75,10 +75,10 @@ def assert_close(actual, expected, bound: float = BOUND, norms_bound: float = BO
         *((2, "plain", 2), (4, "plain", 2), (2, "bf16", 2)),
     ],
 )
-def test_ranks_train_as_one_process(run, num_ranks: int, options: str, kept: int | None):
+def test_ranks_train_as_one_process(run, num_ranks: int, options: str, num_kept_layers: int | None):
     """Losses, norms before clipping, and evaluation are those of torchtitan's local dispatcher."""
     expected, _ = run(1, **OPTIONS[options])
-    actual, _ = run(num_ranks, symmoe=True, kept=kept, **OPTIONS[options])
+    actual, _ = run(num_ranks, symmoe=True, num_kept_layers=num_kept_layers, **OPTIONS[options])
     assert_close(actual, expected, *((2e-3, 2e-2) if options == "bf16" else ()))
     assert len(expected.losses) == 20
     assert len(expected.validations) == 2
@@ -90,30 +90,32 @@ def test_ranks_train_as_one_process(run, num_ranks: int, options: str, kept: int
 
 def test_training_equals_that_with_torchtitans_all_to_all(run):
     expected, _ = run(2)
-    actual, _ = run(2, symmoe=True, kept=None)
+    actual, _ = run(2, symmoe=True, num_kept_layers=None)
     assert_close(actual, expected)
     assert expected.num_dispatches == 0
 
 
-@pytest.mark.parametrize("kept", [None, 1])
+@pytest.mark.parametrize("num_kept_layers", [None, 1])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_activation_checkpointing_gives_the_same_bits(run, recompute: str, kept: int | None):
-    plain, _ = run(2, symmoe=True, kept=kept and 2)
-    actual, _ = run(2, symmoe=True, kept=kept, recompute=recompute)
+def test_activation_checkpointing_gives_the_same_bits(
+    run, recompute: str, num_kept_layers: int | None
+):
+    plain, _ = run(2, symmoe=True, num_kept_layers=num_kept_layers and 2)
+    actual, _ = run(2, symmoe=True, num_kept_layers=num_kept_layers, recompute=recompute)
     assert (actual.losses, actual.norms) == (plain.losses, plain.norms)
     assert actual.num_dispatches == plain.num_dispatches + 2 * 20  # again in every backward pass
 
 
-@pytest.mark.parametrize("kept", [None, 2])
-def test_a_resumed_run_has_the_same_bits(run, kept: int | None):
-    uninterrupted, folder = run(2, symmoe=True, kept=kept)
-    resumed, _ = run(2, symmoe=True, kept=kept, folder=folder, saved_by=2)
+@pytest.mark.parametrize("num_kept_layers", [None, 2])
+def test_a_resumed_run_has_the_same_bits(run, num_kept_layers: int | None):
+    uninterrupted, folder = run(2, symmoe=True, num_kept_layers=num_kept_layers)
+    resumed, _ = run(2, symmoe=True, num_kept_layers=num_kept_layers, folder=folder, saved_by=2)
     assert (resumed.losses, resumed.norms) == (uninterrupted.losses[10:], uninterrupted.norms[10:])
     assert resumed.validations == uninterrupted.validations[1:]
 
 
 def test_one_rank_of_torchtitan_resumes_from_the_checkpoint(run):
-    uninterrupted, folder = run(2, symmoe=True, kept=None)
+    uninterrupted, folder = run(2, symmoe=True, num_kept_layers=None)
     resumed, _ = run(1, folder=folder, saved_by=2)
     assert resumed.losses == pytest.approx(uninterrupted.losses[10:], rel=BOUND)
     assert resumed.norms == pytest.approx(uninterrupted.norms[10:], rel=BOUND)

@@ -232,15 +232,17 @@ def test_replay_scores_the_groups_of_the_replayed_experts(heap):
 def test_hash_layers_are_not_recorded(heap):
     """DeepSeek-V4's first layers choose by the tokens' ids."""
     model, outputs = swap_moe(tiny_model("deepseek_v4"), heap), []
-    for given in ({}, {"model.layers.1.mlp.experts": torch.rand(18, 8).argsort(1)[:, :2].int()}):
+    for replayed in ({}, {"model.layers.1.mlp.experts": torch.rand(18, 8).argsort(1)[:, :2].int()}):
         with (
-            symmoe.routing.replay_routing(model, given) if given else contextlib.nullcontext(),
+            symmoe.routing.replay_routing(model, replayed)
+            if replayed
+            else contextlib.nullcontext(),
             torch.no_grad(),
         ):
             with symmoe.routing.record_routing(model) as routing:
                 outputs.append(model(batch_of(0), use_cache=False)[0])
         assert routing.keys() == {"model.layers.1.mlp.experts"}
-    assert all(torch.equal(ids, given[name]) for name, ids in routing.items())
+    assert all(torch.equal(ids, replayed[name]) for name, ids in routing.items())
     assert not torch.allclose(*outputs, atol=1e-3)
     stage = model.model.layers[0]  # of a pipeline, with no layer of which a router chooses
     with symmoe.routing.record_routing(stage) as routing, symmoe.routing.replay_routing(stage, {}):

@@ -126,7 +126,7 @@ def test_dtypes_are_those_of_transformers(
     stock_state = type(reference).from_pretrained(tmp_path, dtype=dtype).state_dict()
     model = from_pretrained(tmp_path, heap, dtype=dtype, model_class=type(reference))
     expected = share_of(stock_state, 0, 1, model_type)
-    assert {name: each.dtype for name, each in model.state_dict().items()} == {
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == {
         n: t.dtype for n, t in expected.items()
     }
     fp32_names = {name for name, tensor in stock_state.items() if tensor.dtype == torch.float32}

@@ -100,7 +100,7 @@ def compare(
         assert any("gate.weight" in name or "router.weight" in name for name in names)
         assert any("shared_experts" in name for name in names) == (family == "deepseek_v3")
         if num_ranks == 2:  # the sum over ranks, not the mean
-            experts = [each for name, each in step.raw.items() if "mlp.experts.mlp.fc2" in name]
+            experts = [ratio for name, ratio in step.raw.items() if "mlp.experts.mlp.fc2" in name]
             assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)
 
 
@@ -114,7 +114,10 @@ COMPARED = [  # (kind of case, ranks, family, arguments of `compare`); nodes are
     slow("compiled", 2, "deepseek_v3", compiles=True),
     ("several nodes", 2, FAMILIES[0], {"ranks_per_node": 1}),
     *(slow("several nodes", 2, family, ranks_per_node=1) for family in FAMILIES[1:]),
-    *(slow("several nodes", 4, each, ranks_per_node=2) for each in ("qwen3_moe", "deepseek_v3")),
+    *(
+        slow("several nodes", 4, family, ranks_per_node=2)
+        for family in ("qwen3_moe", "deepseek_v3")
+    ),
 ]
 
 

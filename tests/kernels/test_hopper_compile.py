@@ -73,7 +73,7 @@ SECTIONS = {
         Case(Launch("launch_gemm", sizes, dtype, ways=ways), ptx=OF_ROLES)
         for ways, dtype, sizes in product(("", "k-first"), (BF16, FP16), WITH_ODD)
     ],
-    "dact": [dact(*each) for each in product(NUMBERS, VARIANTS, WITH_ODD)],
+    "dact": [dact(*options) for options in product(NUMBERS, VARIANTS, WITH_ODD)],
     "act": [
         Case(
             Launch(
@@ -89,7 +89,7 @@ SECTIONS = {
             (BF16, FP16), (act.SEPARATE, act.ALTERNATE), USUAL, ("swiglu", "geglu")
         )
     ],
-    "wgrad": [wgrad(*each) for each in product(("", "fc2"), (BF16, FP16), WITH_ODD)],
+    "wgrad": [wgrad(*options) for options in product(("", "fc2"), (BF16, FP16), WITH_ODD)],
 }
 
 
@@ -100,9 +100,9 @@ def test_code(launches, case):
 
 def launched(launches, kernel, **changes):
     """The first kernel that a call launches on 5 SMs of a Hopper GPU, and the names of the others."""
-    first, *rest = launches.made_by(Launch(kernel, changes={"num_sms": 5, **changes}))
+    first, *later = launches.made_by(Launch(kernel, changes={"num_sms": 5, **changes}))
     assert first.grid == (5,)
-    return first, [launch.name for launch in rest]
+    return first, [launch.name for launch in later]
 
 
 def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
@@ -118,11 +118,11 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
     launched(launches, "grouped_gemm_act")
     for rows, dscale in product(("N H", ("N H", index("N", "N"))), (None, "f32 N")):
         gradients = "N W", "N I", dscale, None
-        _, rest = launched(launches, "grouped_gemm_dact", dout=rows, gradients=gradients)
-        assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
-    first, rest = launched(launches, "grouped_gemm_wgrad")
+        _, later = launched(launches, "grouped_gemm_dact", dout=rows, gradients=gradients)
+        assert later == ([] if dscale is None else ["sum_dscale_kernel"])
+    first, later = launched(launches, "grouped_gemm_wgrad")
     pipe = first.kwargs["PIPE"]
-    assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (32, 1536, 2048, [])
+    assert (pipe.num_groups, pipe.out_rows, pipe.columns, later) == (32, 1536, 2048, [])
     of_index = index("N", "N")
     for changes in (
         {"dout": ("N W", of_index)},
@@ -130,8 +130,8 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
         {"accumulate": True},
         {"out": "f32 G W H"},
     ):
-        first, rest = launched(launches, "grouped_gemm_wgrad", **changes)
-        assert (first.name, rest) == ("grouped_gemm_wgrad_kernel", [])
+        first, later = launched(launches, "grouped_gemm_wgrad", **changes)
+        assert (first.name, later) == ("grouped_gemm_wgrad_kernel", [])
 
 
 def test_devices_and_calls_that_they_do_not_take():
@@ -148,7 +148,7 @@ def test_devices_and_calls_that_they_do_not_take():
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "columns", "version", "taken"),
+    ("capability", "dtype", "columns", "version", "is_taken"),
     [
         ((9, 0), BF16, 256, "3.6.0", True),
         ((9, 0), FP16, 256, "3.7.1", True),
@@ -160,8 +160,8 @@ def test_devices_and_calls_that_they_do_not_take():
         ((9, 0), BF16, 256, "3.10.0", False),
     ],
 )
-def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, taken):
+def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, is_taken):
     monkeypatch.setattr(architectures, "capability", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", version)
     kernels = hopper_choice.hopper_kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
-    assert kernels is (launchers if taken else None)
+    assert kernels is (launchers if is_taken else None)

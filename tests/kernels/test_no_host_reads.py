@@ -48,7 +48,7 @@ def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, has_topk_idx: 
         )
         (y.sum() + metrics.aux_loss).backward()
         balance_step(layer)
-    assert mode.seen == []
+    assert mode.noted == []
     assert mode.num_operations > 50
 
 
@@ -57,4 +57,4 @@ def test_reads_are_found():
     with NoReads() as mode:
         x[x > 1].sum().item()
         x[x > 2] = 0
-    assert mode.seen == ["index", "_local_scalar_dense", "index_put_"]
+    assert mode.noted == ["index", "_local_scalar_dense", "index_put_"]

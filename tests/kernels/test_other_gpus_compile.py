@@ -61,7 +61,7 @@ def of_small_rows(sizes):
         Launch(kernel, sizes, BF16, name, ways="plain" if kernel == "quantize_columns" else "")
         for kernel, name in product(("quantize_rows", "quantize_columns"), ("mxfp8", "nvfp4"))
     ]
-    one = [
+    without_ways = [
         Launch(kernel, sizes, dtype, "mxfp8", ways=ways)
         for kernel, dtype, ways in (
             ("quantize_rows", BF16, "sums"),
@@ -84,7 +84,7 @@ def of_small_rows(sizes):
     no_seeds = Launch("quantize_rows", sizes, BF16, "nvfp4", changes={"seeds": None})
     return [
         *both,
-        *one,
+        *without_ways,
         no_seeds,
         Launch("swizzle_scales", sizes, format="mxfp8", changes=of_table),
     ]
@@ -257,15 +257,15 @@ def test_it_compiles_and_fits(launches, on, group, arch):
         launch()
     for launch in {launch.key: launch for launch in launches}.values():
         code = launch.compile(arch)
-        most = MAX_SPILLED.get(launch.name, OF_QUANTISERS if group == "quantisers" else 0)
-        assert code.spilled <= most, (launch.name, code.spilled)
+        limit = MAX_SPILLED.get(launch.name, OF_QUANTISERS if group == "quantisers" else 0)
+        assert code.spilled <= limit, (launch.name, code.spilled)
 
 
 ON_THE_HOST = {"copy_host_to_device", "read_addresses", "dact_workspace_numel"}
 
 
 def test_every_kernel_of_the_contract_has_a_row():
-    contract = {name for each in Kernels.__mro__ for name in vars(each) if name[0] != "_"}
+    contract = {name for base in Kernels.__mro__ for name in vars(base) if name[0] != "_"}
     assert contract - TABLE.keys() == ON_THE_HOST
 
 
@@ -296,7 +296,7 @@ def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
         ),
     ):
         launch()
-    wgrad = launches.of("grouped_gemm_wgrad_kernel").kwargs["WGRAD"].config
+    wgrad = launches.latest("grouped_gemm_wgrad_kernel").kwargs["WGRAD"].config
     assert (wgrad.block_m, wgrad.block_n) == (128, columns)
     chosen = [launch.kwargs["GEMM"].config for launch in launches if "GEMM" in launch.kwargs]
     chosen = [

@@ -197,14 +197,14 @@ def losses(kernel, launched_by, num_experts, score):
 SECTIONS = {
     **{
         f"{kernel} in bf16": [
-            fast_product(*each, sizes) for each, sizes in product(GEMMS, USUAL) if each[0] == kernel
+            fast_product(*gemm, sizes) for gemm, sizes in product(GEMMS, USUAL) if gemm[0] == kernel
         ]
         for kernel in ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
     },
     "products of other dtypes are not rounded to TF32": [
-        product_of_another_dtype(*each, dtype)
-        for each, dtype in product(GEMMS, (FP16, FP32))
-        if "fp32" not in each[1]
+        product_of_another_dtype(*gemm, dtype)
+        for gemm, dtype in product(GEMMS, (FP16, FP32))
+        if "fp32" not in gemm[1]
     ],
     "products of odd widths": [
         Case(Launch(kernel, sizes, ways=ways), ptx={WGMMA: True, NARROW_COPY: False})
@@ -212,8 +212,8 @@ SECTIONS = {
         if ways in ("", "gather", "table", "accumulate")
     ],
     "products of low ranks": [
-        product_of_low_rank(*each, rank, dtype)
-        for each, rank, dtype in product(LOW_RANK, (8, 16, 64), (BF16, FP32))
+        product_of_low_rank(*gemm, rank, dtype)
+        for gemm, rank, dtype in product(LOW_RANK, (8, 16, 64), (BF16, FP32))
     ],
     "gradients of biases": [
         Case(Launch(kernel, "qwen3-30b", dtype, ways=ways), also=(reads_16_bytes,))
@@ -234,12 +234,12 @@ SECTIONS = {
         for groups, kind in product((1, 65), ("i32 G", "i64 G"))
     ],
     **{
-        f"{kernel} is fast": [fused(kernel, *each) for each in product(NAMES, LAYOUTS, USUAL)]
+        f"{kernel} is fast": [fused(kernel, *options) for options in product(NAMES, LAYOUTS, USUAL)]
         for kernel in ("grouped_gemm_act", "grouped_gemm_dact")
     },
     "fused activations of other dtypes are not rounded to TF32": [
-        fused_of_another_dtype(*each)
-        for each in product(
+        fused_of_another_dtype(*options)
+        for options in product(
             ("grouped_gemm_act", "grouped_gemm_dact"), ("swiglu", "srelu"), (FP16, FP32)
         )
     ],
@@ -255,8 +255,8 @@ SECTIONS = {
     },
     **{
         f"{kernel} of odd widths uses no atomics": [
-            odd_activation(kernel, launched_by, *each)
-            for each in product(("odd", "narrow"), (None, 4, 8))
+            odd_activation(kernel, launched_by, *options)
+            for options in product(("odd", "narrow"), (None, 4, 8))
         ]
         for kernel, launched_by in OF_FUSED.items()
     },
@@ -268,14 +268,14 @@ SECTIONS = {
         Case(Launch("router_gemm", "odd router"), "bf16_parts_kernel", ptx={"cvt.rn.bf16": True})
     ],
     **{
-        f"{kernel} spills nothing": [choice(kernel, *each) for each in choices]
+        f"{kernel} spills nothing": [choice(kernel, *options) for options in choices]
         for kernel, choices in CHOICES.items()
     },
     "choose_experts counts": [choice("choose_experts", *CHOICES["choose_experts"][0], "counted")],
     "losses of a router spill nothing": [
-        losses(*each, *kind)
+        losses(*names, *kind)
         for kind in product((20, 256), ("softmax", "sigmoid"))
-        for each in (
+        for names in (
             ("router_loss_sums", "router_losses"),
             ("router_loss", "router_losses"),
             ("router_losses_grad", "router_losses_grad"),

@@ -87,9 +87,9 @@ def loads_every_number_of_a_pair_once(name, dtype, ways, code):
     """Of scattered matrices, their address too."""
     is_square = name == "float8_block"
     tile, threads = (128 * 128, 256) if is_square else (32 * 256, 128)
-    others = 32 * FORMATS[name].has_global_scale + 64 * (ways == "table")
+    extra_bits = 32 * FORMATS[name].has_global_scale + 64 * (ways == "table")
     loaded_bits = sum(access_bits(code.ptx, r"ld\.global"))
-    assert loaded_bits == tile * 8 * dtype.itemsize // threads + others
+    assert loaded_bits == tile * 8 * dtype.itemsize // threads + extra_bits
 
 
 def pairs(name, dtype, ways):
@@ -294,9 +294,9 @@ def on_hopper(kernel, sizes, dtype, name, ways, ptx, also):
 
 
 def columns(sizes, ways, name="float8_block", dtype=BF16):
-    most = 7 * NUMBERS + (100 if ways else 50)
+    limit = 7 * NUMBERS + (100 if ways else 50)
     ptx = {"div.rn.f32": 4} if name == "float8_block" else {"div.rn": False}
-    check = partial(keeps_columns_in_registers, NUMBERS // 8, most, 0)
+    check = partial(keeps_columns_in_registers, NUMBERS // 8, limit, 0)
     return on_hopper("launch_quantize_columns", sizes, dtype, name, ways, ptx, check)
 
 
@@ -347,7 +347,9 @@ SECTIONS = {
         quantises("encode_rows", name, dtype, sizes=sizes)
         for name, dtype, sizes in product(NAMES[:2], (BF16, FP32), (WIDE, NARROW))
     ],
-    "quantize_weight_pairs": [pairs(*each) for each in product(NAMES, (BF16, FP32), ("", "table"))],
+    "quantize_weight_pairs": [
+        pairs(*options) for options in product(NAMES, (BF16, FP32), ("", "table"))
+    ],
     "on Blackwell": [
         quantises(kernel, name, arch=BLACKWELL)
         for kernel, name in product(
@@ -416,27 +418,27 @@ SECTIONS = {
     ],
     **{f"the wire, {name}": all_of_wire(name, HOPPER) for name in NAMES[:2]},
     "the wire on Blackwell": all_of_wire("mxfp8", BLACKWELL),
-    "act_quantize": [quantises_activations("act_quantize", *each) for each in WITH_ARCH],
+    "act_quantize": [quantises_activations("act_quantize", *options) for options in WITH_ARCH],
     "every number is converted once": [
         replace(case, also=(*case.also, converts_every_number_once))
         for case in [quantises_activations("act_quantize", *CASES[0], HOPPER, dtype=FP16)]
     ],
-    "dact_quantize": [quantises_activations("dact_quantize", *each) for each in WITH_ARCH],
+    "dact_quantize": [quantises_activations("dact_quantize", *options) for options in WITH_ARCH],
     "dact_quantize with sums": [
-        quantises_activations("dact_quantize", *each, "dbias") for each in WITH_ARCH
+        quantises_activations("dact_quantize", *options, "dbias") for options in WITH_ARCH
     ],
-    "sums of dbias": [sums_of_dbias(*each) for each in WITH_ARCH],
-    "launch_dact_quantize": [dact_on_hopper(*each, "") for each in ON_HOPPER],
-    "launch_dact_quantize with sums": [dact_on_hopper(*each, "dbias") for each in ON_HOPPER],
+    "sums of dbias": [sums_of_dbias(*options) for options in WITH_ARCH],
+    "launch_dact_quantize": [dact_on_hopper(*options, "") for options in ON_HOPPER],
+    "launch_dact_quantize with sums": [dact_on_hopper(*options, "dbias") for options in ON_HOPPER],
     "launch_quantize_columns": [
-        *(columns(*each) for each in product((WIDE, NARROW), ("", "indexed"))),
+        *(columns(*options) for options in product((WIDE, NARROW), ("", "indexed"))),
         columns(WIDE, "", "float8_block_powers", FP16),
     ],
     "launch_requantize_columns": [
-        columns_of_wire(*each) for each in product((WIDE, NARROW), (BF16, FP16))
+        columns_of_wire(*options) for options in product((WIDE, NARROW), (BF16, FP16))
     ],
     "launch_quantize_weight_pairs": [
-        pairs_on_hopper(*each) for each in product((BF16, FP16), ("", "table"))
+        pairs_on_hopper(*options) for options in product((BF16, FP16), ("", "table"))
     ],
 }
 

@@ -51,10 +51,10 @@ def reads_scales_of_columns_in_time(code):
     ptx, end = code.ptx, "wgmma.wait_group.sync.aligned 0;"
     first = ptx[ptx.index("wgmma.mma_async") :]
     under_way = first[: first.index(end)]
-    rest = first[len(under_way) : first.index("wgmma.mma_async", len(under_way))]
+    following = first[len(under_way) : first.index("wgmma.mma_async", len(under_way))]
     assert (under_way.count("ld.shared.v2.b32"), under_way.count("ld.shared.b32")) == (0, 4)
-    assert "ld.shared" not in rest
-    second = first[len(under_way) + len(rest) :]
+    assert "ld.shared" not in following
+    second = first[len(under_way) + len(following) :]
     second = second[: second.index("wgmma.mma_async", second.index(end))]
     of_the_next = second[: second.index("fma.rn.f32")].count("ld.shared.v2.b32")
     assert (ptx[: ptx.index("wgmma.mma_async")].count("ld.shared.v2.b32"), of_the_next) == (16, 16)
@@ -74,12 +74,12 @@ def stores_by_tma(dtype, ways, code):
     accumulate = "accumulate" in ways
     num_stores = 0 if accumulate and dtype != FP32 else 16
     kind = "cp.reduce.async" if accumulate else "cp.async"
-    place = "4d.global.shared::cta.add." if accumulate else "3d.global.shared::cta."
+    space = "4d.global.shared::cta.add." if accumulate else "3d.global.shared::cta."
     if "table" in ways:
         assert len(re.findall(rf"{kind}\.bulk\.tensor\.4d\.global", code.ptx)) == 16
     else:
         stores = re.findall(r"\S+\.bulk\.tensor\.\dd\.global\S*", code.ptx)
-        assert stores == num_stores * [f"{kind}.bulk.tensor.{place}bulk_group"]
+        assert stores == num_stores * [f"{kind}.bulk.tensor.{space}bulk_group"]
     assert not atomics(code.ptx)
 
 
@@ -199,9 +199,10 @@ def scaled_gradient(name, arch, sizes, ways, dtype):
 SECTIONS = {
     "fp8": [
         fp8_gemm(
-            *each, ptx={"cp.async.bulk.tensor.3d.shared": True, "cp.async.bulk.tensor.4d.global": 8}
+            *options,
+            ptx={"cp.async.bulk.tensor.3d.shared": True, "cp.async.bulk.tensor.4d.global": 8},
         )
-        for each in (
+        for options in (
             (USUAL, "zero-tail"),
             ("odd fp8", "zero-tail", FP16),
             ("odd fp8", ""),
@@ -215,7 +216,7 @@ SECTIONS = {
         )
     ],
     "gradients of fp8": [
-        *(fp8_wgrad(USUAL, *each) for each in product(("", "accumulate"), (BF16, FP32))),
+        *(fp8_wgrad(USUAL, *options) for options in product(("", "accumulate"), (BF16, FP32))),
         fp8_wgrad("odd fp8", "accumulate", BF16),
     ],
     "gradients of fp8 in scattered matrices": [
@@ -229,7 +230,7 @@ SECTIONS = {
         )
     ],
     "fp8 by Triton": [
-        general_fp8(*each, arch) for each, arch in product(GENERAL_FP8, (BLACKWELL, HOPPER))
+        general_fp8(*options, arch) for options, arch in product(GENERAL_FP8, (BLACKWELL, HOPPER))
     ],
     "products": [
         scaled_gemm(name, arch, sizes, "zero-tail")
@@ -260,8 +261,8 @@ SECTIONS = {
         for name, arch in product(NAMES, (BLACKWELL, HOPPER))
     ],
     "gradients": [
-        scaled_gradient(name, *each)
-        for name, each in product(
+        scaled_gradient(name, *options)
+        for name, options in product(
             NAMES,
             [
                 (BLACKWELL, USUAL, "", BF16),
@@ -280,15 +281,15 @@ def test_code(launches, on, case):
 
 
 def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatch):
-    def taken(device, dtype, columns):
+    def launchers_for(device, dtype, columns):
         return launchers if dtype in (BF16, FP16) and columns >= 256 else None
 
     def launched(kernel, sizes="odd fp8", dtype=BF16, ways=""):
         launch = Launch(kernel, sizes, dtype, ways=ways, changes={"num_sms": 5})
-        (found,) = launches.made_by(launch)
-        return found
+        (kernel_launch,) = launches.made_by(launch)
+        return kernel_launch
 
-    monkeypatch.setattr(hopper_choice, "hopper_kernels", taken)
+    monkeypatch.setattr(hopper_choice, "hopper_kernels", launchers_for)
     product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
     launch = launched(product)
     pipe = launch.kwargs["PIPE"]

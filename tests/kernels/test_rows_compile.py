@@ -46,11 +46,11 @@ def barrier(num_ranks):
     lanes_per_thread = max(1, num_ranks // 32)
 
     def releases_and_acquires(code):
-        ptx, found = code.ptx, atomics(code.ptx)
-        assert len(found) == lanes_per_thread
-        assert all("sys" in line and "release" in line and "exch" in line for line in found)
+        ptx, instructions = code.ptx, atomics(code.ptx)
+        assert len(instructions) == lanes_per_thread
+        assert all("sys" in line and "release" in line and "exch" in line for line in instructions)
         # In this order: the words, the release, the wait, the peers' words, which are read from memory.
-        release = ptx.index(found[0])
+        release = ptx.index(instructions[0])
         assert ptx.index("bar.sync") < release or "bar.warp.sync" in ptx[:release]
         assert release < ptx.index("ld.acquire.sys") < ptx.index("ld.volatile.global", release)
 
@@ -92,7 +92,8 @@ def of_plan(kernel):
     """Of ids, with replicas of the copies that are chosen for them."""
     if kernel == "route_to_replicas":
         return [
-            plan_case(kernel, *each, num_replica_slots=2) for each in product(TRIPS, ("i32", "i64"))
+            plan_case(kernel, *options, num_replica_slots=2)
+            for options in product(TRIPS, ("i32", "i64"))
         ]
     if kernel == "place_replicas":
         return [plan_case(kernel, sizes, "i32", num_replica_slots=2) for sizes in TRIPS]
@@ -124,12 +125,12 @@ def moves_16_bytes(code):
 
 
 def of_rows(kernel, sizes, dtype):
-    given = SIZES[sizes]
+    shapes = SIZES[sizes]
     ptx = {"ld.global.v4.b32": True, ".ftz": False, "fma.": False}
     if "qwen" in sizes or "deepseek" in sizes:
         ptx["bar.sync"] = False  # row numbers are loaded by the threads that use them
     # With one slot per token there are no secondary rows, with one rank no tokens of peers.
-    needs = {"fan_out": given["R"] > 1 and given["K"] > 1, "push_sums": given["R"] > 1}
+    needs = {"fan_out": shapes["R"] > 1 and shapes["K"] > 1, "push_sums": shapes["R"] > 1}
     # Of 64 ranks and 32 experts of a token one program per multiprocessor less.
     return in_registers(
         Launch(kernel, sizes, dtype),
@@ -142,7 +143,9 @@ def of_rows(kernel, sizes, dtype):
 
 def of_slots(kernel):
     ways = ("no-probs", "") if kernel in ("push_slots", "index_rows") else ("",)
-    return [in_registers(Launch(kernel, sizes, ways=way)) for sizes, way in product(TRIPS, ways)]
+    return [
+        in_registers(Launch(kernel, sizes, ways=variant)) for sizes, variant in product(TRIPS, ways)
+    ]
 
 
 def sum_at_home(num_ranks, top_k):
@@ -207,11 +210,11 @@ SECTIONS = {
         for kernel in ("post_report", "count_exchange", "receive_fault_flags")
     ],
     **{
-        kernel: [of_rows(kernel, *each) for each in product(TRIPS, (BF16, FP16, FP32))]
+        kernel: [of_rows(kernel, *options) for options in product(TRIPS, (BF16, FP16, FP32))]
         for kernel in ("push_rows", "place_rows", "fan_out", "push_sums", "pull_rows", "sum_home")
     },
     "returned rows are on their way before own rows are summed": [
-        sum_at_home(*each) for each in product((1, 2, 4, 8), (1, 2, 8))
+        sum_at_home(*options) for options in product((1, 2, 4, 8), (1, 2, 8))
     ],
     **{
         kernel: of_slots(kernel)
@@ -249,13 +252,13 @@ def test_code(launches, case):
 
 
 def test_pieces_cover_what_is_moved_and_fit_into_boxes():
-    for row_bytes, most in product((256, 768, 4096, 8192, 14336, 65536), (1024, 4096, 16384)):
-        cut = hopper_rows.cut_rows(row_bytes, most)
+    for row_bytes, max_bytes in product((256, 768, 4096, 8192, 14336, 65536), (1024, 4096, 16384)):
+        cut = hopper_rows.cut_rows(row_bytes, max_bytes)
         assert 4 * cut.num_segments * cut.segment == row_bytes
         assert cut.segment <= 256
         assert cut.piece <= 256
         assert cut.piece & (cut.piece - 1) == 0
-        assert cut.piece_bytes <= most
+        assert cut.piece_bytes <= max_bytes
         assert row_bytes <= cut.num_pieces * cut.piece_bytes < row_bytes + cut.piece_bytes
 
 

@@ -64,7 +64,7 @@ def writes_of_layers(rank: int, num_ranks: int) -> tuple[set[str], set[str], set
             ((x, dy),) = make_calls(rank, 1, dtype, hidden=hidden)
             with kernels.hooked(CPU, spy):
                 step(layer, x, dy, "")
-    return spy.seen, spy.changed, spy.undeclared
+    return spy.launched, spy.changed, spy.undeclared
 
 
 def writes_of_modules() -> tuple[set[str], set[str], set[str]]:
@@ -93,7 +93,7 @@ def writes_of_modules() -> tuple[set[str], set[str], set[str]]:
         with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
             symmoe.make_plan(torch.tensor([[0, 1]]), num_experts=2, heap=heap)
         kernels.for_device(CPU).count_exchange(*torch.zeros(2, 2, dtype=torch.int64), which=1)
-    return spy.seen, spy.changed, spy.undeclared
+    return spy.launched, spy.changed, spy.undeclared
 
 
 def test_kernels_write_the_declared_parameters_only(cluster):

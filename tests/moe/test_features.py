@@ -193,7 +193,9 @@ def compare_step(model: Model, config: MoEConfig, calls, actual, findings: Findi
         largest = max([1.0, *want.detach().flatten().abs().tolist()])
         findings.close(name, got, want, rtol=0, atol=1e-4 * largest)
 
-    expected, wanted_gradients = reference.wanted(config, model, calls, ALPHA / LORA_RANK)
+    expected, expected_gradients = reference.expected_results(
+        config, model, calls, ALPHA / LORA_RANK
+    )
     for turn, (call, (y, metrics), want) in enumerate(zip(calls, actual, expected, strict=True)):
         is_finite = call["x"].isfinite().all(-1).cpu()
         close(f"y of call {turn}", y.cpu()[is_finite], want.y[is_finite])
@@ -207,7 +209,7 @@ def compare_step(model: Model, config: MoEConfig, calls, actual, findings: Findi
             close(f"{where} aux_loss", layer_metrics.aux_loss, want.aux[number])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            close(f"gradient of {name}", gradients[name], wanted_gradients[name])
+            close(f"gradient of {name}", gradients[name], expected_gradients[name])
         else:
             findings.check(gradients[name] is None, f"{name} is frozen and has a gradient")
 

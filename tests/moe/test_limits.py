@@ -41,7 +41,7 @@ def test_1024_experts_and_32_choices(
         y = x + out
         ((y * dy).sum() + metrics.aux_loss).backward()
         call = {"x": x, "dy": dy, "mask": None}
-        (expected,), gradients = reference.wanted(config, model, [call], scaling=1.0)
+        (expected,), gradients = reference.expected_results(config, model, [call], scaling=1.0)
         findings.close("y", y, expected.y, rtol=1e-4, atol=1e-4)
         findings.close("dx", x.grad, expected.x.grad, rtol=1e-4, atol=1e-3)
         for name, parameter in model.named_parameters():

@@ -229,9 +229,12 @@ def test_users_experts_run_by_parts(
     probs = torch.rand(6, 2, generator=generator).requires_grad_()
 
     def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-        mine = every[rank * local : (rank + 1) * local]
+        local_weights = every[rank * local : (rank + 1) * local]
         return torch.cat(
-            [part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)]
+            [
+                part @ w.tanh()
+                for part, w in zip(rows.split(splits.tolist()), local_weights, strict=True)
+            ]
         )
 
     plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)

@@ -158,12 +158,12 @@ LOSSES = [
     pytest.param(
         num_nodes,
         victims,
-        how,
+        fault,
         point,
-        marks=[pytest.mark.slow] * ((victims, how, point) not in SHORT),
+        marks=[pytest.mark.slow] * ((victims, fault, point) not in SHORT),
     )
     for num_nodes, victims in ((2, (1,)), (2, (2, 3)), (3, (2,)))
-    for how in ("kill", "stop")
+    for fault in ("kill", "stop")
     for point in POINTS
 ]
 

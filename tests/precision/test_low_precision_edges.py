@@ -141,7 +141,7 @@ def test_seeds_and_global_scales_are_not_read():
     with NoReads() as mode:
         seeds = gradient_seeds(NVFP4(), rows, row_range, index)
         global_scale = numbers.global_scale
-    assert mode.seen == []
+    assert mode.noted == []
     assert seeds.shape == global_scale.shape == (3,)
 
 

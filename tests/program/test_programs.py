@@ -64,7 +64,7 @@ def bit_cases() -> Iterator[object]:
     ]
     for name, options, num_ranks, around in [
         *on_gpus,
-        *(("large", cases.LARGE, 2, place) for place in cases.AROUND[1:]),
+        *(("large", cases.LARGE, 2, around) for around in cases.AROUND[1:]),
     ]:
         words = [name, f"{num_ranks} GPUs", *around.split()]
         # A copy has the size of the routing, so hardly any backward has the sizes of another.

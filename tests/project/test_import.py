@@ -25,7 +25,7 @@ ROOMS = (
     "",  # the package's own file
     *"checkpoint integrations tools timeline cli __main__".split(),
 )
-LEVELS = {room: level for level, room in enumerate(ROOMS)}
+LEVELS = {part: level for level, part in enumerate(ROOMS)}
 MAY_READ_ENVIRONMENT = {
     f"symmoe/symm_mem/{name}.py" for name in ("start", "nvshmem_backend", "flight_record")
 }

@@ -87,20 +87,23 @@ def reference_operand(p, x, name, *, columns):
     data, scale = (as_bytes(tensor) for tensor in p.operand(x.shape[1], name, columns=columns))
     size, start, first = block_format.scale_dtype.itemsize, 0, 0
     for length in p.splits:
-        here, start = slice(start, start + length), start + length
+        span, start = slice(start, start + length), start + length
         if length == 0:
             continue
-        lines = reference.padded_columns(x[here], None) if columns else x[here]
+        lines = reference.padded_columns(x[span], None) if columns else x[span]
         codes, scales = map(torch.from_numpy, reference.quantize_lines(lines, **fields, amax=None))
         if columns:
-            place = first // block_format.block * size
-            data[:, first : first + codes.shape[1]], scale[:, place : place + scales.shape[1]] = (
+            scale_first = first // block_format.block * size
+            (
+                data[:, first : first + codes.shape[1]],
+                scale[:, scale_first : scale_first + scales.shape[1]],
+            ) = (
                 codes,
                 scales,
             )
             first += codes.shape[1]
         else:
-            data[here], scale[here] = codes, scales
+            data[span], scale[span] = codes, scales
     return data, scale
 
 
@@ -112,7 +115,7 @@ def forward(kernels, p, name):
 
 
 def dact_operands(p, name, *, with_dbias=True):
-    """What dact_quantize fills, blank."""
+    """Blank outputs of dact_quantize."""
     hidden = p.h.shape[1]
     buffers = (
         p.operand(hidden, name),

@@ -72,7 +72,7 @@ class Code:
     @property
     def sass(self) -> str:
         """The machine code, in words."""
-        return kept(("sass", triton_key(), self.asm["cubin"]), self._disassembled)
+        return cached(("sass", triton_key(), self.asm["cubin"]), self._disassembled)
 
     def _disassembled(self) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -88,14 +88,14 @@ class Code:
         for line in self.sass.splitlines():
             if label := re.match(r"(\.L_x_\d+):", line):
                 labels[label[1]] = len(names)
-            elif found := _INSTRUCTION.search(line):
-                names.append(found[2])
-                targets.append(re.search(r"\.L_x_\d+", found[3]))
+            elif match := _INSTRUCTION.search(line):
+                names.append(match[2])
+                targets.append(re.search(r"\.L_x_\d+", match[3]))
         branches = [(labels[to[0]], i) for i, to in enumerate(targets) if names[i] == "BRA" and to]
         loops = [range(first, last + 1) for first, last in branches if first <= last]
-        wanted = (i for i, name in enumerate(names) if name.startswith(prefix))
+        indices = (i for i, name in enumerate(names) if name.startswith(prefix))
         innermost = {
-            min((loop for loop in loops if i in loop), key=len, default=range(0)) for i in wanted
+            min((loop for loop in loops if i in loop), key=len, default=range(0)) for i in indices
         }
         return [[names[i] for i in loop] for loop in innermost if loop]
 
@@ -103,7 +103,7 @@ class Code:
 def compile_for(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
     """The source (a GluonASTSource is one too) for sm_`arch`."""
     # ptxas comes with Triton, whose sources are in its key.
-    whole = (
+    key = (
         arch,
         type(source).__name__,
         source.hash(),
@@ -111,24 +111,24 @@ def compile_for(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
         triton.__version__,
         triton_key(),
     )
-    return kept(whole, partial(_compile, arch, source, options))
+    return cached(key, partial(_compile, arch, source, options))
 
 
-def kept(whole: object, make: Callable[[], Any]) -> Any:
-    """What was made of `whole`, once and for all."""
-    path = KEPT / hashlib.sha256(repr(whole).encode()).hexdigest()
+def cached(key: object, make: Callable[[], Any]) -> Any:
+    """The result of `make` for a key; later calls, also of other processes, read it from a file."""
+    path = KEPT / hashlib.sha256(repr(key).encode()).hexdigest()
     if path.exists():
         return pickle.loads(gzip.decompress(path.read_bytes()))
-    made = make()
+    result = make()
     KEPT.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=KEPT, delete=False) as file:
-        file.write(gzip.compress(pickle.dumps(made), compresslevel=1))
+        file.write(gzip.compress(pickle.dumps(result), compresslevel=1))
     os.replace(file.name, path)  # another worker may write the same
-    return made
+    return result
 
 
 def _compile(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
-    said = io.StringIO()
+    output = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as folder,
         triton.knobs.cache.scope(),
@@ -136,11 +136,11 @@ def _compile(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
     ):
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     asm = {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
     return Code(
         asm,
         SimpleNamespace(shared=compiled.metadata.shared, tmem_size=compiled.metadata.tmem_size),
-        said.getvalue(),
+        output.getvalue(),
     )

@@ -71,7 +71,7 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stale(name: str) -> Callable[[SymmetricHeap, Arguments], torch.Tensor]:
-    """The same numbers in memory of a lease that is over."""
+    """A copy of an argument in memory of a lease that is over."""
 
     def make(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
         lease = heap.lease(tuple(good[name].shape), good[name].dtype, name="old")
@@ -132,13 +132,13 @@ def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def ids_out_of_range(num_experts: int, base: tuple = ()) -> list[Bad]:
     """Values of `topk_idx`, and what the text shows of them: kernels see the nearest int32."""
-    found = []
+    mistakes = []
     for value in (num_experts, -2, 2**40, -(2**40)):
         shown = max(-(2**31), min(value, 2**31 - 1))
         text = f"topk_idx on rank {{rank}}, flat position {3 * K + 1}: {shown} is neither -1 nor in"
         parts = text, f"[0, {num_experts})"
-        found.append(wrong("topk_idx", with_id(value), *parts, error="ExpertIdError", base=base))
-    return found
+        mistakes.append(wrong("topk_idx", with_id(value), *parts, error="ExpertIdError", base=base))
+    return mistakes
 
 
 def plan_mistakes(num_experts: int) -> list[Bad]:
@@ -210,7 +210,7 @@ def buffer_mistakes(name: str, like: str) -> list[Bad]:
         both = heap.lease((max(len(good[name]), len(good[like])), H), torch.float32).tensor
         return {like: both[: len(good[like])].copy_(good[like]), name: both[: len(good[name])]}
 
-    found = [
+    mistakes = [
         wrong(name, freed, f"{name} (a tensor whose memory has been freed)"),
         on_heap(name, memory(more_rows=1), f"{name} has shape", "must be"),
         on_heap(name, memory(features=H + 1), f"{name} has shape", f", {H + 1}]", f", {H}]"),
@@ -223,8 +223,8 @@ def buffer_mistakes(name: str, like: str) -> list[Bad]:
     ]
     if name == "out":  # a released grad_out would be found in backward
         released = on_heap(name, stale(name), "which was released")
-        found.append(dataclasses.replace(released, error="StaleLease"))
-    return found
+        mistakes.append(dataclasses.replace(released, error="StaleLease"))
+    return mistakes
 
 
 def dispatch_mistakes() -> list[Bad]:
@@ -260,7 +260,7 @@ OF_LAYERS = ((), (("capacity_factor", 1.0), ("aux_loss_coef", 0.1)))
 
 def layer_mistakes(num_experts: int) -> list[Bad]:
     flat = ("(torch.sparse_csr)", "(a nested  tensor)")  # which a mask cannot be
-    found = [
+    mistakes = [
         *unreadable("x"),
         *unreadable("token_mask", without=flat),
         *unreadable("topk_idx"),
@@ -280,13 +280,13 @@ def layer_mistakes(num_experts: int) -> list[Bad]:
         wrong("topk_idx", lambda ids: ids[:, :1], f"topk_idx has shape [{T}, 1]", f"[{T}, {K}]"),
     ]
     for base in OF_LAYERS:
-        found += [
+        mistakes += [
             wrong("token_mask", lambda mask: mask[1:], f"has shape [{T - 1}]", f"[{T}]", base=base),
             wrong("token_mask", lambda mask: mask.float(), "token_mask has dtype", base=base),
             wrong("topk_idx", lambda ids: ids.float(), "topk_idx has dtype", base=base),
             *ids_out_of_range(num_experts, base),
         ]
-    return found
+    return mistakes
 
 
 # -- the calls, on every rank -----------------------------------------------------------------------------------------
@@ -396,14 +396,14 @@ def check_mistake(
         return kernel(*args, **options)
 
     with kernels.hooked(heap.device, note):
-        found = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))
+        error = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))
     parts = (part.format(rank=culprits[0], device=heap.device.type) for part in bad.parts)
-    expect(findings, found, bad.error, *parts)
+    expect(findings, error, bad.error, *parts)
     if (
         heap.rank != culprits[0] and bad.error != "ExpertIdError"
     ):  # the first one's error, if there are several
         findings.check(
-            found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}"
+            error[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {error[1]}"
         )
     if stage_name == "expert_parallel_mlp" and (
         heap.rank in culprits or heap.streams.raises_at_once
@@ -465,11 +465,11 @@ def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict, str, object]]:
     }
     for field, value in {**changes, "activation": Activation(function="gelu")}.items():
         yield {}, field, value
-    for usual, other in itertools.combinations(RECIPES, 2):
-        yield {"hidden": 64, "ffn": 32, "precision": usual}, "precision", other
-    for usual, other in itertools.combinations(CHOICES["quantized_wire"], 2):
+    for usual, changed in itertools.combinations(RECIPES, 2):
+        yield {"hidden": 64, "ffn": 32, "precision": usual}, "precision", changed
+    for usual, changed in itertools.combinations(CHOICES["quantized_wire"], 2):
         yield (
             {"hidden": 64, "ffn": 32, "precision": MXFP8(), "quantized_wire": usual},
             "quantized_wire",
-            other,
+            changed,
         )

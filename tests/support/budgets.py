@@ -49,15 +49,15 @@ MOST_PARAMETERS = 8
 
 def statements_of(tree: ast.Module) -> list[ast.stmt]:
     """All statements of a tree without docstrings. Expressions, which hold none, are not looked through."""
-    found: list[ast.stmt] = []
+    statements: list[ast.stmt] = []
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):
             nodes += getattr(node, field, ())
         if isinstance(node, ast.stmt) and not _is_docstring(node):
-            found.append(node)
-    return found
+            statements.append(node)
+    return statements
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -77,40 +77,46 @@ def num_packed(statements: list[ast.stmt]) -> int:
 
 @functools.cache
 def measured() -> dict[str, int]:
-    """What BUDGETS bounds and sources show, by its names there."""
+    """Numbers that BUDGETS bounds, measured in the sources, by their names there."""
     package = ROOT / "symmoe"
     folders = ("symmoe", "tests", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     statements = {file: statements_of(ast.parse(file.read_bytes())) for file in files}
 
     def within(*paths: Path) -> list[ast.stmt]:
-        """Those of modules and of all files below folders."""
+        """Statements of modules and of all files below folders."""
         return [
             node
-            for file, own in statements.items()
+            for file, nodes in statements.items()
             if {file.with_suffix(""), *file.parents} & {*paths}
-            for node in own
+            for node in nodes
         ]
 
-    found = {}
-    for room in STATEMENTS:
-        is_folder = (ROOT / room).is_dir()
-        paths = [ROOT / room] if is_folder else map(package.joinpath, room.split(" + "))
-        found[room] = len(within(*paths))
+    numbers = {}
+    for package_parts in STATEMENTS:
+        is_folder = (ROOT / package_parts).is_dir()
+        paths = (
+            [ROOT / package_parts]
+            if is_folder
+            else map(package.joinpath, package_parts.split(" + "))
+        )
+        numbers[package_parts] = len(within(*paths))
     pages = [path.read_bytes() for path in (ROOT / "docs").rglob("*.md")]
-    found["lines of docs"] = sum(page.count(b"\n") for page in pages)
+    numbers["lines of docs"] = sum(page.count(b"\n") for page in pages)
     for folder in folders:
-        share = num_packed(within(ROOT / folder)) / found[folder]
-        found[f"packed assignments per 1,000 statements of {folder}"] = round(1000 * share)
+        share = num_packed(within(ROOT / folder)) / numbers[folder]
+        numbers[f"packed assignments per 1,000 statements of {folder}"] = round(1000 * share)
     full = [file.parent for file in statements if package in file.parents]
-    found["files in one folder"] = max(map(full.count, full))
+    numbers["files in one folder"] = max(map(full.count, full))
     nodes = within(package)
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     (heap,) = (node for node in classes if node.name == "SymmetricHeap")
-    found["methods of SymmetricHeap"] = sum(isinstance(node, ast.FunctionDef) for node in heap.body)
+    numbers["methods of SymmetricHeap"] = sum(
+        isinstance(node, ast.FunctionDef) for node in heap.body
+    )
     many = list(_with_many_parameters(nodes))
-    found["functions on the host with more than 8 parameters"] = len(many)
-    return found
+    numbers["functions on the host with more than 8 parameters"] = len(many)
+    return numbers
 
 
 def _with_many_parameters(nodes: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
@@ -119,8 +125,8 @@ def _with_many_parameters(nodes: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
             map(ast.unparse, node.decorator_list)
         ):
             names = {
-                each.arg
-                for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                parameter.arg
+                for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             }
             if len(names - {"self", "cls"}) > MOST_PARAMETERS:
                 yield node
@@ -130,9 +136,9 @@ def main() -> None:
     """Prints what is measured, what fits, and the aim."""
     for name, number in measured().items():
         aim, reached = BUDGETS[name]
-        most = max(aim, reached)
-        note = f"  {number - most} too many!" if number > most else ""
-        print(f"{name:70}{number:7} of at most {most:6}, the aim is {aim:6}{note}")
+        limit = max(aim, reached)
+        note = f"  {number - limit} too many!" if number > limit else ""
+        print(f"{name:70}{number:7} of at most {limit:6}, the aim is {aim:6}{note}")
 
 
 if __name__ == "__main__":

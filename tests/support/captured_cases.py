@@ -45,7 +45,7 @@ def in_a_graph(by_host: Callable) -> Iterator[None]:
 
 
 class HostGraph:
-    """What a CUDA graph does: the function runs once for its memory, and again in every replay, with what the host has
+    """A model of a CUDA graph: the function runs once for its memory, and again in every replay, with what the host has
     found out then."""
 
     def __init__(
@@ -56,40 +56,40 @@ class HostGraph:
         heaps: list[symmoe.SymmetricHeap],
     ) -> None:
         self._parameters, self._function, self._heaps = list(model.parameters()), function, heaps
-        self._found: list = []
+        self._results: list = []
         before = [state.clone() for state in states]
 
         def noting(method: Callable) -> Callable:
-            def call(owner, *given, **options):
-                result = method(owner, *given, **options)
-                self._found.append((result, getattr(owner, "rail_rows", None)))
+            def call(owner, *arguments, **options):
+                result = method(owner, *arguments, **options)
+                self._results.append((result, getattr(owner, "rail_rows", None)))
                 return result
 
             return call
 
         with in_a_graph(noting):
             function()
-        for state, kept in zip(states, before, strict=True):
-            state.copy_(kept)
+        for state, saved in zip(states, before, strict=True):
+            state.copy_(saved)
         self._gradients = [parameter.grad for parameter in self._parameters]
 
     def replay(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        found = iter(self._found)
+        results = iter(self._results)
 
-        def again(owner, *_given, **_options):
-            result, rail_rows = next(found)
+        def again(owner, *_arguments, **_options):
+            result, rail_rows = next(results)
             if rail_rows is not None:
                 owner.rail_rows = rail_rows
             return result
 
         with in_a_graph(lambda method: again):
             self._function()
-        assert list(found) == []
-        for kept, parameter in zip(self._gradients, self._parameters, strict=True):
-            if kept is not None:
-                kept.copy_(parameter.grad)
+        assert list(results) == []
+        for gradient, parameter in zip(self._gradients, self._parameters, strict=True):
+            if gradient is not None:
+                gradient.copy_(parameter.grad)
 
     def end(self) -> None:
         self._gradients.clear()
@@ -163,8 +163,8 @@ def batches(rank: int, count: int):
     """Two micro-batches of each step, of fewer tokens on later ranks; tokens of every fourth step are alike, so few
     experts get them all."""
     for number in range(count):
-        own = torch.Generator().manual_seed(1000 * number + rank)
-        batch = [torch.randn(T - 7 * rank, H, generator=own) for _ in range(2)]
+        generator = torch.Generator().manual_seed(1000 * number + rank)
+        batch = [torch.randn(T - 7 * rank, H, generator=generator) for _ in range(2)]
         yield [x[:1] + 0.01 * x for x in batch] if number % 4 == 3 else batch
 
 
@@ -173,14 +173,14 @@ def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
 
 
-def check_counts(found: list[tuple[int, int, int, list[str]]]) -> None:
-    """What check_exact has found on all ranks."""
-    assert [text for *_, texts in found for text in texts] == []
-    num_replays, num_repeated, num_captures, _ = found[0]
+def check_counts(by_rank: list[tuple[int, int, int, list[str]]]) -> None:
+    """No rank of check_exact has a finding, and it replays and repeats steps."""
+    assert [text for *_, texts in by_rank for text in texts] == []
+    num_replays, num_repeated, num_captures, _ = by_rank[0]
     assert num_replays >= 2
     assert num_replays + num_repeated == NUM_STEPS - NUM_EAGER
     assert num_captures <= num_repeated + 1
-    assert num_repeated >= 1 or len(found) == 1
+    assert num_repeated >= 1 or len(by_rank) == 1
 
 
 def check_exact(
@@ -202,21 +202,24 @@ def check_exact(
         for number, batch in enumerate(batches(rank, NUM_STEPS)):
             batch = [x.to(heap.device) for x in batch]
             torch.manual_seed(number)
-            found = captured(batch, scale=0.5)["loss"]
+            actual = captured(batch, scale=0.5)["loss"]
             plain.zero_grad()
             torch.manual_seed(number)
-            wanted = eager(batch, scale=0.5)["loss"]
+            expected = eager(batch, scale=0.5)["loss"]
             findings.where = f"rank {rank}, step {number}"
-            findings.same_bits(results(model, found), results(plain, wanted))
-            ours, theirs = (
-                [dataclasses.replace(its, heap_high_water_bytes=0) for its in logger.step(number)]
+            findings.same_bits(results(model, actual), results(plain, expected))
+            captured_metrics, eager_metrics = (
+                [
+                    dataclasses.replace(metrics, heap_high_water_bytes=0)
+                    for metrics in logger.step(number)
+                ]
                 for logger in loggers
             )
-            findings.equal("what is logged", ours, theirs)
+            findings.equal("what is logged", captured_metrics, eager_metrics)
         captured.close()
         model.zero_grad()
         plain.zero_grad()
-        del found, wanted
+        del actual, expected
         findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
         return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
@@ -242,9 +245,9 @@ class Chosen(nn.Module):
         self.to(heap.device)
 
     def forward(
-        self, given: tuple[torch.Tensor, torch.Tensor]
+        self, inputs: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, ids = given
+        x, ids = inputs
         y, metrics = self.moe(self.dense(x), topk_idx=ids)
         self.num_tokens += len(x)
         return y, metrics.aux_loss
@@ -294,7 +297,8 @@ def check_wrapped(
         captured = capture(model, row_budget_factor=1.0, num_eager=2)
         eager = make_step(plain)
         optimizers = [
-            torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, plain)
+            torch.optim.SGD(module.parameters(), lr=0.05, foreach=False)
+            for module in (model, plain)
         ]
         slots = torch.arange(80, device=heap.device).view(40, 2)
         is_hot, is_bad = num_eager + 2, num_eager + 4
@@ -315,23 +319,26 @@ def check_wrapped(
                 for state, before in states:
                     state.copy_(before)
                 continue
-            found = captured(batch, scale=0.5)["loss"]
+            actual = captured(batch, scale=0.5)["loss"]
             plain.zero_grad()
-            wanted = eager(batch, scale=0.5)["loss"]
+            expected = eager(batch, scale=0.5)["loss"]
             findings.where = f"rank {rank}, step {number}"
             findings.same_bits(
                 *(
-                    map(local_part, (loss, *(p.grad for p in its.parameters()), *its.buffers()))
-                    for its, loss in ((model, found), (plain, wanted))
+                    map(
+                        local_part,
+                        (loss, *(p.grad for p in module.parameters()), *module.buffers()),
+                    )
+                    for module, loss in ((model, actual), (plain, expected))
                 )
             )
             is_trained = number == is_hot or all(
                 bool(parameter.grad.any()) for parameter in model.parameters()
             )
             findings.check(is_trained, "gradients are 0")
-            for each, optimizer in zip((model, plain), optimizers, strict=True):
+            for module, optimizer in zip((model, plain), optimizers, strict=True):
                 if wrap is None:
-                    symmoe.reduce_gradients(each)
+                    symmoe.reduce_gradients(module)
                 optimizer.step()
         captured.close()
         counts = captured.num_replays, captured.num_repeated, captured.num_captures
@@ -418,11 +425,11 @@ def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) ->
                 plain.zero_grad()
                 with AROUND.get(name, nullcontext)(device):
                     torch.manual_seed(number)
-                    found = captured([x], scale=0.5)["loss"]
+                    actual = captured([x], scale=0.5)["loss"]
                     torch.manual_seed(number)
-                    wanted = eager([x], scale=0.5)["loss"]
+                    expected = eager([x], scale=0.5)["loss"]
                 findings.same_bits(
-                    results(model, found), results(plain, wanted), f"other bits in call {number}"
+                    results(model, actual), results(plain, expected), f"other bits in call {number}"
                 )
             num_captures += 1
             findings.equal("captures", captured.num_captures, num_captures)

@@ -60,26 +60,30 @@ class Small(nn.Module):
         """The loss without and with the layers' own."""
         x = self.embed(tokens)
         x = x + self.frozen(x)
-        own = []
+        aux_losses = []
         for norm, moe in zip(self.norms, self.moe, strict=True):
             y, metrics = moe(norm(x))
             x = x + self.scale * y
-            own.append(metrics.aux_loss)
+            aux_losses.append(metrics.aux_loss)
         self.running_mean += x.detach().mean((0, 1)).float()
         logits = (self.head(x) + self.shift).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        return loss, loss + sum(own)
+        return loss, loss + sum(aux_losses)
 
 
 def fill(model: Small, context: Context) -> Small:
     """Weights that do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(1)
-    for name, its in model.named_parameters():
+    for name, parameter in model.named_parameters():
         is_expert = ".experts." in name
-        shape = (its.shape[0] * context.num_ranks, *its.shape[1:]) if is_expert else its.shape
-        whole = torch.randn(shape, generator=generator) / 4
-        part = whole.chunk(context.num_ranks)[context.rank] if is_expert else whole
-        model.load_state_dict({name: part.to(its.dtype)}, strict=False)
+        shape = (
+            (parameter.shape[0] * context.num_ranks, *parameter.shape[1:])
+            if is_expert
+            else parameter.shape
+        )
+        full = torch.randn(shape, generator=generator) / 4
+        part = full.chunk(context.num_ranks)[context.rank] if is_expert else full
+        model.load_state_dict({name: part.to(parameter.dtype)}, strict=False)
     return model
 
 
@@ -125,20 +129,20 @@ def training(context: Context, optimizer: Callable = adam) -> Training:
     return Training(context, model, optimizer(list(model.parameters())))
 
 
-def trained(it: Training, **changes: Callable) -> Trained:
+def trained(job: Training, **changes: Callable) -> Trained:
     """With parts of a training changed on several ranks."""
-    parts = {"backward": it.backward, "step": it.step, "save": it.save, "load": it.load} | (
-        changes if it.context.num_ranks > 1 else {}
+    parts = {"backward": job.backward, "step": job.step, "save": job.save, "load": job.load} | (
+        changes if job.context.num_ranks > 1 else {}
     )
-    return Trained(model=it.model, optimizer=it.optimizer, **parts)
+    return Trained(model=job.model, optimizer=job.optimizer, **parts)
 
 
 def planted(part: str, change: Callable, context: Context) -> Trained:
     """A right training with `change` in the place of a part, or done at its start, on several ranks."""
-    it = training(context)
+    job = training(context)
     if part == "start" and context.num_ranks > 1:
-        change(it)
-    return trained(it, **({} if part == "start" else {part: partial(change, it)}))
+        change(job)
+    return trained(job, **({} if part == "start" else {part: partial(change, job)}))
 
 
 def plants(part: str) -> Callable:
@@ -154,15 +158,15 @@ def plain(context: Context) -> Trained:
 
 
 def loads_by_assignment(context: Context) -> Trained:
-    """Which makes new parameters; without state of the optimizer, which a resumed job makes after it."""
-    it = training(context)
+    """A training whose load makes new parameters, without state of the optimizer: a resumed job makes it afterwards."""
+    job = training(context)
 
     def load(folder: str) -> None:
         stored = torch.load(Path(folder, f"{context.rank}.pt"))
-        it.model.load_state_dict(stored["model"], assign=True)
-        it.model.head.weight = it.model.embed.weight
+        job.model.load_state_dict(stored["model"], assign=True)
+        job.model.head.weight = job.model.embed.weight
 
-    return dataclasses.replace(trained(it), optimizer=None, load=load)
+    return dataclasses.replace(trained(job), optimizer=None, load=load)
 
 
 class WithMasters(torch.optim.AdamW):
@@ -170,123 +174,123 @@ class WithMasters(torch.optim.AdamW):
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
         self.weights = parameters
-        copies = [nn.Parameter(its.detach().to(dtype).clone()) for its in parameters]
+        copies = [nn.Parameter(parameter.detach().to(dtype).clone()) for parameter in parameters]
         super().__init__(copies, lr=RATE)
 
     def step(self) -> None:
         copies = self.param_groups[0]["params"]
-        for copy, its in zip(copies, self.weights, strict=True):
-            copy.grad = None if its.grad is None else its.grad.to(copy.dtype)
+        for copy, weight in zip(copies, self.weights, strict=True):
+            copy.grad = None if weight.grad is None else weight.grad.to(copy.dtype)
         super().step()
         with torch.no_grad():
-            for copy, its in zip(copies, self.weights, strict=True):
-                its.copy_(copy)
+            for copy, weight in zip(copies, self.weights, strict=True):
+                weight.copy_(copy)
 
 
 def with_masters(context: Context, *, dtype: torch.dtype = torch.float32) -> Trained:
-    it = training(context, partial(WithMasters, dtype=dtype))
+    job = training(context, partial(WithMasters, dtype=dtype))
 
     def save(folder: str) -> None:
-        masters = it.optimizer.param_groups[0]["params"]
-        torch.save(it.state() | {"masters": masters}, Path(folder, f"{context.rank}.pt"))
+        masters = job.optimizer.param_groups[0]["params"]
+        torch.save(job.state() | {"masters": masters}, Path(folder, f"{context.rank}.pt"))
 
     def load(folder: str) -> None:
-        it.load(folder)
+        job.load(folder)
         stored = torch.load(Path(folder, f"{context.rank}.pt"), weights_only=False)
         with torch.no_grad():
-            for its, old in zip(
-                it.optimizer.param_groups[0]["params"], stored["masters"], strict=True
+            for master, stored_master in zip(
+                job.optimizer.param_groups[0]["params"], stored["masters"], strict=True
             ):
-                its.copy_(old)
+                master.copy_(stored_master)
 
-    return dataclasses.replace(trained(it), save=save, load=load)
+    return dataclasses.replace(trained(job), save=save, load=load)
 
 
 @plants("load")
-def statistics_of_rank_0(it: Training, folder: str) -> None:
+def statistics_of_rank_0(job: Training, folder: str) -> None:
     """Loaded by all, as from a checkpoint with one copy of what is not an expert's."""
-    it.load(folder)
-    dist.broadcast(it.model.running_mean, src=0)
+    job.load(folder)
+    dist.broadcast(job.model.running_mean, src=0)
 
 
 # -- at the start -----------------------------------------------------------------------------------------------------
 
 
 @plants("start")
-def counts_on(it: Training) -> None:
-    it.model.num_steps += it.context.rank
+def counts_on(job: Training) -> None:
+    job.model.num_steps += job.context.rank
 
 
 def freezes_on_rank_1(context: Context) -> Trained:
-    it = training(context)
-    norm = it.model.norms[1]
+    job = training(context)
+    norm = job.model.norms[1]
     norm.requires_grad_(context.rank == 0)
 
     def backward(tokens: torch.Tensor) -> None:
-        it.model(tokens)[1].backward()
+        job.model(tokens)[1].backward()
         norm.requires_grad_()  # ranks reduce the same
-        symmoe.reduce_gradients(it.model)
+        symmoe.reduce_gradients(job.model)
         norm.requires_grad_(context.rank == 0)
 
-    return trained(it, backward=backward)
+    return trained(job, backward=backward)
 
 
 # -- forward and backward ---------------------------------------------------------------------------------------------
 
 
 @plants("backward")
-def tokens_of_the_next(it: Training, tokens: torch.Tensor) -> None:
-    every = [torch.empty_like(tokens) for _ in range(it.context.num_ranks)]
+def tokens_of_the_next(job: Training, tokens: torch.Tensor) -> None:
+    every = [torch.empty_like(tokens) for _ in range(job.context.num_ranks)]
     dist.all_gather(every, tokens.contiguous())
-    reduce(it.model, every[(it.context.rank + 1) % it.context.num_ranks])
+    reduce(job.model, every[(job.context.rank + 1) % job.context.num_ranks])
 
 
-def _keeps_its_own(name: str, it: Training, tokens: torch.Tensor) -> None:
+def _keeps_its_own(name: str, job: Training, tokens: torch.Tensor) -> None:
     """Gradient: it is not averaged over ranks."""
-    it.model(tokens)[1].backward()
-    its = it.model.get_parameter(name)
-    own = its.grad.clone()
-    symmoe.reduce_gradients(it.model)
-    its.grad.copy_(own)
+    job.model(tokens)[1].backward()
+    parameter = job.model.get_parameter(name)
+    local_grad = parameter.grad.clone()
+    symmoe.reduce_gradients(job.model)
+    parameter.grad.copy_(local_grad)
 
 
 scalar_not_averaged = plants("backward")(partial(_keeps_its_own, "scale"))
 
 
 @plants("clip")
-def clipped_alone(it: Training, max_norm: float) -> None:
+def clipped_alone(job: Training, max_norm: float) -> None:
     """By a norm of this rank's own."""
-    nn.utils.clip_grad_norm_(it.model.parameters(), max_norm / (1 + it.context.rank))
+    nn.utils.clip_grad_norm_(job.model.parameters(), max_norm / (1 + job.context.rank))
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
 @plants("step")
-def rate_falls_twice(it: Training) -> None:
-    it.step()
-    it.optimizer.param_groups[0]["lr"] *= 0.999**it.context.num_ranks
+def rate_falls_twice(job: Training) -> None:
+    job.step()
+    job.optimizer.param_groups[0]["lr"] *= 0.999**job.context.num_ranks
 
 
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
 @plants("load")
-def one_number_of_many(it: Training, folder: str) -> None:
+def one_number_of_many(job: Training, folder: str) -> None:
     """Not one of those that are kept of large parameters."""
-    it.load(folder)
-    it.model.embed.weight.data[1, 1] += 1e-6
+    job.load(folder)
+    job.model.embed.weight.data[1, 1] += 1e-6
 
 
 @plants("load")
-def forgets_the_optimizer(it: Training, folder: str) -> None:
-    it.model.load_state_dict(torch.load(Path(folder, f"{it.context.rank}.pt"))["model"])
+def forgets_the_optimizer(job: Training, folder: str) -> None:
+    job.model.load_state_dict(torch.load(Path(folder, f"{job.context.rank}.pt"))["model"])
 
 
 @plants("load")
-def unties_in_load(it: Training, folder: str) -> None:
-    it.load(folder)
-    it.model.head.weight = nn.Parameter(it.model.embed.weight.detach().clone())
+def unties_in_load(job: Training, folder: str) -> None:
+    job.load(folder)
+    job.model.head.weight = nn.Parameter(job.model.embed.weight.detach().clone())
 
 
 def masters_in_bf16(context: Context) -> Trained:

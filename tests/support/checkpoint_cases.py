@@ -57,7 +57,7 @@ def parts_of(
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bits:
-    """What this rank has, byte for byte."""
+    """The state of this rank, byte for byte."""
     values = {name: raw(tensor) for name, tensor in model.state_dict().items()}
     if optimizer is not None:
         for name, parameter in model.named_parameters():

@@ -72,27 +72,27 @@ def run_on(
 
     def decorate(body: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(body)
-        def test(*on_a_rank, **given) -> object:
+        def test(*on_a_rank, **kwargs) -> object:
             if on_a_rank:
-                return body(*on_a_rank, **given)
+                return body(*on_a_rank, **kwargs)
             size = (
-                given.pop("num_ranks", *num_ranks[:1]),
-                *filter(None, [given.get("device", device)]),
+                kwargs.pop("num_ranks", *num_ranks[:1]),
+                *filter(None, [kwargs.get("device", device)]),
             )
-            results = given.pop(fixture)(*size).run(test, timeout_s=timeout_s, **given)
-            found = [text for texts in results for text in texts or ()]
-            assert not found, "\n".join(found)
+            results = kwargs.pop(fixture)(*size).run(test, timeout_s=timeout_s, **kwargs)
+            problems = [text for texts in results for text in texts or ()]
+            assert not problems, "\n".join(problems)
             return None
 
         is_fixed = len(num_ranks) == 1 and not on_gpus
         inner = {"rank", *_GIVEN} | ({"num_ranks"} if is_fixed else set())
-        others = [
+        parameters = [
             parameter
             for name, parameter in inspect.signature(body).parameters.items()
             if name not in inner
         ]
         test.__signature__ = inspect.Signature(
-            [inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
+            [inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters]
         )
         if on_gpus:
             return on_ranks(cpu=num_ranks, cuda=on_gpus)(test)
@@ -116,7 +116,7 @@ _GIVEN: dict[str, Callable[[int, int, ExitStack], object]] = {
 
 
 def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence, kwargs: dict):
-    """What a function returns. If it takes `findings`, `heap` or `trainer_heap` after the number of ranks, it gets
+    """The result of a function. If it takes `findings`, `heap` or `trainer_heap` after the number of ranks, it gets
     some, or a heap on CPUs, the latter within the environment of a launcher; of the first the texts are the answer."""
     names = itertools.takewhile(
         _GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:]
@@ -124,9 +124,9 @@ def _answer(function: Callable, rank: int, num_ranks: int, args: Sequence, kwarg
     with ExitStack() as stack:
         stack.callback(forget_graphs)
         seed_torch(function.__qualname__)
-        given = {name: _GIVEN[name](rank, num_ranks, stack) for name in names}
-        answer = function(rank, num_ranks, *given.values(), *args, **kwargs)
-    return given["findings"].texts if "findings" in given else answer
+        fixtures = {name: _GIVEN[name](rank, num_ranks, stack) for name in names}
+        answer = function(rank, num_ranks, *fixtures.values(), *args, **kwargs)
+    return fixtures["findings"].texts if "findings" in fixtures else answer
 
 
 def seed_torch(name: str) -> None:
@@ -135,7 +135,7 @@ def seed_torch(name: str) -> None:
 
 
 def forget_graphs() -> None:
-    """Those that torch.compile has made: the next test compiles its own."""
+    """The graphs of torch.compile are dropped: the next test compiles its own."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -150,12 +150,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         store = os.path.join(self._dir.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
-            ours, theirs = mp.Pipe()
-            given = theirs, rank, num_ranks, store, device_type
-            process = mp.get_context(start).Process(target=_serve, args=given, daemon=True)
+            parent_end, child_end = mp.Pipe()
+            arguments = child_end, rank, num_ranks, store, device_type
+            process = mp.get_context(start).Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def run(self, fn: Callable, *args, timeout_s: float = HANG_S, **kwargs) -> list:
@@ -193,22 +193,22 @@ class Cluster(AbstractContextManager["Cluster"]):
         try:
             for pipe in self._pipes:
                 pipe.send((fn, args, {}))
-            found = {}
+            answers = {}
             for rank, pipe in enumerate(self._pipes):
                 if rank not in victims:
-                    found[rank] = (
+                    answers[rank] = (
                         pipe.recv()[1]
                         if pipe.poll(timeout_s)
                         else f"no answer within {timeout_s} s"
                     )
-            return found
+            return answers
         finally:
             for rank in victims:
                 self._processes[rank].kill()
             self.close()
 
     def findings(self, check: Callable[..., object], *args, **kwargs) -> list[str]:
-        """What `check` has found wrong on any rank; see `worker.Findings`. Raises as `run`."""
+        """The problems that `check` finds on any rank; see `worker.Findings`. Raises as `run`."""
         return [text for texts in self.run(check, *args, **kwargs) for text in texts]
 
     @property

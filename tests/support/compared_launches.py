@@ -166,9 +166,9 @@ def differences(
     tolerance: float = 0.0,
     **options: Any,
 ) -> list[str]:
-    """What a launch leaves that differs from what a reference does; kernels: a module of them. like: the kernel of the
-    contract that it stands for, if its name is another one. tuning: what only the kernel is told. tolerance: of numbers
-    that are no bits of the reference's, see is_near."""
+    """Differences between the outputs of a launch and of a reference. kernels: a module of them. like: the kernel of
+    the contract that it stands for, if its name is another one. tuning: arguments of the kernel alone. tolerance: of
+    numbers that are no bits of the reference's, see is_near."""
     function = launch.function if kernels is None else getattr(kernels, launch.kernel)
     public = replace(launch, kernel=like) if like else launch
     actual = results(launch, function, Numbers(launch, device, **options), **(tuning or {}))
@@ -233,9 +233,9 @@ def quantising(sizes: dict[str, int], dtype: torch.dtype, *kernels: str) -> list
     """In all formats and ways; of these kernels, or of all."""
     of_formats = (IN_ALL_FORMATS, FORMATS), (ON_THE_WIRE, E4M3_FORMATS), (IN_NO_FORMAT, ["mxfp8"])
     return [
-        Launch(kernel, sizes, dtype, name, ways=way)
+        Launch(kernel, sizes, dtype, name, ways=variant)
         for table, names in of_formats
         for kernel, ways in table.items()
-        for name, way in product(names, ways)
+        for name, variant in product(names, ways)
         if kernel in (kernels or table)
     ]

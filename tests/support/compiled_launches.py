@@ -64,8 +64,8 @@ class CaughtLaunch:
         return self.kernel.__name__
 
     def source(self) -> tuple[Any, dict[str, Any]]:
-        """What the JIT would compile, and the options. Tensors are of 16-byte alignment unless the kernel does not
-        specialise on it; integers that it specialises on must be multiples of 16."""
+        """The source that the JIT would compile, and the options. Tensors are of 16-byte alignment unless the
+        kernel does not specialise on it; integers that it specialises on must be multiples of 16."""
         is_gluon = isinstance(self.kernel, GluonJITFunction)
         values = {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.kwargs}
         signature, constants, attributes = {}, {}, {}
@@ -121,12 +121,12 @@ class Launches(list):
     def catch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         self.append(CaughtLaunch(kernel, grid, args, kwargs))
 
-    def of(self, name: str) -> CaughtLaunch:
+    def latest(self, name: str) -> CaughtLaunch:
         """The latest one of the kernel of that name."""
         return next(launch for launch in reversed(self) if launch.name == name)
 
     def made_by(self, call: Callable[[], object]) -> "Launches":
-        """Those of one call."""
+        """The launches of one call."""
         self.clear()
         call()
         return Launches(self)
@@ -176,17 +176,17 @@ class Case:
 
     def check(self, launches: Launches) -> None:
         """Compiles it."""
-        found = launches.made_by(self.launch)
-        caught = [each for each in found if self.kernel in (None, each.name)]
-        assert len(caught) == self.count
-        for each in caught:
-            self.check_code(each.compile(self.arch))
+        launched = launches.made_by(self.launch)
+        of_kernel = [launch for launch in launched if self.kernel in (None, launch.name)]
+        assert len(of_kernel) == self.count
+        for launch in of_kernel:
+            self.check_code(launch.compile(self.arch))
 
     def check_code(self, code: Code) -> None:
-        for word, wanted in self.ptx.items():
-            assert type(wanted)(code.ptx.count(word)) == wanted, word
-        for name, most in ({"spilled": 0} | dict(self.bounds)).items():
-            assert getattr(code, name) <= most, name
+        for word, count in self.ptx.items():
+            assert type(count)(code.ptx.count(word)) == count, word
+        for name, limit in ({"spilled": 0} | dict(self.bounds)).items():
+            assert getattr(code, name) <= limit, name
         for check in self.also:
             check(code)
 

@@ -56,8 +56,8 @@ def install() -> list[str]:
         launched.append("dact_quantize")
         kernels.launch_dact_quantize(*arguments)
 
-    taken = {"dact_quantize": (launch, kernels.takes_dact_quantize)}
-    on_hopper = SimpleNamespace(LAUNCHERS=taken)
+    launchers = {"dact_quantize": (launch, kernels.takes_dact_quantize)}
+    on_hopper = SimpleNamespace(LAUNCHERS=launchers)
     hopper_choice.hopper_kernels = lambda device, dtype, columns: on_hopper
     return launched
 
@@ -83,7 +83,7 @@ def check_that_mistakes_are_noticed(launched):
         (
             hopper_dact_quantize,
             "act_gradients",
-            lambda right: lambda gate, up, *rest: right(up, gate, *rest),
+            lambda right: lambda gate, up, *args: right(up, gate, *args),
         ),
         (hopper_dact_quantize, "sum_tile", lambda right: lambda x: right(x).roll(1)),
         (

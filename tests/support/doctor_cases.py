@@ -51,9 +51,9 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def torch_says(monkeypatch: pytest.MonkeyPatch, **others: Callable) -> None:
-    """The same, but for some functions."""
-    for name, function in (TORCH | others).items():
+def fake_torch(monkeypatch: pytest.MonkeyPatch, **changes: Callable) -> None:
+    """torch.cuda reports the machine of TORCH, with some functions changed."""
+    for name, function in (TORCH | changes).items():
         monkeypatch.setattr(f"torch.cuda.{name}", function)
 
 

@@ -45,10 +45,13 @@ def run_forked(
     with tempfile.TemporaryDirectory() as logs:
         running = {}
         for rank in range(num_ranks or 1):
-            own = names | {"RANK": rank, "LOCAL_RANK": rank} if num_ranks else {}
-            given = {**environment, **{name: str(value) for name, value in own.items()}}
+            variables = names | {"RANK": rank, "LOCAL_RANK": rank} if num_ranks else {}
+            process_environment = {
+                **environment,
+                **{name: str(value) for name, value in variables.items()},
+            }
             process = FORKS.Process(
-                target=_main, args=(command, str(folder), given, f"{logs}/{rank}")
+                target=_main, args=(command, str(folder), process_environment, f"{logs}/{rank}")
             )
             process.start()
             running[process.sentinel] = process
@@ -60,13 +63,13 @@ def run_forked(
         for process in running.values():
             process.kill()
             process.join()
-        said, errors = (
+        output, errors = (
             "".join(
                 path.read_text(errors="replace") for path in sorted(Path(logs).glob(f"*.{stream}"))
             )
             for stream in ("out", "err")
         )
-    return subprocess.CompletedProcess(command, code, said, errors)
+    return subprocess.CompletedProcess(command, code, output, errors)
 
 
 def _main(command: list[str], folder: str, environment: Mapping[str, str], log: str) -> None:
@@ -100,10 +103,10 @@ def process_of(
 
 
 def output_of(name: str, *arguments: str, num_ranks: int | None) -> str:
-    """What a run prints; it must end well."""
-    done = process_of(name, *arguments, num_ranks=num_ranks)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """The output of a run, which must succeed."""
+    process = process_of(name, *arguments, num_ranks=num_ranks)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def module_of(name: str) -> ModuleType:

@@ -47,8 +47,8 @@ class Launched:
 
 
 class FakeCuda:
-    """What launches ask of CUDA; the current device is where CPU tensors say they are. A graph is a dictionary of nodes
-    by their handles, and what is made of it is the same graph. A node is how it happens: it gets the stream."""
+    """The calls that launches make to CUDA; the current device is where CPU tensors say they are. A graph is a
+    dictionary of nodes by their handles, and its executable is the same graph. A node is a function of the stream."""
 
     def __init__(self) -> None:
         self.device, self.fails = CPU, 0  # fails: what every launch returns
@@ -63,7 +63,7 @@ class FakeCuda:
 
     @property
     def launches(self) -> list[Launched]:
-        return [each for each in self.happened if isinstance(each, Launched)]
+        return [event for event in self.happened if isinstance(event, Launched)]
 
     def get_current_device(self) -> int:
         return self.device
@@ -75,9 +75,9 @@ class FakeCuda:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def encode(self, descriptor: TensorDescriptor, metadata: Any, *rest: Any) -> list[Any]:
+    def encode(self, descriptor: TensorDescriptor, metadata: Any, *args: Any) -> list[Any]:
         """As make_tensordesc_arg does; since Triton 3.8 it is given the arguments of the launch, and ignores them."""
-        assert len(rest) == (triton_internals.VERSION >= (3, 8))
+        assert len(args) == (triton_internals.VERSION >= (3, 8))
         self.encoded.append(descriptor)
         first = descriptor.base if metadata is None else TensorMap()
         return [first, *descriptor.shape, *descriptor.strides]
@@ -86,8 +86,8 @@ class FakeCuda:
         return int(index.value >= self.num_parameters[function.value])
 
     def cuLaunchKernel(self, function: int, *args: Any) -> int:
-        x, y, z, threads, one, also_one, shared_bytes, stream, pointers, extra = args
-        assert (one, also_one, extra) == (1, 1, None)
+        x, y, z, threads, threads_y, threads_z, shared_bytes, stream, pointers, extra = args
+        assert (threads_y, threads_z, extra) == (1, 1, None)
         words = self._words(function, pointers)
         self.happened.append(Launched(function, (x, y, z), threads, shared_bytes, stream, words))
         return self.fails
@@ -103,20 +103,20 @@ class FakeCuda:
         return 0
 
     def cuGraphAddKernelNode_v2(self, *args: Any) -> int:
-        *place, params = args
-        after = self._add(*place, lambda stream: None)
-        self._set(self._graph_of(place[1]), place[0]._obj.value, params, after)
+        *position, params = args
+        after = self._add(*position, lambda stream: None)
+        self._set(self._graph_of(position[1]), position[0]._obj.value, params, after)
         return 0
 
     def cuGraphAddEventWaitNode(self, *args: Any) -> int:
-        *place, event = args
-        self._add(*place, lambda stream: ("wait", stream, event))
+        *position, event = args
+        self._add(*position, lambda stream: ("wait", stream, event))
         return 0
 
     def cuGraphAddEventRecordNode(self, *args: Any) -> int:
-        *place, event = args
+        *position, event = args
         after: list[tuple[int, ...]] = []
-        after.append(self._add(*place, lambda stream: ("record", event, after[0])))
+        after.append(self._add(*position, lambda stream: ("record", event, after[0])))
         return 0
 
     def cuGraphKernelNodeSetAttribute(self, node: Any, attribute: int, value: Any) -> int:
@@ -176,11 +176,11 @@ class FakeCuda:
         return places
 
     def _set(self, nodes: dict[int, Any], node: int, params: int, after: tuple[int, ...]) -> None:
-        given = graph._KernelParams.from_address(params)
-        assert (given.threads_y, given.threads_z, given.extra) == (1, 1, None)
-        grid = given.x, given.y, given.z
-        words = self._words(given.function, given.parameters)
-        look = given.function, grid, given.threads_x, given.shared_bytes
+        node_params = graph._KernelParams.from_address(params)
+        assert (node_params.threads_y, node_params.threads_z, node_params.extra) == (1, 1, None)
+        grid = node_params.x, node_params.y, node_params.z
+        words = self._words(node_params.function, node_params.parameters)
+        look = node_params.function, grid, node_params.threads_x, node_params.shared_bytes
         nodes[node] = lambda stream: Launched(*look, stream, words, after)
 
     def _words(self, function: int, pointers: int) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(driver, "ensure_context", lambda: None)
     monkeypatch.setattr(driver, "library", lambda: result)
     monkeypatch.setattr(driver, "can_launch", lambda: True)
-    kept = [
+    callbacks = [
         ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(
             lambda graph, node, params: result.cuGraphExecKernelNodeSetParams_v2(
                 ctypes.c_void_p(graph), node, params
@@ -213,8 +213,10 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             lambda graph, stream: result.cuGraphLaunch(ctypes.c_void_p(graph), stream)
         ),
     ]
-    functions = (ctypes.c_void_p * 3)(*[ctypes.cast(each, ctypes.c_void_p) for each in kept])
-    functions.kept = kept
+    functions = (ctypes.c_void_p * 3)(
+        *[ctypes.cast(callback, ctypes.c_void_p) for callback in callbacks]
+    )
+    functions.callbacks = callbacks
     monkeypatch.setattr(graph, "_driver_functions", lambda: functions)
     return result
 
@@ -286,8 +288,8 @@ def fake_jits(
 ) -> dict[str, FakeJIT]:
     """The JITs of all kernels of some modules replaced: by kernel."""
     jits = {}
-    found = {name: each for module in modules for name, each in vars(module).items()}
-    for name, kernel in found.items():
+    members = {name: member for module in modules for name, member in vars(module).items()}
+    for name, kernel in members.items():
         if not isinstance(kernel, FastLaunch):
             continue
         jits[name] = FakeJIT(kernel.kernel, cuda)
@@ -300,10 +302,10 @@ def assert_only_the_first_compiles(
     jits: dict[str, FakeJIT], step: Callable, sizes: Iterable[Any]
 ) -> None:
     """The first step compiles, and no later one: neither what it has launched nor anything else."""
-    first, *others = sizes
+    first, *later = sizes
     step(first)
     before = {name: len(jit.calls) for name, jit in jits.items()}
     assert any(before.values()), before
-    for size in others:
+    for size in later:
         step(size)
     assert {name: len(jit.calls) for name, jit in jits.items()} == before

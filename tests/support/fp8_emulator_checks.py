@@ -55,12 +55,12 @@ def next_block(scale):
     return scale.roll(1, 1)
 
 
-def with_scales_of(name, operand, other):
+def with_scales_of(name, operand, change):
     """The launchers, one of which takes other scales for those of an operand."""
 
     def wrong(**arguments):
-        its = arguments[operand]
-        arguments[operand] = its._replace(scale=other(its.scale))
+        original = arguments[operand]
+        arguments[operand] = original._replace(scale=change(original.scale))
         getattr(launchers, name)(**arguments)
 
     return SimpleNamespace(**{name: wrong})
@@ -69,10 +69,10 @@ def with_scales_of(name, operand, other):
 def frees_early(right):
     """product, with a first arrival at every stage's barrier before anything has been multiplied."""
 
-    def wrong(scales, ring, *rest):
+    def wrong(scales, ring, *args):
         for i in range(3):
             gluon_emulator.barrier_arrive(ring[3].index(i))
-        return right(scales, ring, *rest)
+        return right(scales, ring, *args)
 
     return wrong
 
@@ -89,9 +89,9 @@ def check_that_mistakes_are_noticed():
     gluon_emulator.check_mistakes(check, mistake, errors=(AssertionError, RuntimeError))
     launch = wgrad({"W": 256, "H": 256}, FP32)
     for operand in ("dout", "rows"):
-        for other in (other_block, other_feature):
-            wrong = with_scales_of(launch.kernel, operand, other)
-            assert gradient(launch, wrong, splits=(130,)), (operand, other)
+        for change in (other_block, other_feature):
+            wrong = with_scales_of(launch.kernel, operand, change)
+            assert gradient(launch, wrong, splits=(130,)), (operand, change)
 
 
 def checks():

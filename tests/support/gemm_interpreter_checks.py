@@ -86,8 +86,8 @@ kernels = problems.triton_kernels()
 
 def compared(ways, sizes, dtype, splits, config=CONFIG, *, parts=(None,), activation=SWIGLU):
     """Launches of kernels in their ways, and what checks them. Rows of other parts are NaN, and are not written."""
-    for (kernel, way), part in product(ways, parts):
-        launch = Launch(kernel, sizes, dtype, activation=activation, ways=way)
+    for (kernel, variant), part in product(ways, parts):
+        launch = Launch(kernel, sizes, dtype, activation=activation, ways=variant)
         tuning = {"num_sms": NUM_SMS, "config": config} if "gemm" in kernel else {}
         if kernel == "grouped_gemm_dact":  # tiles are smaller than any that are chosen
             tuning["workspace"] = torch.full((50_000,), torch.nan)
@@ -103,7 +103,7 @@ def compared(ways, sizes, dtype, splits, config=CONFIG, *, parts=(None,), activa
 def fused(case, ways, *, sizes=ACT_SIZES, **options):
     splits, dtype, activation, (flatten, parts, lead), is_table = case
     config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts, lead=lead)
-    ways = [(kernel, f"{way} table" if is_table else way) for kernel, way in ways]
+    ways = [(kernel, f"{variant} table" if is_table else variant) for kernel, variant in ways]
     return compared(ways, sizes, dtype, splits, config, activation=activation, **options)
 
 
@@ -111,10 +111,10 @@ def check_ragged_descriptor():
     """The descriptor that is made by hand is Triton's."""
     for shape, block in (((7, 24), [16, 8]), ((300, 2048), [64, 128])):
         rows = torch.empty(shape)
-        ours = tiles.ragged_descriptor(rows, block)
-        theirs = create_ragged_descriptor(rows, block)
+        actual = tiles.ragged_descriptor(rows, block)
+        expected = create_ragged_descriptor(rows, block)
         for name in ("shape", "strides", "block_shape", "padding"):
-            assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
+            assert list(getattr(actual, name)) == list(getattr(expected, name)), name
 
 
 def checks():

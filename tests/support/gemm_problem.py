@@ -27,13 +27,13 @@ def triton_kernels() -> SimpleNamespace:
     """Triton's kernels: those of symmoe.kernels.gpu, and what only tests call. GEMMs take `config` as well."""
     from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan
 
-    found = {k: v for m in (activation, bias, gemm, gemm_act, plan) for k, v in vars(m).items()}
+    members = {k: v for m in (activation, bias, gemm, gemm_act, plan) for k, v in vars(m).items()}
     tiled = {
         name: partial(_in_tiles, function)
-        for name, function in found.items()
+        for name, function in members.items()
         if name.startswith("grouped_gemm")
     }
-    return SimpleNamespace(**found | tiled)
+    return SimpleNamespace(**members | tiled)
 
 
 def _in_tiles(function, *args, config=None, **options):
@@ -146,7 +146,7 @@ class Problem:
         return {"none": None, "bias": self.bias, "scaled": (self.bias, self.scale)}[kind]
 
     def before(self, width, accumulate):
-        """What an output holds before a call; numbers of groups where these are added to."""
+        """The contents of an output before a call; numbers of groups where these are added to."""
         out = self.blank(width)
         if accumulate:
             out[: self.num_rows] = self.normal(self.num_rows, width)
@@ -169,9 +169,9 @@ def assert_near(out, expected, dtype=None):
     torch.testing.assert_close(out.double(), expected.double(), rtol=0, atol=tolerance * scale)
 
 
-def assert_same(results, others):
-    for result, other in zip(results, others, strict=True):
-        assert result is other or torch.equal(result, other)
+def assert_same(results, expected):
+    for result, reference in zip(results, expected, strict=True):
+        assert result is reference or torch.equal(result, reference)
 
 
 # -- grouped GEMMs ----------------------------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ def _check_product(p, function, source, expected, width, table, options):
     outs = [before.clone() for _ in weights]
     for out, weight in zip(outs, weights, strict=True):
         function(source, weight, p.row_range, out, **options)
-    wanted = p.per_group(expected)
+    reference = p.per_group(expected)
     if options["accumulate"]:
-        wanted = wanted + before[: p.num_rows].double()
-    p.check(outs[0], wanted, 0.0 if options["zero_tail"] else SENTINEL)
+        reference = reference + before[: p.num_rows].double()
+    p.check(outs[0], reference, 0.0 if options["zero_tail"] else SENTINEL)
     assert torch.equal(outs[-1], outs[0])
 
 
@@ -278,23 +278,23 @@ def part_calls(kernels, p, **fixed):
     """{name: (makes outputs, call(row_range, outs, come, **options))}; rows that have not come are NaN."""
     table = Scattered(p.weight)
 
-    def only(rows, come):
-        return torch.where(come[:, None], rows, torch.nan)
+    def only(rows, arrived):
+        return torch.where(arrived[:, None], rows, torch.nan)
 
-    def plain(row_range, outs, come, **options):
-        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, *outs, **fixed, **options)
+    def plain(row_range, outs, arrived, **options):
+        kernels.grouped_gemm(only(p.rows, arrived), p.weight, row_range, *outs, **fixed, **options)
 
-    def biased(row_range, outs, come, **options):
+    def biased(row_range, outs, arrived, **options):
         options |= {**fixed, "bias": (p.bias, p.scale)}
-        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, *outs, **options)
+        kernels.grouped_gemm(only(p.rows, arrived), p.weight, row_range, *outs, **options)
 
-    def gathered(row_range, outs, come, **options):
+    def gathered(row_range, outs, arrived, **options):
         options |= {**fixed, "bias": p.bias}
         kernels.grouped_gemm((p.packed, p.row_index), table.table, row_range, *outs, **options)
 
-    def dgrad(row_range, outs, come, **options):
+    def dgrad(row_range, outs, arrived, **options):
         kernels.grouped_gemm_dgrad(
-            only(p.dout, come), p.weight, row_range, *outs, **fixed, **options
+            only(p.dout, arrived), p.weight, row_range, *outs, **fixed, **options
         )
 
     calls = {call.__name__: (p.blanks(p.width), call) for call in (plain, biased, gathered)}
@@ -308,26 +308,26 @@ def all_rows(p):
 def check_ranges(p, blanks, call, parts, **options):
     """A range's rows are written, no others, and none are read that have not come; all ranges are the whole. Of outputs
     that are matrices. Returns all of the whole, and of all ranges."""
-    whole = blanks()
+    full = blanks()
     union = blanks()
-    call(p.row_range, whole, all_rows(p))
+    call(p.row_range, full, all_rows(p))
     for ranges in parts:
         ranges = ranges.to(p.device)
         outs = blanks()
-        come = rows_of(ranges, p.capacity)
-        call(ranges, outs, come, **options)
-        for out, expected in zip(outs, whole, strict=True):
+        arrived = rows_of(ranges, p.capacity)
+        call(ranges, outs, arrived, **options)
+        for out, expected in zip(outs, full, strict=True):
             if out.ndim == 2:
-                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), (
+                assert torch.equal(out, torch.where(arrived[:, None], expected, SENTINEL)), (
                     call,
                     ranges,
                 )
-        call(ranges, union, come)
-    for out, expected in zip(union, whole, strict=True):
+        call(ranges, union, arrived)
+    for out, expected in zip(union, full, strict=True):
         if out.ndim == 2:
             assert not expected.isnan().any()
             assert torch.equal(out, expected), call
-    return whole, union
+    return full, union
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
@@ -429,10 +429,10 @@ def check_activation(kernels, p, *, dscale_dtype=torch.float32):
     dscale = torch.empty_like(scale)
     kernels.scaled_activation(h, scale, out, p.activation)
     kernels.scaled_activation_grad(dout, h, scale, dh, dscale, p.activation)
-    wanted = scaled(h, scale, dout, p.activation)
+    expected = scaled(h, scale, dout, p.activation)
     dtypes = (None, None, dscale_dtype)
-    for found, want, dtype in zip((out, dh, dscale), wanted, dtypes, strict=True):
-        assert_near(found, want, dtype)
+    for actual, reference, dtype in zip((out, dh, dscale), expected, dtypes, strict=True):
+        assert_near(actual, reference, dtype)
 
 
 def check_nan_goes_through(kernels, activation, device="cpu"):
@@ -479,19 +479,23 @@ def check_act_ranges(
     def blanks():
         return [*p.blanks(p.width, p.ffn, p.width, p.ffn)(), p.workspace(kernels)]
 
-    def both(row_range, outs, come, **more):
-        rows = source if gather else torch.where(come[:, None], source, torch.nan)
-        hidden, (h, a, *gradients, workspace) = torch.where(come[:, None], p.h, torch.nan), outs
-        given = {"bias": bias, **act_options, **more}
-        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, (h, a), p.activation, **given)
+    def both(row_range, outs, arrived, **call_options):
+        rows = source if gather else torch.where(arrived[:, None], source, torch.nan)
+        hidden, (h, a, *gradients, workspace) = torch.where(arrived[:, None], p.h, torch.nan), outs
+        act_kwargs = {"bias": bias, **act_options, **call_options}
+        kernels.grouped_gemm_act(
+            rows, p.weight1, row_range, p.scale, (h, a), p.activation, **act_kwargs
+        )
         arguments = row_range, (hidden, p.scale), (*gradients, None, None), workspace, p.activation
-        numbers.add(kernels.grouped_gemm_dact(rows, p.weight2, *arguments, **dact_options, **more))
+        numbers.add(
+            kernels.grouped_gemm_dact(rows, p.weight2, *arguments, **dact_options, **call_options)
+        )
 
     *_, dscale, _ = backward(kernels, p, source, p.h, with_dbias=False, **dact_options)
     for outs in check_ranges(p, blanks, both, parts, **options):
-        (num_partials,), found = numbers, p.blank(dtype=torch.float32)
-        kernels.sum_dact_partials(outs[-1], p.row_range, found, num_partials)
-        assert torch.equal(found, dscale)
+        (num_partials,), actual = numbers, p.blank(dtype=torch.float32)
+        kernels.sum_dact_partials(outs[-1], p.row_range, actual, num_partials)
+        assert torch.equal(actual, dscale)
 
 
 def check_a_forgotten_range(kernels, p, group, num_forgotten):

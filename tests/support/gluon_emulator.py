@@ -28,7 +28,7 @@ CHOICE = random.Random(0)
 
 # ------------------------------------------------------------------------------------------------------ a program
 class Machine:
-    """What the roles of the running program share."""
+    """The state that the roles of the running program share."""
 
     def __init__(self):
         self.changed = threading.Condition()
@@ -114,7 +114,7 @@ def scalar(number: int) -> torch.Tensor:
 
 
 def argument(value):
-    """What a kernel sees of an argument."""
+    """The form in which a kernel gets an argument."""
     if isinstance(value, torch.Tensor):
         return Pointer.over(value)
     return scalar(value) if isinstance(value, int) else value
@@ -344,11 +344,11 @@ def tma_load(desc, first, barrier, shared):
     copy_later(shared, lambda: values().view(shared.shape), lambda: barrier.arrive(0, -num_bytes))
 
 
-def tma_store(desc, first, shared, combine=lambda old, new: new):
+def tma_store(desc, first, shared, combine=lambda before, stored: stored):
     def read():
         memory, offset, inside = desc.places(first)
-        new = shared.data.reshape(offset.shape)[inside]
-        memory[offset[inside]] = combine(memory[offset[inside]], new)
+        stored = shared.data.reshape(offset.shape)[inside]
+        memory[offset[inside]] = combine(memory[offset[inside]], stored)
 
     MACHINE.role.__dict__.setdefault("pending", []).append(read)
 
@@ -376,11 +376,11 @@ def async_arrive(barrier, increment_count):
     """The lanes of one warp arrive when their copies have landed: all of them with the last copy."""
     assert not increment_count
     copies = MACHINE.role.__dict__.pop("copies")
-    left = [len(copies)]
+    remaining = [len(copies)]
 
     def landed():
-        left[0] -= 1
-        if left[0] == 0:
+        remaining[0] -= 1
+        if remaining[0] == 0:
             barrier.arrive(32)
 
     for shared, values in copies:
@@ -546,9 +546,9 @@ def install() -> None:
     }
     gluon = module("", {"jit": jit, "language": language()})
     names = {"gluon": gluon, "gl": gluon.language, "TensorDescriptor": TensorDescriptor}
-    others = {"reinterpret": reinterpret, "thread_barrier": lambda: None}
+    helpers = {"reinterpret": reinterpret, "thread_barrier": lambda: None}
     sys.modules["symmoe.kernels.hopper.gluon_names"] = module(
-        "names", {**names, **hopper, **copies, **others}
+        "names", {**names, **hopper, **copies, **helpers}
     )
     run_as_they_are()
 

@@ -60,13 +60,13 @@ def check_replays(
     num_replays: int,
     stash: str,
     shared: bool,
-    way: dict[str, str],
+    fields: dict[str, str],
 ) -> None:
     """Replays with new tokens (so new routing) against eager steps on another layer with the same weights."""
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         layers = [
-            layer_for(heap, config_for(num_ranks, stash=stash, **way), shared) for _ in range(2)
+            layer_for(heap, config_for(num_ranks, stash=stash, **fields), shared) for _ in range(2)
         ]
         x = torch.zeros(
             TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16, requires_grad=True
@@ -100,17 +100,18 @@ def check_replays(
             if turn % 50 and turn < num_replays - 1:
                 continue
             findings.where = f"rank {rank} of {num_ranks}, replay {turn}, stash {stash}"
-            for name, one, other in zip(
+            for name, actual, expected in zip(
                 ("y", "aux_loss", "expert_load", "num_dropped"), got, want, strict=True
             ):
-                findings.check(torch.equal(one, other), f"{name} differs")
+                findings.check(torch.equal(actual, expected), f"{name} differs")
             findings.check(torch.equal(x.grad, other_x.grad), "the gradient of x differs")
             loads.add(tuple(got[2].tolist()))
-            for (name, one), other in zip(
+            for (name, actual), expected in zip(
                 layers[0].named_parameters(), layers[1].parameters(), strict=True
             ):
                 findings.check(
-                    torch.equal(one.grad, other.grad), f"the accumulated gradient of {name} differs"
+                    torch.equal(actual.grad, expected.grad),
+                    f"the accumulated gradient of {name} differs",
                 )
             if findings.texts:
                 break

@@ -103,7 +103,7 @@ everywhere = pytest.mark.parametrize(
 
 @dataclass
 class Inputs:
-    """What goes into a call: leaves without history. Rows of the tail hold NaN."""
+    """The inputs of a call: leaves without history. Rows of the tail hold NaN."""
 
     sizes: Sizes
     x: torch.Tensor  # [.., H]
@@ -137,18 +137,18 @@ def make_inputs(
         tensor[sizes.num_used :] = torch.nan
         return tensor.view(*lead, *columns)
 
-    def place(tensor: torch.Tensor, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+    def on_device(tensor: torch.Tensor, dtype: torch.dtype = case.dtype) -> torch.Tensor:
         return tensor.to(device=device, dtype=dtype)
 
     return Inputs(
         sizes,
-        x=place(rows(hidden)),
-        scale=place(rows(), torch.float32),
-        d_y=place(rows(hidden if out_features is None else out_features)),
-        w1=place(normal(groups, width, hidden, std=hidden**-0.5)),
-        b1=place(normal(groups, width)),
-        w2=place(normal(groups, hidden, ffn, std=ffn**-0.5)),
-        b2=place(normal(groups, hidden)),
+        x=on_device(rows(hidden)),
+        scale=on_device(rows(), torch.float32),
+        d_y=on_device(rows(hidden if out_features is None else out_features)),
+        w1=on_device(normal(groups, width, hidden, std=hidden**-0.5)),
+        b1=on_device(normal(groups, width)),
+        w2=on_device(normal(groups, hidden, ffn, std=ffn**-0.5)),
+        b2=on_device(normal(groups, hidden)),
     )
 
 
@@ -189,7 +189,7 @@ class Buffers:
 
 @dataclass
 class Ran:
-    """What one forward and backward gave, and where it lay."""
+    """The results of one forward and backward, and their addresses."""
 
     tensors: dict[str, torch.Tensor] = field(
         default_factory=dict
@@ -214,14 +214,14 @@ def run(
     scale = inputs.scale.clone().requires_grad_()
     ran = Ran()
     x = leaf.clone()
-    seen: list[int] = []
-    x.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    pointers: list[int] = []
+    x.register_hook(lambda gradient: pointers.append(gradient.data_ptr()))
     with around or nullcontext():
         y = call(x, scale)
     ran.y_ptr = y.data_ptr()
     assert y.requires_grad
     y.backward(inputs.d_y.to(y.dtype))
-    ran.d_x_ptr = seen[0]
+    ran.d_x_ptr = pointers[0]
     if case.delayed:
         biases = [layer.bias.grad.clone() for layer in layers.values() if layer.bias is not None]
         for layer in layers.values():
@@ -235,7 +235,7 @@ def run(
             map(
                 torch.equal,
                 biases,
-                (each.bias.grad for each in layers.values() if each.bias is not None),
+                (layer.bias.grad for layer in layers.values() if layer.bias is not None),
             )
         )
     ran.tensors = {"y": y.detach().clone(), "d_x": leaf.grad}
@@ -255,11 +255,13 @@ def weight_gradient(layer: nn.Module, case: Case) -> torch.Tensor:
         for parameter in parameters:
             assert parameter.grad_added_to_main_grad
             assert parameter.grad is None or not parameter.grad.any()
-        found = [parameter.main_grad for parameter in parameters]
+        gradients = [parameter.main_grad for parameter in parameters]
     else:
-        found = [parameter.grad for parameter in parameters]
-    assert not any(tensor.requires_grad for tensor in found), "a gradient drags its history along"
-    return found[0] if layer.is_packed else torch.stack(found)
+        gradients = [parameter.grad for parameter in parameters]
+    assert not any(tensor.requires_grad for tensor in gradients), (
+        "a gradient drags its history along"
+    )
+    return gradients[0] if layer.is_packed else torch.stack(gradients)
 
 
 LINEAR_OUT = 24  # columns of the result of a single linear layer
@@ -291,7 +293,7 @@ WAYS = ("linear", *PATHS)
 
 
 def make_way(
-    way: str,
+    path: str,
     case: Case,
     inputs: Inputs,
     *,
@@ -301,8 +303,8 @@ def make_way(
     """call(x, scale, splits, out=, grad_input_out=, is_first_microbatch=) and its layers: "linear" is one of w1 and b1;
     the others are FC1, activation, FC2 along one of PATHS, whose scale multiplies FC2's bias as in GroupedMLP."""
     fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
-    if way == "linear":
-        return lambda x, scale, splits, **given: fc1(x, splits, **given), {"fc": fc1}
+    if path == "linear":
+        return lambda x, scale, splits, **kwargs: fc1(x, splits, **kwargs), {"fc": fc1}
     fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
     activation = activation or symmoe.grouped.ScaledSwiGLU()
     model = symmoe.grouped.Sequential(fc1, activation, fc2)
@@ -319,26 +321,29 @@ def make_way(
         last = {"bias_scale": scale} if case.bias else {}
         return {"grad_input_out": grad_input_out, **both}, {"out": out, **last, **both}
 
-    def modules(x, scale, splits, **given):
-        first, last = keywords(scale, **given)
+    def modules(x, scale, splits, **kwargs):
+        first, last = keywords(scale, **kwargs)
         return fc2(activation(fc1(x, splits, **first), scale), splits, **last)
 
-    def sequential(x, scale, splits, **given):
-        first, last = keywords(scale, **given)
+    def sequential(x, scale, splits, **kwargs):
+        first, last = keywords(scale, **kwargs)
         return model(x, splits, scale, splits, op_kwargs={0: first, fc2: last})
 
-    def mlp(x, scale, splits, **given):
-        return experts(x, splits, scale, **given)
+    def mlp(x, scale, splits, **kwargs):
+        return experts(x, splits, scale, **kwargs)
 
-    return {"modules": modules, "sequential": sequential, "mlp": mlp}[way], {"fc1": fc1, "fc2": fc2}
+    return {"modules": modules, "sequential": sequential, "mlp": mlp}[path], {
+        "fc1": fc1,
+        "fc2": fc2,
+    }
 
 
 def run_way(
-    way: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, around=None, **options
+    path: str, case: Case, inputs: Inputs, buffers=None, *, splits=None, around=None, **options
 ) -> Ran:
     """One call of make_way's layers."""
-    call, layers = make_way(way, case, inputs, **options)
-    given = vars(buffers or Buffers())
+    call, layers = make_way(path, case, inputs, **options)
+    buffer_kwargs = vars(buffers or Buffers())
     splits = inputs.splits if splits is None else splits
 
     def finish():
@@ -346,7 +351,7 @@ def run_way(
             layer.backward_dw()
 
     return run(
-        lambda x, scale: call(x, scale, splits, **given),
+        lambda x, scale: call(x, scale, splits, **buffer_kwargs),
         layers,
         inputs,
         case,
@@ -359,28 +364,28 @@ run_linear = functools.partial(run_way, "linear")
 run_experts = run_way
 
 
-def inputs_of(way: str, case: Case, **options) -> Inputs:
-    """Those of run_way."""
-    return linear_inputs(case, **options) if way == "linear" else make_inputs(case, **options)
+def inputs_of(path: str, case: Case, **options) -> Inputs:
+    """The inputs of run_way."""
+    return linear_inputs(case, **options) if path == "linear" else make_inputs(case, **options)
 
 
-def oracle_of(way: str, case: Case, inputs: Inputs, **options) -> dict[str, torch.Tensor]:
-    """What run_way must give for these inputs."""
-    return linear_oracle(inputs, case) if way == "linear" else mlp_oracle(inputs, case, **options)
+def oracle_of(path: str, case: Case, inputs: Inputs, **options) -> dict[str, torch.Tensor]:
+    """The expected results of run_way for these inputs."""
+    return linear_oracle(inputs, case) if path == "linear" else mlp_oracle(inputs, case, **options)
 
 
 @functools.cache
 def _oracle_of_case(
     is_linear: bool, case: Case, sizes: Sizes, device: str
 ) -> dict[str, torch.Tensor]:
-    way = "linear" if is_linear else "mlp"
-    return oracle_of(way, case, inputs_of(way, case, sizes=sizes, device=device))
+    path = "linear" if is_linear else "mlp"
+    return oracle_of(path, case, inputs_of(path, case, sizes=sizes, device=device))
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 @contextmanager
 def refused(*parts: str) -> Iterator[None]:
-    """What is inside raises an ArgumentError whose text has all parts."""
+    """The body raises an ArgumentError whose text has all parts."""
     with pytest.raises(symmoe.errors.ArgumentError) as caught:
         yield
     for part in parts:
@@ -393,59 +398,59 @@ def assert_like_modules(ran: Ran, modules: Ran, sizes: Sizes, device: str = "cpu
     assert_same_results(ran, modules, sizes, close=close)
 
 
-def check_case(way: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
-    """In buffers and without, by any way: the same bits, where they belong, near the oracle."""
-    inputs = inputs_of(way, case, sizes=sizes, device=device)
-    internal = run_way(way, case, inputs)
+def check_case(path: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
+    """In buffers and without, along any path: the same bits, where they belong, near the oracle."""
+    inputs = inputs_of(path, case, sizes=sizes, device=device)
+    internal = run_way(path, case, inputs)
     buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
-    with_buffers = run_way(way, case, inputs, buffers)
+    with_buffers = run_way(path, case, inputs, buffers)
     assert_same_results(with_buffers, internal, sizes)
     assert_buffers_used(with_buffers, buffers, sizes)
     plain = Case(
         dtype=case.dtype, is_nd=case.is_nd, bias=case.bias
     )  # results do not depend on the rest
     assert_near_oracle(
-        with_buffers, _oracle_of_case(way == "linear", plain, sizes, device), case, sizes
+        with_buffers, _oracle_of_case(path == "linear", plain, sizes, device), case, sizes
     )
     for name in ("y", "d_x"):
         assert (internal.tensors[name].flatten(0, -2)[sizes.num_used :] == 0).all(), (
             "a tail allocated here is zero"
         )
-    if way != "linear":
+    if path != "linear":
         assert not internal.tensors["d_scale"].flatten()[sizes.num_used :].any()
         assert_like_modules(internal, run_experts("modules", case, inputs), sizes, device)
 
 
-def check_discrete_weights(way: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
-    """They give the bits of packed ones, in the buffers of the caller."""
-    inputs = inputs_of(way, case, sizes=sizes, device=device)
+def check_discrete_weights(path: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
+    """Discrete weights give the bits of packed ones, in the buffers of the caller."""
+    inputs = inputs_of(path, case, sizes=sizes, device=device)
     buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
-    discrete = run_way(way, case, inputs, buffers, weights="discrete")
-    assert_same_results(discrete, run_way(way, case, inputs), inputs.sizes)
+    discrete = run_way(path, case, inputs, buffers, weights="discrete")
+    assert_same_results(discrete, run_way(path, case, inputs), inputs.sizes)
     assert_buffers_used(discrete, buffers, inputs.sizes)
 
 
-def check_splits(way: str, given, sizes: Sizes, device: str = "cpu") -> None:
+def check_splits(path: str, splits, sizes: Sizes, device: str = "cpu") -> None:
     """Splits in any form are those of `sizes`."""
     case = Case(buffers=())
-    inputs = inputs_of(way, case, sizes=sizes, device=device)
-    ran = run_way(way, case, inputs, splits=given)
+    inputs = inputs_of(path, case, sizes=sizes, device=device)
+    ran = run_way(path, case, inputs, splits=splits)
     if sizes.num_used:
-        assert_near_oracle(ran, oracle_of(way, case, inputs), case, sizes)
+        assert_near_oracle(ran, oracle_of(path, case, inputs), case, sizes)
     for name, tensor in ran.tensors.items():
         assert sizes.num_used or not tensor.any(), name
 
 
 def check_autocast(
-    way: str, case: Case, weights: str, sizes: Sizes = TINY, device: str = "cpu"
+    path: str, case: Case, weights: str, sizes: Sizes = TINY, device: str = "cpu"
 ) -> None:
     """fp32 inputs and parameters, bf16 results in bf16 buffers, fp32 gradients."""
-    inputs = inputs_of(way, case, sizes=sizes, device=device)
+    inputs = inputs_of(path, case, sizes=sizes, device=device)
     half = replace(case, dtype=torch.bfloat16)
     as_half = replace(inputs, x=inputs.x.bfloat16(), d_y=inputs.d_y.bfloat16())
     buffers = Buffers.of(case, as_half, out_features=inputs.d_y.shape[-1])
     ran = run_way(
-        way,
+        path,
         case,
         inputs,
         buffers,
@@ -456,7 +461,7 @@ def check_autocast(
     assert (buffers.out.flatten(0, -2)[sizes.num_used :] == SENTINEL).all()
     for name, tensor in ran.tensors.items():
         assert name == "y" or tensor.dtype == torch.float32, name
-    assert_near_oracle(ran, oracle_of(way, case, inputs), half, sizes)
+    assert_near_oracle(ran, oracle_of(path, case, inputs), half, sizes)
 
 
 def check_activation(
@@ -509,7 +514,7 @@ def used(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 def used_values(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """The same of one value per row."""
+    """The used rows of a tensor with one value per row."""
     return tensor.flatten()[: sizes.num_used]
 
 
@@ -524,7 +529,7 @@ def assert_same_results(got: Ran, want: Ran, sizes: Sizes, *, close: tuple[str, 
     """Bit for bit, where rows belong to a group. Those named in `close`: nearly."""
     assert got.tensors.keys() == want.tensors.keys()
     for name, tensor in want.tensors.items():
-        pair = [of_groups(name, each, sizes) for each in (got.tensors[name], tensor)]
+        pair = [of_groups(name, result, sizes) for result in (got.tensors[name], tensor)]
         if name in close:
             assert_near(*pair, tensor.dtype, name)
         else:
@@ -558,7 +563,7 @@ def scaled(function: str, **fields: object) -> symmoe.grouped.ScaledActivation:
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in float64 on the CPU, as a leaf."""
+    """A tensor's values in float64 on the CPU, as a leaf."""
     return tensor.detach().cpu().double().requires_grad_()
 
 
@@ -570,10 +575,10 @@ def linear_oracle(
     def layer(x, scale, w1, b1, w2, b2):
         return w1 @ x + (b1 * scale if scale_bias else b1)
 
-    found = _oracle(inputs, case, layer)
+    tensors = _oracle(inputs, case, layer)
     names = {"y": "y", "d_x": "d_x", "d_fc1.weight": "d_fc.weight", "d_fc1.bias": "d_fc.bias"}
     names |= {"d_scale": "d_scale"} if scale_bias and case.bias else {}
-    return {names[name]: tensor for name, tensor in found.items() if name in names}
+    return {names[name]: tensor for name, tensor in tensors.items() if name in names}
 
 
 def mlp_oracle(

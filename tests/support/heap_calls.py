@@ -40,9 +40,9 @@ def outcome(fn, *args, **kwargs) -> tuple[str, str]:
     return "", ""
 
 
-def expect(findings: Findings, found: tuple[str, str], error: str, *parts: str) -> None:
+def expect(findings: Findings, actual: tuple[str, str], error: str, *parts: str) -> None:
     """Notes an error of another class, and each part that its text has not."""
-    name, text = found
+    name, text = actual
     findings.equal("error", (name, "" if name == error else text), (error, ""))
     for part in parts:
         findings.check(part in text, f"{part!r} is not in {text!r}")

@@ -68,21 +68,21 @@ def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple
     """Gradients of the mean loss by name, and (loss, logits, aux loss) of every batch; of an unmodified model."""
     outputs = [model(batch, labels=batch) for batch in batches]
     (sum(output.loss for output in outputs) / len(batches)).backward()
-    seen = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
-    return {name: p.grad for name, p in model.named_parameters()}, seen
+    results = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
+    return {name: p.grad for name, p in model.named_parameters()}, results
 
 
 def share_of(
-    whole: Mapping[str, torch.Tensor], rank: int, num_ranks: int, model_type: str
+    tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int, model_type: str
 ) -> dict[str, torch.Tensor]:
     """Tensors of a plain model, by the names and in the parts that a rank has of them when the model is swapped."""
     share = {}
-    for name, tensor in whole.items():
-        own, part = name, tensor
+    for name, tensor in tensors.items():
+        swapped_name, part = name, tensor
         if match := re.fullmatch(r"(.*\.experts)\.(gate_up|up|down)_proj(_bias)?", name):
             kind = "bias" if match[3] else "weight"
-            own = f"{match[1]}.mlp.{'fc2' if match[2] == 'down' else 'fc1'}.{kind}"
+            swapped_name = f"{match[1]}.mlp.{'fc2' if match[2] == 'down' else 'fc1'}.{kind}"
             part = tensor.chunk(num_ranks)[rank]
             part = part.transpose(1, 2) if model_type in TRANSPOSED and kind == "weight" else part
-        share[own] = part
+        share[swapped_name] = part
     return share

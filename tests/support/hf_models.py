@@ -123,8 +123,8 @@ def experts_code() -> dict[str, str]:
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         _, marker, after = path.read_text().partition("@use_experts_implementation")
         if marker:
-            own, _, _ = after.partition("\n\n\n")
-            code[path.parent.name] = re.sub(r"\b[A-Z]\w*", "", own)
+            body, _, _ = after.partition("\n\n\n")
+            code[path.parent.name] = re.sub(r"\b[A-Z]\w*", "", body)
     return code
 
 
@@ -135,13 +135,13 @@ def module_names() -> list[str]:
 def model_class(name: str, *ends: str) -> type:
     """The first model class of a module whose name has one of these ends, the first of them if it can be."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    here = [
-        each
-        for each in vars(module).values()
-        if inspect.isclass(each) and each.__module__ == module.__name__
+    classes = [
+        member
+        for member in vars(module).values()
+        if inspect.isclass(member) and member.__module__ == module.__name__
     ]
-    models = [each for each in here if issubclass(each, transformers.PreTrainedModel)]
-    return next(each for end in ends for each in models if each.__name__.endswith(end))
+    models = [cls for cls in classes if issubclass(cls, transformers.PreTrainedModel)]
+    return next(model for end in ends for model in models if model.__name__.endswith(end))
 
 
 @torch.no_grad()
@@ -157,19 +157,19 @@ def tiny_model(
     """A language model or else a text model, or one that has it and one for images, in evaluation mode, with random
     parameters and persistent buffers; the same on every rank. changes: of the configuration."""
     if with_images:
-        own = model_class(name, "ForConditionalGeneration")
+        cls = model_class(name, "ForConditionalGeneration")
         parts = {
             part: config
-            for part, config in own.config_class.sub_configs.items()
+            for part, config in cls.config_class.sub_configs.items()
             if part != "audio_config"
         }
         changes = {
             part: _sizes_of(name, config, is_text="text" in part) for part, config in parts.items()
         }
     else:
-        own = model_class(name, "ForCausalLM", "TextModel", "ForTokenClassification")
-        changes = _sizes_of(name, own.config_class) | changes
-    model = own._from_config(own.config_class(**changes), attn_implementation="eager", dtype=dtype)
+        cls = model_class(name, "ForCausalLM", "TextModel", "ForTokenClassification")
+        changes = _sizes_of(name, cls.config_class) | changes
+    model = cls._from_config(cls.config_class(**changes), attn_implementation="eager", dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for tensor in model.state_dict(keep_vars=True).values():
         values = torch.randn(tensor.shape, generator=generator)
@@ -180,7 +180,7 @@ def tiny_model(
 
 
 def _sizes_of(name: str, config: type, *, is_text: bool = True) -> dict:
-    fields = {field for each in config.__mro__ for field in vars(each).get("__annotations__", {})}
-    known = _SIZES if is_text else _OF_IMAGES
-    sizes = {field: value for field, value in known.items() if field in fields}
+    fields = {field for base in config.__mro__ for field in vars(base).get("__annotations__", {})}
+    all_sizes = _SIZES if is_text else _OF_IMAGES
+    sizes = {field: value for field, value in all_sizes.items() if field in fields}
     return sizes | (_CHANGES.get(name, {}) if is_text else {})

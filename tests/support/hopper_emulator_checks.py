@@ -63,7 +63,7 @@ def add_neighbours(x, steps):
 
 launched = {"grouped_gemm": gemm.launch_gemm, "grouped_gemm_wgrad": wgrad.launch_wgrad}
 on_hopper = SimpleNamespace(
-    LAUNCHERS={name: (each, lambda *_: True) for name, each in launched.items()}
+    LAUNCHERS={name: (launcher, lambda *_: True) for name, launcher in launched.items()}
 )
 tiles.device_num_sms = lambda device: 2
 hopper_choice.hopper_kernels = lambda device, dtype, columns: on_hopper

@@ -32,7 +32,7 @@ class NoReads(Watching):
             else []
         )
         if name in READS or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-            self.seen.append(name)
+            self.noted.append(name)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from programs import printed_by
 
 
 def _missing() -> str:
-    """What the interpreter needs and does not find; "" if nothing."""
+    """The package that the interpreter needs and does not find; "" if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton"
     numpy = tuple(int(part) for part in version("numpy").split(".")[:2])

@@ -22,25 +22,25 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         while type(node).__name__ != f"{ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]
         plan: Plan = node.step.plan
-        kept = [
+        saved = [
             *(getattr(plan, field.name) for field in fields(Plan)),
             *node.index,
             *node.saved_tensors[4:],
         ]  # first the router's
-        weights, found = {id(p) for p in layer.parameters()}, {}
-        for tensor in kept:
+        weights, storages = {id(p) for p in layer.parameters()}, {}
+        for tensor in saved:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
                 storage = tensor.untyped_storage()
                 is_leased = heap.owns(tensor)
-                whole = tensor if tensor._base is None else tensor._base
-                found[storage.data_ptr()] = (
+                base = tensor if tensor._base is None else tensor._base
+                storages[storage.data_ptr()] = (
                     is_leased,
-                    whole.nbytes if is_leased else storage.nbytes(),
+                    base.nbytes if is_leased else storage.nbytes(),
                 )
-        leased = sum(size for is_leased, size in found.values() if is_leased)
+        leased = sum(size for is_leased, size in storages.values() if is_leased)
         # A plan counts the room that the call got; what its routing did not need of it has gone back to the heap.
         assert (leased <= heap.leased_bytes) == (config.capacity is not None or leased == 0)
-        return leased, sum(size for is_leased, size in found.values() if not is_leased)
+        return leased, sum(size for is_leased, size in storages.values() if not is_leased)
 
 
 def bytes_at_peak(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> int:

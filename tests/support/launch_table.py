@@ -91,8 +91,8 @@ class Launch:
         """By name; without memory, if `make` does not make others."""
         make = make or Arguments(self)
         row = dict(TABLE[self.kernel])
-        for way in self.ways.split():
-            row |= WAYS[self.kernel][way]
+        for variant in self.ways.split():
+            row |= WAYS[self.kernel][variant]
         for name, spec in (row | (self.changes or {})).items():
             make.begin(name)
             make.values[name] = make(spec)
@@ -329,7 +329,7 @@ def dact_workspace(make: Arguments, dbias: str | None = None) -> torch.Tensor:
 
 @later
 def dact_arguments(make: Arguments, dbias: str | None = None) -> tuple[Any, ...]:
-    """Those of the kernel for Hopper."""
+    """The arguments of the kernel for Hopper."""
     act_quantized = import_module("symmoe.kernels.low_precision.act_quantized")
     parts = "N I", "N W", "f32 N", row_range, dact_results(dbias), dact_workspace(dbias)
     return act_quantized.dact_arguments(*map(make, parts))
@@ -357,8 +357,8 @@ def scale_table(make: Arguments, *shapes: tuple[int, int]) -> ScaleTable:
     extents = torch.tensor([(rows, blocks, blocks, 1) for rows, blocks in shapes], dtype=I32)
     addresses = make.numbers(len(shapes), dtype=I64)
     numbers = torch.arange(len(shapes), dtype=I32, device=make.device)
-    most = max(-(-rows // 128) for rows, _ in shapes), max(-(-n // 4) for _, n in shapes)
-    return ScaleTable(addresses, addresses, numbers, extents.to(make.device), most)
+    extent = max(-(-rows // 128) for rows, _ in shapes), max(-(-n // 4) for _, n in shapes)
+    return ScaleTable(addresses, addresses, numbers, extents.to(make.device), extent)
 
 
 def operand(make: Arguments, shape: tuple[int, ...], scale: Any) -> Operand:
@@ -416,12 +416,12 @@ def peers_of(
 
 
 def peers(make: Arguments) -> control.Peers:
-    """Those of the last rank."""
+    """The arenas, seen from the last rank."""
     return make(peers_of(make.sizes["R"], make.sizes["R"] - 1))
 
 
 def node_peers(make: Arguments) -> control.Peers:
-    """Those of the last rank of the first node."""
+    """The arenas, seen from the last rank of the first node."""
     per_node = make.sizes["Q"]
     return make(peers_of(per_node, per_node - 1, tuple(range(per_node)), make.sizes["R"]))
 
@@ -1035,7 +1035,10 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 }
 WAYS["launch_fp8_gemm"] = {
     "bias": {"bias": ("G W", None)},
-    **{way: WAYS["grouped_gemm_quantized"][way] for way in ("biased", "zero-tail", "scattered")},
+    **{
+        variant: WAYS["grouped_gemm_quantized"][variant]
+        for variant in ("biased", "zero-tail", "scattered")
+    },
 }
 WAYS["grouped_gemm_quantized"]["bias"] = WAYS["launch_fp8_gemm"]["bias"]
 WAYS["launch_fp8_wgrad"] = WAYS["grouped_gemm_wgrad_quantized"]

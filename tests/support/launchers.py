@@ -7,8 +7,8 @@ from unittest import mock
 
 
 @contextmanager
-def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
-    """What torchrun would have set."""
+def environment_of(rank: int, num_ranks: int, **variables: str) -> Iterator[None]:
+    """The environment variables of torchrun."""
     names = {
         "RANK": rank,
         "WORLD_SIZE": num_ranks,
@@ -16,13 +16,13 @@ def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
         "LOCAL_WORLD_SIZE": num_ranks,
     }
     texts = {name: str(value) for name, value in names.items()}
-    with mock.patch.dict(os.environ, texts, MASTER_ADDR="127.0.0.1", **more):
+    with mock.patch.dict(os.environ, texts, MASTER_ADDR="127.0.0.1", **variables):
         yield
 
 
 @contextmanager
 def launched(rank: int, num_ranks: int) -> Iterator[None]:
-    """The same for accelerate, which forgets all of it afterwards."""
+    """The environment of torchrun for accelerate, whose state is reset afterwards."""
     from accelerate.state import AcceleratorState
 
     with environment_of(rank, num_ranks, OMP_NUM_THREADS="1"):

@@ -50,8 +50,8 @@ def global_weights(
 def local_part(weights: list[torch.Tensor], heap: SymmetricHeap) -> list[torch.Tensor]:
     """This rank's experts as leaves on its device."""
     local = weights[0].shape[0] // heap.num_ranks
-    mine = slice(heap.rank * local, (heap.rank + 1) * local)
-    return [w[mine].to(heap.device, copy=True).requires_grad_() for w in weights]
+    experts = slice(heap.rank * local, (heap.rank + 1) * local)
+    return [w[experts].to(heap.device, copy=True).requires_grad_() for w in weights]
 
 
 def make_layer(

@@ -1,6 +1,6 @@
-"""Pairs of ranks that end as a script does, and close and destroy nothing: `python many_ends.py PAIRS WAY FOLDER`. They
-are forked from one process, which has imported everything, until one has failed. A busy process has their core, and
-gloo's threads get what it leaves: so what these have still to do, they do as late as they can."""
+"""Pairs of ranks that end as a script does, and close and destroy nothing: `python many_ends.py PAIRS ENDING FOLDER`.
+One process, which has imported everything, forks them until one has failed. A busy process has their core, and gloo's
+threads get the remaining time: so they do the remaining work as late as they can."""
 
 import os
 import signal
@@ -43,14 +43,14 @@ def start_slow_gloo(rank: int, store: str) -> None:
     thread.join()
 
 
-def main(rank: int, store: str, way: str) -> None:
+def main(rank: int, store: str, ending: str) -> None:
     global heap, layer
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     start_slow_gloo(rank, store)
-    if way != "without a heap":
+    if ending != "without a heap":
         heap = symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host")
-    if way == "a layer":
+    if ending == "a layer":
         layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap)
         y, _ = layer(torch.randn(8, 16))
         y.sum().backward()
@@ -58,7 +58,7 @@ def main(rank: int, store: str, way: str) -> None:
         dist.all_reduce(torch.ones(4))
 
 
-def start(num_pairs: int, way: str, folder: str) -> tuple[int, str] | list[int]:
+def start(num_pairs: int, ending: str, folder: str) -> tuple[int, str] | list[int]:
     """On a rank: its number and its store; in the parent, at last, how every rank has ended."""
     busy = be_busy()
     codes = []
@@ -78,8 +78,8 @@ def start(num_pairs: int, way: str, folder: str) -> tuple[int, str] | list[int]:
 
 
 if __name__ == "__main__":
-    found = start(int(sys.argv[1]), *sys.argv[2:4])
-    if isinstance(found, tuple):
-        main(*found, sys.argv[2])
+    result = start(int(sys.argv[1]), *sys.argv[2:4])
+    if isinstance(result, tuple):
+        main(*result, sys.argv[2])
     else:
-        print(found)
+        print(result)

@@ -71,14 +71,14 @@ def _make_groups(
     tp: int, pp: int, num_chunks: int | None, cp: int, ep: int, expert_tp: int
 ) -> None:
     parallel_state.destroy_model_parallel()
-    known = dist.distributed_c10d._world.pg_map
+    groups = dist.distributed_c10d._world.pg_map
     for group in (
         _GROUPS
     ):  # of which that ends one, and each would keep three threads for as long as the process lives
-        if group in known:
+        if group in groups:
             dist.destroy_process_group(group)
     _GROUPS.clear()
-    others = set(known)
+    before = set(groups)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -87,7 +87,7 @@ def _make_groups(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=expert_tp,
     )
-    _GROUPS.extend(set(known) - others)
+    _GROUPS.extend(set(groups) - before)
 
 
 def config_of(**fields):
@@ -224,17 +224,17 @@ def opened(
         yield config, heap, forms_of(reference_spec(config), heap, **(options or {}))
 
 
-def check_equal(found: dict[str, dict[str, torch.Tensor]], *, exact: bool = True) -> None:
+def check_equal(by_form: dict[str, dict[str, torch.Tensor]], *, exact: bool = True) -> None:
     """Ours equals Megatron's, bit for bit with Megatron's experts, within rounding with ours."""
-    for form in found.keys() - {"megatron"}:
-        changes = differences(found[form], found["megatron"])
+    for form in by_form.keys() - {"megatron"}:
+        changes = differences(by_form[form], by_form["megatron"])
         assert max(changes.values(), default=0.0) < ROUNDING, (form, changes)
         assert form != "dispatcher" or not exact or not changes, changes
 
 
-def num_zeros(found: dict[str, torch.Tensor]) -> int:
+def num_zeros(tensors: dict[str, torch.Tensor]) -> int:
     """How many tensors are zeros, whose equality says nothing."""
-    return sum(not tensor.any() for tensor in found.values())
+    return sum(not tensor.any() for tensor in tensors.values())
 
 
 def batch_of(num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
@@ -253,29 +253,29 @@ def results_of(model, num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
     """Losses of every token, all gradients and the routers' counts, by name."""
     losses = model(**batch_of(num_sequences))
     losses.mean().backward()
-    found = {"losses": losses.detach().clone()}
-    found |= gradients_of(model)
+    results = {"losses": losses.detach().clone()}
+    results |= gradients_of(model)
     for name, buffer in model.named_buffers():
         if "tokens_per_expert" in name and buffer is not None:
-            found[name] = buffer.clone()
-    return found
+            results[name] = buffer.clone()
+    return results
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
     """All gradients by name; no gradient is zeros."""
-    found = named_parameters(model)
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found}
+    params = named_parameters(model)
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params}
 
 
 def differences(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
     """Names of tensors that are not equal bit for bit, with the largest difference over the largest wanted value."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
-    found = {}
+    errors = {}
     for name, tensor in want.items():
         if not torch.equal(got[name], tensor):
             scale = tensor.abs().max().clamp(min=1e-12)
-            found[name] = float((got[name] - tensor).abs().max() / scale)
-    return found
+            errors[name] = float((got[name] - tensor).abs().max() / scale)
+    return errors
 
 
 def compare(
@@ -304,26 +304,28 @@ def compare(
     Returns:
         figures of the run with our dispatcher and experts.
     """
-    how = {"fields": fields, "options": options, "ranks_per_node": ranks_per_node}
-    with opened(ep=ep, **how) as (config, heap, forms):
+    kwargs = {"fields": fields, "options": options, "ranks_per_node": ranks_per_node}
+    with opened(ep=ep, **kwargs) as (config, heap, forms):
         assert (heap.topology.num_nodes > 1) == (ranks_per_node is not None)
         forms["experts alone"] = integration.use_symmoe_experts(forms["megatron"])
-        found, received = {}, []
+        by_form, received = {}, []
         for form, form_spec in forms.items():
             model = model_of(config, form_spec)
             steered(model, bias)
             if form == "experts":
                 note_rows(model, received)
             before = heap.statistics.num_staging_copies
-            found[form] = results_of(model, BATCH if num_sequences is None else num_sequences[rank])
+            by_form[form] = results_of(
+                model, BATCH if num_sequences is None else num_sequences[rank]
+            )
             copies = heap.statistics.num_staging_copies - before
             assert form != "dispatcher" or copies > 0, "these are Megatron's own layers"
             if form == "experts":
                 staging_copies = copies
             del model
-    check_equal(found, exact=exact)
+    check_equal(by_form, exact=exact)
     return {
-        "num_zeros": num_zeros(found["megatron"]),
+        "num_zeros": num_zeros(by_form["megatron"]),
         "received": received,
         "staging_copies": staging_copies,
     }
@@ -348,7 +350,7 @@ def note_rows(model, received: list[list[int]]) -> None:
     """Notes the rows of every local expert, each time a layer's experts run."""
     for layer in model.decoder.layers:
         num_local = layer.mlp.experts.num_local_experts
-        own = slice(first := layer.mlp.listeners.heap.rank * num_local, first + num_local)
+        local = slice(first := layer.mlp.listeners.heap.rank * num_local, first + num_local)
         layer.mlp.listeners.add(
-            lambda report, own=own: received.append(report.expert_load[own].tolist())
+            lambda report, local=local: received.append(report.expert_load[local].tolist())
         )

@@ -18,7 +18,7 @@ from symmoe.moe.ep_step import expert_parallel_mlp
 # and the gradients go through as many roundings again.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 GPU_SUMS = math.sqrt(GPU_I / I)  # the rounding of fp32 sums grows with the root of their length
-WITH_ROOM = tuple({"with room": way} for way in (WAYS[0], WAYS[-1]))  # with exact capacity
+WITH_ROOM = tuple({"with room": options} for options in (WAYS[0], WAYS[-1]))  # with exact capacity
 
 
 def compare(
@@ -95,36 +95,36 @@ def check_mlp(
     is_of_a_layer = routing.capacity is None and ids.shape[1] <= routing.num_experts
     ways = *WAYS, *(WITH_ROOM if is_of_a_layer else ()), "parts"
     order = ("rank", "slot")[(case.number + case.number // len(routings.STRATA)) % 2]
-    for way in ways:
-        findings.where = f"{where}, order={order}, {way}"
-        if way in WITH_ROOM:
-            arguments = {"num_experts": routing.num_experts, "order": order, **way["with room"]}
+    for options in ways:
+        findings.where = f"{where}, order={order}, {options}"
+        if options in WITH_ROOM:
+            arguments = {"num_experts": routing.num_experts, "order": order, **options["with room"]}
             y = mlp_with_budget(heap, ids.to(heap.device), x, probs, experts, **arguments)
             step = contextlib.nullcontext(y)
         else:
             plan = make_plan(ids.to(heap.device), **routing.arguments, heap=heap)
-            if way == "parts":
+            if options == "parts":
                 step = in_parts(x, probs, experts, plan, order, len(layout.rows[rank]), findings)
             else:
                 step = contextlib.nullcontext(
-                    expert_parallel_mlp(x, probs, experts, plan, order=order, **way)
+                    expert_parallel_mlp(x, probs, experts, plan, order=order, **options)
                 )
         with step as y:
-            found = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(heap.device))]
+            actual = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(heap.device))]
             del y
         del step
         findings.equal("leased bytes", heap.leased_bytes, 0)
-        if way in (*WAYS[1:], *WITH_ROOM):
-            findings.same_bits(found, first, f"other bits than with {WAYS[0]}")
+        if options in (*WAYS[1:], *WITH_ROOM):
+            findings.same_bits(actual, first, f"other bits than with {WAYS[0]}")
             continue
-        first = found if way == WAYS[0] else first
-        y, dx, dprobs, dw1, dw2 = found
-        mine = slice(rank * len(dw1), (rank + 1) * len(dw1))
+        first = actual if options == WAYS[0] else first
+        y, dx, dprobs, dw1, dw2 = actual
+        local = slice(rank * len(dw1), (rank + 1) * len(dw1))
         compare(findings, "y", y, want.y[rank], dtype)
         compare(findings, "dx", dx, want.dx[rank], dtype)
         compare(findings, "dprobs", dprobs, want.dprobs[rank], dtype, num_terms=ffn)
-        compare(findings, "dw1", dw1, want.dweights[0][mine], dtype)
-        compare(findings, "dw2", dw2, want.dweights[1][mine], dtype)
+        compare(findings, "dw1", dw1, want.dweights[0][local], dtype)
+        compare(findings, "dw2", dw2, want.dweights[1][local], dtype)
         # What has no row has no gradient at all, not a small one.
         nowhere = torch.from_numpy(layout.slot_to_row[rank] < 0)
         findings.check(not dprobs.cpu()[nowhere].any(), "a slot without a row has a gradient")

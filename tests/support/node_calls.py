@@ -76,7 +76,7 @@ class Overlapping(Ready):
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
         self.layer = MoELayer(MoEConfig(**sizes, router=None, schedule="always-overlapped"), heap)
         self.probs = torch.full(self.ids.shape, 0.5, device=heap.device)
-        self._wanted: list[torch.Tensor] = []
+        self._expected: list[torch.Tensor] = []
         self.is_back = False
 
     def step(self) -> torch.Tensor:
@@ -86,17 +86,17 @@ class Overlapping(Ready):
         self.is_back = True
         y.sum().backward()
         self.heap.synchronize()  # what a call that has failed has computed is nothing to compare
-        found = [y.detach(), x.grad]
-        self._wanted = self._wanted or found
-        assert all(torch.equal(a, b) for a, b in zip(found, self._wanted, strict=True))
+        actual = [y.detach(), x.grad]
+        self._expected = self._expected or actual
+        assert all(torch.equal(a, b) for a, b in zip(actual, self._expected, strict=True))
         return y
 
 
 def wrong_calls(
     rank, num_ranks, ranks_per_node: int, culprit: int, device="cpu"
 ) -> list[tuple[str, tuple[str, str]]]:
-    """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
-    found: list[tuple[str, tuple[str, str]]] = []
+    """The errors of calls in which the culprit, or its node, makes a mistake; a right call follows each of them."""
+    errors: list[tuple[str, tuple[str, str]]] = []
     is_culprit = rank == culprit
     on_its_node = rank // ranks_per_node == culprit // ranks_per_node
     # A rank of the next node on another rail: its peers and rail peers do not wait for those of the culprit.
@@ -117,7 +117,7 @@ def wrong_calls(
         bad_ids = ready.ids.clone()
         bad_ids[0, 0] = NUM_EXPERTS if is_culprit else bad_ids[0, 0]
         float_ids = ready.ids.float() if is_culprit else ready.ids
-        more = NUM_EXPERTS * (2 if is_culprit else 1)
+        num_experts = NUM_EXPERTS * (2 if is_culprit else 1)
         its_plan = plan if on_its_node else other_plan
         its_handle = handle if on_its_node else other_handle
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
@@ -143,7 +143,7 @@ def wrong_calls(
             ("ExpertIdError", lambda: new_plan(bad_ids)),
             ("ArgumentError", lambda: new_plan(float_ids, capacity=100)),
             ("ExpertIdError", lambda: new_plan(bad_ids, capacity=100)),
-            ("ConfigMismatch", lambda: new_plan(ready.ids, more)),
+            ("ConfigMismatch", lambda: new_plan(ready.ids, num_experts)),
             ("ConfigMismatch", lambda: layers[0](x)),
             ("ConfigMismatch", lambda: layers[1](x)),
             ("ConfigMismatch", lambda: ready.plan(**rails)),
@@ -180,11 +180,11 @@ def wrong_calls(
             ),
         ]
         for name, call in calls:
-            found.append((name, outcome(lambda call=call: (call(), heap.synchronize()))))
+            errors.append((name, outcome(lambda call=call: (call(), heap.synchronize()))))
             ready.step()
-        stashes = [text for _, (_, text) in found if text.startswith("stash differs: rank ")]
+        stashes = [text for _, (_, text) in errors if text.startswith("stash differs: rank ")]
         assert len(stashes) == len(layers)
-    return found
+    return errors
 
 
 def middle(ranks_per_node: int) -> dict[str, tuple[object, str, int, bool]]:
@@ -209,17 +209,17 @@ def middle(ranks_per_node: int) -> dict[str, tuple[object, str, int, bool]]:
 def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str, str, bool]]:
     """Class and text of exceptions on the last rank, and whether the step has come to backward. The steps that follow
     are right."""
-    found = []
+    errors = []
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         ready = Overlapping(heap, rank)
         ready.step()
         for owner, name, number, _ in middle(ranks_per_node).values():
-            left, original = number, getattr(owner, name)
+            remaining, original = number, getattr(owner, name)
 
             def fail(*arguments, original: Callable = original, **options):
-                nonlocal left
-                left -= 1
-                if left == -1:
+                nonlocal remaining
+                remaining -= 1
+                if remaining == -1:
                     raise RuntimeError("out of memory, say")
                 return original(*arguments, **options)
 
@@ -228,9 +228,9 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
                     patch.setattr(owner, name, fail)
                     # A program would not call it.
                     patch.setattr(heap.programs, "run", lambda key, function, *_: function())
-                found.append((*outcome(ready.step), ready.is_back))
+                errors.append((*outcome(ready.step), ready.is_back))
             ready.step()
-    return found
+    return errors
 
 
 def fail_plans(rank: int, num_ranks: int, ranks_per_node: int) -> None:
@@ -246,17 +246,19 @@ def fail_plans(rank: int, num_ranks: int, ranks_per_node: int) -> None:
                     patch.setattr(*end, Mock(side_effect=RuntimeError(text)))
                     # A program would not call it.
                     patch.setattr(heap.programs, "run", lambda key, function, *_: function())
-                found = outcome(lambda its=capacity: (ready.plan(capacity=its), heap.synchronize()))
-            assert found == ((kind, text) if is_last else ("SymmoeError", f"{kind}: {text}"))
+                error = outcome(
+                    lambda capacity=capacity: (ready.plan(capacity=capacity), heap.synchronize())
+                )
+            assert error == ((kind, text) if is_last else ("SymmoeError", f"{kind}: {text}"))
         ready.step()
 
 
 def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node: int) -> None:
     """All ranks raise the error in the same step."""
-    text, *others, victim = "out of memory, say", *by_rank
+    text, *survivors, victim = "out of memory, say", *by_rank
     assert [error[:2] for error in victim] == [("RuntimeError", text)] * len(victim)
-    for found in others:
-        assert [error[:2] for error in found] == [("SymmoeError", f"RuntimeError: {text}")] * len(
+    for errors in survivors:
+        assert [error[:2] for error in errors] == [("SymmoeError", f"RuntimeError: {text}")] * len(
             victim
         )
     assert [is_back for *_, is_back in victim] == [
@@ -275,7 +277,7 @@ def train(
 ) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    tensors = []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         sizes = {
             "hidden": LAYER_HIDDEN,
@@ -289,27 +291,27 @@ def train(
             shape = (
                 parameter.shape if "router" in name else (LAYER_NUM_EXPERTS, *parameter.shape[1:])
             )
-            whole = torch.randn(shape, generator=generator) * 0.3
+            full = torch.randn(shape, generator=generator) * 0.3
             first = 0 if "router" in name else rank * parameter.shape[0]
-            parameter.data.copy_(whole[first : first + parameter.shape[0]])
+            parameter.data.copy_(full[first : first + parameter.shape[0]])
         for step in range(2):
             tokens = torch.randn((num_ranks, MOST_TOKENS, config.hidden), generator=generator)
             num_tokens = (37, 0, 40, 5)[(rank + step) % 4]
             x = tokens[rank, :num_tokens].to(heap.device, dtype).requires_grad_()
             y, metrics = layer(x)
             (y.float().square().sum() + metrics.aux_loss).backward()
-            found += [
+            tensors += [
                 y.detach(),
                 x.grad,
                 metrics.aux_loss.detach(),
                 metrics.expert_load,
                 metrics.num_dropped,
             ]
-        found += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
+        tensors += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
         del y, metrics
         heap.synchronize()
-        found.append(torch.tensor(heap.leased_bytes))
-        return [tensor.cpu() for tensor in found]
+        tensors.append(torch.tensor(heap.leased_bytes))
+        return [tensor.cpu() for tensor in tensors]
 
 
 EAGERLY = {"schedule": "always-overlapped"}
@@ -341,19 +343,22 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
             rows, row_probs, handle = dispatch_tokens(x, plan, probs=probs)
             y = combine_tokens(rows * row_probs[:, None], handle)
             y.sum().backward()
-            kept = torch.full((5, num_nodes), True, **on)
-            kept[capacity:] = False
-            kept[:, rank // ranks_per_node] = True
-            findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
+            expected = torch.full((5, num_nodes), True, **on)
+            expected[capacity:] = False
+            expected[:, rank // ranks_per_node] = True
+            findings.check(
+                torch.equal(plan.slot_to_rank >= 0, expected), "other slots were dropped"
+            )
             findings.equal(
                 "num_dropped", plan.num_dropped, [(5 - capacity) * (num_nodes - 1) * num_ranks]
             )
-            findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
+            findings.close("y", y, expected.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
             findings.close(
-                "dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5
+                "dx", x.grad, expected.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5
             )
             findings.check(
-                torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots"
+                torch.equal(probs.grad != 0, expected),
+                "probs have gradients where there are no slots",
             )
             # As after the replay of a graph with an odd number of barriers, which hosts do not count.
             heap.waits.flight.epoch += 1
@@ -363,9 +368,9 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
 def connections() -> int:
     """Sockets of this process."""
     return sum(
-        os.readlink(each).startswith("socket:")
-        for each in Path("/proc/self/fd").iterdir()
-        if each.is_symlink()
+        os.readlink(path).startswith("socket:")
+        for path in Path("/proc/self/fd").iterdir()
+        if path.is_symlink()
     )
 
 
@@ -382,11 +387,11 @@ def refuses() -> Iterator[None]:
 
 
 def lose(
-    rank, num_ranks, ranks_per_node: int, victims: tuple, how: str, where: tuple, device="cpu"
+    rank, num_ranks, ranks_per_node: int, victims: tuple, fault: str, where: tuple, device="cpu"
 ) -> tuple:
-    """What a survivor raises when ranks are lost, when, and how long closing takes.
+    """The error of a survivor when ranks are lost, its time, and how long closing takes.
 
-    how: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
+    fault: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
         copies before the exchange has ended.
     where: what makes steps, and the arguments of end_at or stop_half_way.
     """
@@ -400,7 +405,7 @@ def lose(
         ready.step()
     heap.synchronize()
     heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 60.0
-    if how == "kill, deaf":
+    if fault == "kill, deaf":
         has_ended, end_waits = heap.nodes.payload._ended, faults.end_waits
         patch = pytest.MonkeyPatch()
         patch.setattr(
@@ -409,24 +414,24 @@ def lose(
             lambda *args, **options: has_ended.wait() and end_waits(*args, **options),
         )
     if rank in victims:
-        stop_half_way(heap, *point) if how == "stop half way" else end_at(heap, how, *point)
+        stop_half_way(heap, *point) if fault == "stop half way" else end_at(heap, fault, *point)
     start = time.monotonic()
     try:
         for _ in range(3):
             ready.step()
             heap.synchronize()
-        found: tuple = ("nothing", -1, -1)
+        error_fields: tuple = ("nothing", -1, -1)
     except Exception as error:  # noqa: BLE001
-        found = type(error).__name__, getattr(error, "rank", -1), getattr(error, "node", -1)
+        error_fields = type(error).__name__, getattr(error, "rank", -1), getattr(error, "node", -1)
     raised = time.monotonic()
     heap.close()
-    return *found, raised - start, time.monotonic() - raised
+    return *error_fields, raised - start, time.monotonic() - raised
 
 
 def check_survivors(
     survivors: dict[int, tuple], victims: tuple[int, ...], ranks_per_node: int
 ) -> None:
-    """All of them name a victim within the bound, and close at once."""
+    """All survivors name a victim within the bound, and close at once."""
     assert survivors
     for name, missing, node, raised_s, closed_s in survivors.values():
         assert (name, node) == ("PeerTimeout", missing // ranks_per_node), survivors
@@ -436,20 +441,20 @@ def check_survivors(
 
 
 def end_at(
-    heap: SymmetricHeap, how: str, method: str, phase: int | None = None, number: int = 1
+    heap: SymmetricHeap, fault: str, method: str, phase: int | None = None, number: int = 1
 ) -> None:
     """This process ends, or stops, when it comes to that of its barriers or meetings of that phase, or to the end of
     that exchange."""
     owner: object = heap.nodes if method == "meet" or phase is None else heap
-    original, left = getattr(owner, method), number
+    original, remaining = getattr(owner, method), number
 
     def end(*arguments, **options):
-        nonlocal left
-        left -= phase is None or phase in arguments
-        if left == 0 and how == "hang":
+        nonlocal remaining
+        remaining -= phase is None or phase in arguments
+        if remaining == 0 and fault == "hang":
             time.sleep(HANG_S)
-        elif left == 0:
-            os.kill(os.getpid(), signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP)
+        elif remaining == 0:
+            os.kill(os.getpid(), signal.SIGKILL if fault.startswith("kill") else signal.SIGSTOP)
         return original(*arguments, **options)
 
     setattr(owner, method, end)
@@ -459,15 +464,15 @@ def end_at(
 def stop_half_way(heap: SymmetricHeap, number: int) -> None:
     """This process stops when it has sent the tensors of that exchange to the last node, and to no other."""
     payload = heap.nodes.payload
-    original, left = payload.begin, number
+    original, remaining = payload.begin, number
 
     def begin(sends: Pairs, receives: Pairs, *options) -> Started:
-        nonlocal left
-        left -= 1
-        if left:
+        nonlocal remaining
+        remaining -= 1
+        if remaining:
             return original(sends, receives, *options)
         last = heap.topology.num_nodes - 1
-        original([(node, each) for node, each in sends if node == last], receives, *options)
+        original([(node, tensor) for node, tensor in sends if node == last], receives, *options)
         os.kill(os.getpid(), signal.SIGSTOP)
         return []
 
@@ -475,7 +480,7 @@ def stop_half_way(heap: SymmetricHeap, number: int) -> None:
 
 
 def give_up(rank: int, num_ranks: int) -> tuple[str, int, str, float]:
-    """What ranks raise when one of them has an error of its own, and how long after that."""
+    """The errors of ranks when one of them has an error of its own, and how long after it."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=60.0)
     ready = Ready(heap, rank)
     ready.step()

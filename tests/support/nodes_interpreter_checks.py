@@ -27,20 +27,20 @@ def int32(*shape: int) -> torch.Tensor:
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def expected_rail_rows(
-    ids: torch.Tensor, node_of: list[int], here: int, most: int
+    ids: torch.Tensor, node_of: list[int], own_node: int, max_tokens: int
 ) -> list[list[int]]:
     """Numbers of tokens, and the rows of every token."""
     counts = [0] * (max(node_of) + 1)
     lines = []
     for token in ids.tolist():
         experts = [expert for expert in token if 0 <= expert < LOCAL * len(node_of)]
-        nodes = {node_of[expert // LOCAL] for expert in experts} - {here}
-        rows = [count if count < most else -1 for count in counts]
+        nodes = {node_of[expert // LOCAL] for expert in experts} - {own_node}
+        rows = [count if count < max_tokens else -1 for count in counts]
         lines.append([row if node in nodes else -1 for node, row in enumerate(rows)])
         for node in nodes:
             counts[node] += 1
     largest = max(counts)
-    return [[*counts, largest, 0 if largest <= most else largest], *lines]
+    return [[*counts, largest, 0 if largest <= max_tokens else largest], *lines]
 
 
 def plan_of(ids: torch.Tensor, num_ranks: int) -> control.PlanIntegers:
@@ -59,7 +59,7 @@ def check_lines(
     plan: control.PlanIntegers,
     rows: torch.Tensor,
     maps: control.RankMaps,
-    most: int,
+    max_tokens: int,
     in_node: control.InNodeIntegers,
 ) -> None:
     """Every home row, by loops."""
@@ -67,7 +67,7 @@ def check_lines(
     owners = {}
     for token, node in product(range(num_tokens), range(len(maps.by_node))):
         row = int(rows[token, node])
-        home = -1 if row < 0 else num_tokens + most * (node - (node > maps.own_node)) + row
+        home = -1 if row < 0 else num_tokens + max_tokens * (node - (node > maps.own_node)) + row
         if node == maps.own_node:
             home = token
         assert int(in_node.token_to_home_row[token, node]) == home
@@ -94,31 +94,33 @@ def check_lines(
 
 
 def plan_differences(
-    maps: control.RankMaps, ids: torch.Tensor, node_of: list[int], most: int
+    maps: control.RankMaps, ids: torch.Tensor, node_of: list[int], max_tokens: int
 ) -> list[str]:
     """Of kernels and twins, which loops check."""
     (num_tokens, top_k), (num_nodes, per_node) = ids.shape, maps.by_node.shape
     kernels = ComparedCalls(gpu)
     numbers = int32(num_nodes + 2)
     rows = int32(num_tokens, num_nodes)
-    kernels.rail_rows(ids, maps, numbers, rows, num_experts=LOCAL * len(node_of), max_rows=most)
-    expected = expected_rail_rows(ids, node_of, maps.own_node, most)
+    kernels.rail_rows(
+        ids, maps, numbers, rows, num_experts=LOCAL * len(node_of), max_rows=max_tokens
+    )
+    expected = expected_rail_rows(ids, node_of, maps.own_node, max_tokens)
     assert [numbers.tolist(), *rows.tolist()] == expected
     plan = plan_of(ids, len(node_of))
     assert control.num_blocks(num_tokens) == len(plan.block_tokens)
     numel, layout = control.in_node_layout(
-        num_tokens, top_k, LOCAL, (num_nodes, per_node), most * (num_nodes - 1), 5
+        num_tokens, top_k, LOCAL, (num_nodes, per_node), max_tokens * (num_nodes - 1), 5
     )
     in_node = control.InNodeIntegers(int32(numel), layout)
     kernels.plan_in_node(plan, rows, numbers, maps, in_node)
-    check_lines(plan, rows, maps, most, in_node)
+    check_lines(plan, rows, maps, max_tokens, in_node)
     return kernels.differences
 
 
 # -- count tables ------------------------------------------------------------------------------------------------------
 @later
 def arenas(make: Arguments, maps: control.RankMaps, epoch: int, counter: int) -> control.Peers:
-    """Those of a node, after a barrier; one counter is 1."""
+    """The arenas of a node, after a barrier; one counter is 1."""
     ranks = tuple(maps.own_ranks.tolist())
     peers = make(peers_of(len(ranks), 0, ranks, maps.by_node.numel()))
     counters = peers.counters(0)
@@ -164,7 +166,7 @@ def checks() -> Iterator[tuple[str, Callable[[], list | None]]]:
         launch = Launch("take_rows", changes=changes)
         yield f"take_rows {number}", partial(differences, launch)
     for name, node_of in NODES.items():
-        for rank, most in ((0, 200), (len(node_of) - 1, 40), (1, 40)):
+        for rank, max_tokens in ((0, 200), (len(node_of) - 1, 40), (1, 40)):
             maps = make_rank_maps(find_topology(node_of, rank, None), torch.device("cpu"))
             for state in STATES:
                 where = f"{name}, rank {rank}, epoch and counter {state}"
@@ -178,5 +180,5 @@ def checks() -> Iterator[tuple[str, Callable[[], list | None]]]:
                 num_experts = LOCAL * len(node_of)
                 ids = torch.randint(-2, num_experts + 1, shape, generator=generator).to(dtype)
                 where = f"{name}, rank {rank}, {num_tokens} tokens"
-                check = partial(plan_differences, maps, ids, node_of, most)
+                check = partial(plan_differences, maps, ids, node_of, max_tokens)
                 yield f"rail_rows, plan_in_node, {where}", check

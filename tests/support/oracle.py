@@ -68,14 +68,15 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
     num_ranks = len(topk_idx)
     top_k = topk_idx[0].shape[1]
     local = num_experts // num_ranks
-    wanted: list[list[Slot]] = [[] for _ in range(num_experts)]
+    requested: list[list[Slot]] = [[] for _ in range(num_experts)]
     for source, ids in enumerate(topk_idx):
         for token in range(ids.shape[0]):
             for k in range(top_k):
                 if ids[token, k] >= 0:
-                    wanted[ids[token, k]].append((source, token, k))
-    kept = keep_within(
-        [[len(w) for w in wanted[r * local : (r + 1) * local]] for r in range(num_ranks)], capacity
+                    requested[ids[token, k]].append((source, token, k))
+    num_kept = keep_within(
+        [[len(w) for w in requested[r * local : (r + 1) * local]] for r in range(num_ranks)],
+        capacity,
     )
 
     def table(value: int, *shape: int) -> np.ndarray:
@@ -87,9 +88,13 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
     to_primary = [table(-1, ids.shape[0], num_ranks) for ids in topk_idx]
     to_packed = [table(-1, ids.shape[0], num_ranks) for ids in topk_idx]
     for rank in range(num_ranks):
-        mine = range(rank * local, (rank + 1) * local)
+        local_experts = range(rank * local, (rank + 1) * local)
         rows.append(
-            [slot for g, count in zip(mine, kept[rank], strict=True) for slot in wanted[g][:count]]
+            [
+                slot
+                for g, count in zip(local_experts, num_kept[rank], strict=True)
+                for slot in requested[g][:count]
+            ]
         )
         for row, (source, token, k) in enumerate(rows[rank]):
             slot_to_row[source][token, k] = row
@@ -98,7 +103,7 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
         packed_start.append([])
         for source in range(num_ranks):
             packed_start[rank].append(len(packed[rank]))
-            before = {token for g in mine for s, token, _ in wanted[g] if s == source}
+            before = {token for g in local_experts for s, token, _ in requested[g] if s == source}
             after = sorted({token for s, token, _ in rows[rank] if s == source})
             num_rows = sum(1 for s, _, _ in rows[rank] if s == source)
             region = min(
@@ -113,23 +118,23 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
         packed_to_row.append(table(-1, len(packed[rank]), top_k))
         row_to_packed_row.append(table(-1, len(rows[rank])))
         for row, (source, token, k) in enumerate(rows[rank]):
-            place = to_packed[source][token, rank]
-            packed_to_row[rank][place, k] = row
-            row_to_packed_row[rank][row] = place
-        for place, owner in enumerate(packed[rank]):
+            packed_row = to_packed[source][token, rank]
+            packed_to_row[rank][packed_row, k] = row
+            row_to_packed_row[rank][row] = packed_row
+        for packed_row, owner in enumerate(packed[rank]):
             if owner is not None:
                 source, token = owner
                 to_primary[source][token, rank] = next(
-                    row for row in packed_to_row[rank][place] if row >= 0
+                    row for row in packed_to_row[rank][packed_row] if row >= 0
                 )
 
-    loads = [len(slots) for slots in wanted]
+    loads = [len(slots) for slots in requested]
     return Layout(
         num_ranks=num_ranks,
         num_experts=num_experts,
         top_k=top_k,
         rows=rows,
-        splits=kept,
+        splits=num_kept,
         packed=packed,
         packed_start=packed_start,
         packed_to_row=packed_to_row,
@@ -139,19 +144,19 @@ def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | Non
         token_to_primary_row=to_primary,
         token_to_packed_row=to_packed,
         expert_load=loads,
-        num_dropped=sum(loads) - sum(sum(counts) for counts in kept),
+        num_dropped=sum(loads) - sum(sum(counts) for counts in num_kept),
         wanted_rows=[sum(loads[r * local : (r + 1) * local]) for r in range(num_ranks)],
     )
 
 
 def keep_within(loads: list[list[int]], capacity: int | None) -> list[list[int]]:
     """Rows kept of each expert, per rank: the fullest expert loses rows one by one, the last of equals first."""
-    kept = [list(counts) for counts in loads]
-    for counts in kept:
+    within = [list(counts) for counts in loads]
+    for counts in within:
         while capacity is not None and sum(counts) > capacity:
             fullest = max(range(len(counts)), key=lambda g: (counts[g], g))
             counts[fullest] -= 1
-    return kept
+    return within
 
 
 # -- payload ----------------------------------------------------------------------------------------------------------
@@ -242,10 +247,10 @@ def reduce_primary(
     reduced = out_bits.copy()
     with np.errstate(all="ignore"):
         for places in layout.packed_to_row[rank]:
-            first, *others = [row for row in places if row >= 0] or [-1]
-            if others:
+            first, *later = [row for row in places if row >= 0] or [-1]
+            if later:
                 total = widen(out_bits[first], dtype)
-                for row in others:
+                for row in later:
                     total = total + widen(out_bits[row], dtype)
                 reduced[first] = narrow(total, dtype)
     return reduced
@@ -320,17 +325,17 @@ def dense_moe(
     x = [t.detach().double().requires_grad_() for t in x]
     probs = [t.detach().double().requires_grad_() for t in probs]
     weights = [w.detach().double().requires_grad_() for w in weights]
-    kept = [
+    kept_ids = [
         ids.long().masked_fill(torch.from_numpy(rows) < 0, -1)
         for ids, rows in zip(topk_idx, layout.slot_to_row, strict=True)
     ]
-    y = [experts(*of_rank, *weights) for of_rank in zip(x, kept, probs, strict=True)]
+    y = [experts(*of_rank, *weights) for of_rank in zip(x, kept_ids, probs, strict=True)]
     loss = sum((a * b.double()).sum() for a, b in zip(y, dy, strict=True))
     leaves = [*x, *probs, *weights]
     zeros = [torch.zeros_like(leaf) for leaf in leaves]
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        grads = [zero if grad is None else grad for zero, grad in zip(zeros, found, strict=True)]
+        computed = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = [zero if grad is None else grad for zero, grad in zip(zeros, computed, strict=True)]
     else:
         grads = zeros
     n = len(x)

@@ -75,8 +75,8 @@ def make_calls(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """x and dy of calls of the same size; every sixth sends all tokens to few experts, which no room is kept for."""
     for number in range(count):
-        own = torch.Generator().manual_seed(100 * number + rank)
-        x, dy = (torch.randn(T, hidden, generator=own) for _ in range(2))
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        x, dy = (torch.randn(T, hidden, generator=generator) for _ in range(2))
         if number % 6 == 5:
             x = x[:1] + 0.01 * x
         yield x.to(device, dtype), dy.to(device, dtype)
@@ -95,17 +95,17 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> lis
         outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
         outputs = [output for output in outputs if output.requires_grad]
         gradients = [dy.to(y.dtype), *(torch.ones_like(output) for output in outputs[1:])]
-        found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients, allow_unused=True)
+        grads = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients, allow_unused=True)
     layer.experts.backward_dw()
     delayed = [p.grad for p in layer.parameters() if p.grad is not None]
     layer.zero_grad()
-    assert len(delayed) == sum(each is None for each in found)
+    assert len(delayed) == sum(grad is None for grad in grads)
     assert all(p.grad_added_to_main_grad for p in layer.parameters() if hasattr(p, "main_grad"))
     return [
         y.detach(),
         metrics.expert_load,
         metrics.topk_idx,
-        *(each for each in found if each is not None),
+        *(grad for grad in grads if grad is not None),
         *delayed,
         *(grad.clone() for grad in main_grads(layer)),
     ]
@@ -167,14 +167,14 @@ def check_bits(
         for number, (x, dy) in enumerate(
             make_calls(rank, NUM_CALLS[device], dtype, hidden=hidden, device=heap.device)
         ):
-            room = layer._routed_experts._find_budget(
+            budget = layer._routed_experts._find_budget(
                 T, dtype.itemsize, materialized(layer.experts, dtype)
             )
-            found = step(layer, x, dy, around)
+            actual = step(layer, x, dy, around)
             with without_programs(heap):
-                wanted = step(plain, x, dy, around)
-            repeats += room is not None and heap.row_histories[E, K, 0]._last_rows > room.rows
-            findings.same_bits(found, wanted, f"rank {rank}, call {number}: other bits")
-            del found, wanted
+                expected = step(plain, x, dy, around)
+            repeats += budget is not None and heap.row_histories[E, K, 0]._last_rows > budget.rows
+            findings.same_bits(actual, expected, f"rank {rank}, call {number}: other bits")
+            del actual, expected
         findings.check(heap.leased_bytes == 0, "leases are left")
         return heap.programs.num_runs, repeats, findings.texts

@@ -9,10 +9,10 @@ from limits import HANG_S
 
 
 def printed_by(*arguments: str | Path, **options: Any) -> str:
-    """What Python prints that is called with these arguments; it has to end well. options: of subprocess.run."""
+    """The output of Python with these arguments; it has to succeed. options: of subprocess.run."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, timeout=HANG_S, check=False, **options
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout

@@ -56,8 +56,8 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
 def quantize_all(
     kernels, rows: torch.Tensor, row_range: torch.Tensor, name: str, *, hard: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What kernels (a module of them) make of rows, with FILL where they write nothing. hard: with what is optional,
-    and columns of rows that are picked by an index from the reversed ones."""
+    """The outputs of kernels (a module of them) for rows, with FILL where they write nothing. hard: with optional
+    outputs, and columns of rows that are picked by an index from the reversed ones."""
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     result = {}
@@ -94,8 +94,8 @@ class Scattered:
         memory = torch.full((len(packed), pitch), 0xFF, dtype=torch.uint8, device=packed.device)
         lines = reversed(memory.unbind())
         self.matrices = [line[:size].view(packed.dtype).view(packed.shape[1:]) for line in lines]
-        for matrix, its in zip(self.matrices, packed, strict=True):
-            matrix.copy_(its)
+        for matrix, source in zip(self.matrices, packed, strict=True):
+            matrix.copy_(source)
         self.between = memory[:, size:]
         pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices]).to(packed.device)
         self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
@@ -114,8 +114,8 @@ def quantize_weights(
     *,
     in_pairs: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """What kernels make of weights and of their transpose; in_pairs: in one call. table: of the weights, where they are
-    to be read."""
+    """The outputs of kernels for weights and their transpose; in_pairs: in one call. table: the addresses of the
+    weights, where kernels read them from there."""
     block_format = format_of_weights(name)
     source = weight if table is None else table
     result, amax = {}, None
@@ -182,7 +182,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+def differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     """Names of the tensors that differ in a byte."""
-    assert left.keys() == right.keys()
-    return [name for name in left if not torch.equal(as_bytes(left[name]), as_bytes(right[name]))]
+    assert first.keys() == second.keys()
+    return [
+        name for name in first if not torch.equal(as_bytes(first[name]), as_bytes(second[name]))
+    ]

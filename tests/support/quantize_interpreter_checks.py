@@ -28,11 +28,11 @@ def e4m3_code(x):
     units = size * ((130 - exponent) << 23).to(
         tl.float32, bitcast=True
     )  # of the last place: 0 to 16
-    whole = units.to(tl.int32)
-    rest = units - whole.to(tl.float32)
-    whole += ((rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))).to(tl.int32)
+    rounded = units.to(tl.int32)
+    fraction = units - rounded.to(tl.float32)
+    rounded += ((fraction > 0.5) | ((fraction == 0.5) & (rounded % 2 == 1))).to(tl.int32)
     code = (
-        whole + (exponent + 6) * 8
+        rounded + (exponent + 6) * 8
     )  # carries into the exponent; without one, numbers below 8 are subnormal
     return (code + ((x.to(tl.int32, bitcast=True) >> 24) & 128)).to(tl.uint8)
 

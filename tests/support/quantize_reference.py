@@ -90,7 +90,7 @@ def scaled_blocks(
     blocks = padded.reshape(shape)
     largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
     is_finite = np.isfinite(largest)
-    blocks, largest = (np.where(is_finite, each, F32(0)) for each in (blocks, largest))
+    blocks, largest = (np.where(is_finite, numbers, F32(0)) for numbers in (blocks, largest))
     if kind == "e4m3":
         global_scale = max(F32(F32(amax) / F32(2688)), F32(2.0**-110))
         stored = e4m3(np.clip(largest / F32(6) / global_scale, F32(2.0**-9), F32(448)))

@@ -53,7 +53,7 @@ dots = []
 def create_dot_scaled(
     self, left, left_scale, _, right, right_scale, __, fast_math, left_k_pack, right_k_pack, acc
 ):
-    """What tl.dot_scaled is defined to do, for the two formats."""
+    """The definition of tl.dot_scaled, for the two formats."""
     assert left_k_pack
     assert right_k_pack
     assert not fast_math
@@ -75,11 +75,11 @@ dot_scaled = TritonSemantic.dot_scaled
 
 
 def dot_scaled_of_strings(
-    self, left, left_scale, left_format, right, right_scale, right_format, *rest
+    self, left, left_scale, left_format, right, right_scale, right_format, *args
 ):
     """In the interpreter constants are plain values; Triton 3.6 wants names of formats to be constexpr."""
     formats = tl.constexpr(left_format), tl.constexpr(right_format)
-    return dot_scaled(self, left, left_scale, formats[0], right, right_scale, formats[1], *rest)
+    return dot_scaled(self, left, left_scale, formats[0], right, right_scale, formats[1], *args)
 
 
 def use_products(native):
@@ -130,8 +130,8 @@ def check_that_scales_matter(name, case, native):
         class Wrong:
             @staticmethod
             def grouped_gemm_quantized(operand=operand, **arguments):
-                its = arguments[operand]
-                arguments[operand] = its._replace(scale=its.scale.roll(1, -1))
+                original = arguments[operand]
+                arguments[operand] = original._replace(scale=original.scale.roll(1, -1))
                 products.grouped_gemm_quantized(**arguments)
 
         assert differences(launch, Wrong, splits=splits, tuning=tuning_of(name)), operand
@@ -146,13 +146,15 @@ def checks():
     for name, native in WAYS:
         use_products(native)
         for case in CASES[name]:
-            for each in PRODUCTS:
-                yield compared(gemm, name, case, *each)
-            for each in GRADIENTS:
-                yield compared(wgrad, name, case, *each)
+            for options in PRODUCTS:
+                yield compared(gemm, name, case, *options)
+            for options in GRADIENTS:
+                yield compared(wgrad, name, case, *options)
             ways = "" if name == "float8_block" else "parts"
-            for (dtype, way), part in product([(FP32, ""), (FP16, "biased")], parts(name, case[0])):
-                yield compared(gemm, name, case, dtype, f"{ways} {way}", part=part)
+            for (dtype, variant), part in product(
+                [(FP32, ""), (FP16, "biased")], parts(name, case[0])
+            ):
+                yield compared(gemm, name, case, dtype, f"{ways} {variant}", part=part)
         scales_matter = partial(check_that_scales_matter, name, CASES[name][0], native)
         yield f"scales of {gemm}, {name}, native {native}", scales_matter
         if native:

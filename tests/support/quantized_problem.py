@@ -122,7 +122,7 @@ class Numbers:
 
 
 class Quantised:
-    """What problems of both kinds have."""
+    """The common parts of problems of both kinds."""
 
     def begin(self) -> None:
         self.name, self.device = self.numbers.name, self.numbers.device
@@ -268,8 +268,10 @@ class WgradProblem(Quantised):
         right = Operand(self.rows, self.rows_scale, self.rows_global_scale)
         if self.name != "fp8":
             left, right = (
-                each._replace(scale=tiles(self.name, [each.scale], cdiv(len(each.data), TILE)))
-                for each in (left, right)
+                operand._replace(
+                    scale=tiles(self.name, [operand.scale], cdiv(len(operand.data), TILE))
+                )
+                for operand in (left, right)
             )
         return left, right, self.row_range
 

@@ -98,8 +98,8 @@ def set_counters(
 
 
 def mail_of(peer: int, state: int | str, epoch: int) -> list[int]:
-    """What a peer has written to its slot of a mailbox. state: its epoch, relative to this one, or what has happened
-    there."""
+    """The words that a peer has written to its slot of a mailbox. state: its epoch, relative to this one, or an
+    event there."""
     behind = state if isinstance(state, int) else 0
     word = 2 * (epoch + behind) + int(state in ("fault", "fault, then abort"))
     if "abort" in str(state):  # rank 5 has; "abort": before this one came
@@ -128,11 +128,11 @@ def mailboxes(
 
 
 @later
-def signalled(make: Arguments, seen: int, **counters: int) -> Peers:
+def signalled(make: Arguments, offset: int, **counters: int) -> Peers:
     """Arenas when rank 1 waits for rank 2."""
     peers = make(peers_of(3, 1))
     set_counters(peers, EPOCH, **counters)
-    peers.signals(1)[2, 0] = EPOCH + seen
+    peers.signals(1)[2, 0] = EPOCH + offset
     return peers
 
 
@@ -163,20 +163,20 @@ def barrier(
 
 # What stands in the slot of rank 2 when rank 1 waits for its signal: an epoch relative to the last barrier's.
 SIGNALS = {
-    "there": {"seen": 0},
-    "of the last trip": {"seen": -2},
-    "later than asked for": {"seen": 1},
-    "aborted before": {"seen": 0, "aborted": 1},
-    "faulted before": {"seen": 0, "faulted": 1},
-    "missing, a record pending": {"seen": -1, "pending": control.STATUS_PLAN},
-    "one gave up": {"seen": control.ABORT - 2},
-    "one gave up after it sent": {"seen": control.ABORT + (3 << control.ABORT_RANK_SHIFT)},
+    "there": {"offset": 0},
+    "of the last trip": {"offset": -2},
+    "later than asked for": {"offset": 1},
+    "aborted before": {"offset": 0, "aborted": 1},
+    "faulted before": {"offset": 0, "faulted": 1},
+    "missing, a record pending": {"offset": -1, "pending": control.STATUS_PLAN},
+    "one gave up": {"offset": control.ABORT - 2},
+    "one gave up after it sent": {"offset": control.ABORT + (3 << control.ABORT_RANK_SHIFT)},
 }
 
 
-def wait_for_signal(seen: int, pending: int = 0, **counters: int) -> list[Launch]:
+def wait_for_signal(offset: int, pending: int = 0, **counters: int) -> list[Launch]:
     """Rank 1 signals ranks 0 and 1, then waits for rank 2."""
-    peers = signalled(seen, **counters)
+    peers = signalled(offset, **counters)
     changes = waiting(pending) | {"peers": peers, "rank": 2, "arrived": torch.tensor([-7])}
     return [
         Launch("send_signal", changes={"peers": peers, "rank": 0}),
@@ -192,8 +192,8 @@ def counted(make: Arguments, rank: int) -> Peers:
     peers = make(peers_of(num_ranks, rank))
     generator = torch.Generator().manual_seed(100 * num_ranks + rank)
     shape = num_ranks, num_experts
-    most = torch.tensor([0, 3, 130, 700])[torch.randint(0, 4, shape, generator=generator)]
-    counts = (torch.rand(shape, generator=generator) * (most + 1)).int()
+    limits = torch.tensor([0, 3, 130, 700])[torch.randint(0, 4, shape, generator=generator)]
+    counts = (torch.rand(shape, generator=generator) * (limits + 1)).int()
     num_tokens = counts.view(num_ranks, num_ranks, -1).sum(2)
     table = peers.count_table(rank, EPOCH).fill_(-1)
     table[:, control.HEADER_WORDS :][:, : num_experts + num_ranks] = torch.cat(

@@ -15,10 +15,10 @@ Leaves = dict[str, torch.Tensor]  # parameters of one rank by name
 
 
 @dataclass
-class Wanted:
+class Expected:
     """Of one micro-batch, on this rank. aux, load (slots of each expert on all ranks), num_dropped: of each layer."""
 
-    x: torch.Tensor  # whose gradient is the wanted one
+    x: torch.Tensor  # whose gradient is the expected one
     y: torch.Tensor
     aux: list[torch.Tensor] = field(default_factory=list)
     load: list[torch.Tensor] = field(default_factory=list)
@@ -35,47 +35,50 @@ class Routed(NamedTuple):
     logits: torch.Tensor  # [T, E]
 
 
-def wanted(
+def expected_results(
     config, model: torch.nn.Module, calls: list[dict], scaling: float
-) -> tuple[list[Wanted], Leaves]:
-    """What forward and backward of micro-batches give on this rank: x + layer(x) for each of `model.layers`, and a loss
-    that is the sum over all ranks of (y * dy).sum() and of the layers' aux_loss. Collective.
+) -> tuple[list[Expected], Leaves]:
+    """Results of forward and backward of micro-batches on this rank: x + layer(x) for each of `model.layers`, and a
+    loss that is the sum over all ranks of (y * dy).sum() and of the layers' aux_loss. Collective.
 
     Args:
         calls: x and dy, [B, S, H]; mask, bool [B, S], or None.
         scaling: of adapters.
 
     Returns:
-        What is wanted of each call, and gradients by the names of the model's parameters.
+        The expected results of each call, and gradients by the names of the model's parameters.
     """
-    own_leaves = {name: as_double(each) for name, each in model.named_parameters()}
-    own_calls = [{key: as_double(each) for key, each in call.items()} for call in calls]
+    own_leaves = {name: as_double(tensor) for name, tensor in model.named_parameters()}
+    own_calls = [{key: as_double(tensor) for key, tensor in call.items()} for call in calls]
     by_rank: list = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (own_leaves, own_calls))
-    leaves = [{name: each.requires_grad_() for name, each in of.items()} for of, _ in by_rank]
+    leaves = [
+        {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+        for tensors, _ in by_rank
+    ]
     bias = [as_double(layer.router.expert_bias) for layer in model.layers]
     loss = torch.zeros((), dtype=torch.float64)
-    found = []
+    results = []
     for turn in range(len(calls)):
         call_of_rank = [of_rank[turn] for _, of_rank in by_rank]
         ys = [call["x"].requires_grad_() for call in call_of_rank]
-        made = Wanted(ys[dist.get_rank()], ys[dist.get_rank()])
+        result = Expected(ys[dist.get_rank()], ys[dist.get_rank()])
         masks = [call["mask"] for call in call_of_rank]
         for number in range(len(model.layers)):
-            of_layer = [without_prefix(of, f"layers.{number}.") for of in leaves]
+            of_layer = [without_prefix(tensors, f"layers.{number}.") for tensors in leaves]
             outs, aux, load, num_dropped = moe_layer(
                 config, of_layer, bias[number], ys, masks, scaling
             )
             ys = [y + out for y, out in zip(ys, outs, strict=True)]
             loss = loss + sum(aux)
-            made.aux.append(aux[dist.get_rank()])
-            made.load.append(load)
-            made.num_dropped.append(num_dropped)
-        made.y = ys[dist.get_rank()]
+            result.aux.append(aux[dist.get_rank()])
+            result.load.append(load)
+            result.num_dropped.append(num_dropped)
+        result.y = ys[dist.get_rank()]
         loss = loss + sum((y * call["dy"]).sum() for y, call in zip(ys, call_of_rank, strict=True))
-        found.append(made)
+        results.append(result)
     loss.backward()
-    return found, {name: leaf.grad for name, leaf in leaves[dist.get_rank()].items()}
+    return results, {name: leaf.grad for name, leaf in leaves[dist.get_rank()].items()}
 
 
 def as_double(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -86,7 +89,7 @@ def as_double(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def without_prefix(leaves: Leaves, prefix: str) -> Leaves:
-    """Those whose names begin with it, by the rest of their names."""
+    """The leaves whose names begin with a prefix, by names without it."""
     return {
         name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)
     }
@@ -102,8 +105,8 @@ def moe_layer(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, int]:
     """The experts' part of y and aux_loss by rank, the load, and the slots that a static capacity drops."""
     routed = [
-        route(config, x, of["router.weight"], bias, mask)
-        for x, of, mask in zip(xs, leaves, masks, strict=True)
+        route(config, x, params["router.weight"], bias, mask)
+        for x, params, mask in zip(xs, leaves, masks, strict=True)
     ]
     load = sum(slots_of(config, of_rank.ids) for of_rank in routed)
     auxes = [
@@ -113,20 +116,20 @@ def moe_layer(
     layout = oracle.lay_out(
         [of_rank.ids.numpy() for of_rank in routed], config.num_experts, capacity=config.capacity
     )
-    kept = torch.cat([torch.from_numpy(rows) >= 0 for rows in layout.slot_to_row])
+    is_kept = torch.cat([torch.from_numpy(rows) >= 0 for rows in layout.slot_to_row])
     ids = torch.cat([of_rank.ids for of_rank in routed])
     probs = torch.cat([of_rank.probs for of_rank in routed])
     to_latent, from_latent = projections_of(leaves)
     tokens = torch.cat([(x @ w.T).flatten(0, -2) for x, w in zip(xs, to_latent, strict=True)])
     fc1, b1 = weights_of(leaves, "experts.fc1", scaling)
     fc2, b2 = weights_of(leaves, "experts.fc2", scaling)
-    y = oracle.experts(tokens, ids.masked_fill(~kept, -1), probs, fc1, fc2, (b1, b2))
+    y = oracle.experts(tokens, ids.masked_fill(~is_kept, -1), probs, fc1, fc2, (b1, b2))
     by_rank = y.split([len(of_rank.ids) for of_rank in routed])
     outs = [(out @ w.T).view_as(x) for out, w, x in zip(by_rank, from_latent, xs, strict=True)]
     if "shared_expert.weight" in leaves[0]:
         outs = [
-            out + x @ of["shared_expert.weight"].T + of["shared_expert.bias"]
-            for out, x, of in zip(outs, xs, leaves, strict=True)
+            out + x @ params["shared_expert.weight"].T + params["shared_expert.bias"]
+            for out, x, params in zip(outs, xs, leaves, strict=True)
         ]
     return outs, auxes, load, layout.num_dropped
 
@@ -135,7 +138,7 @@ def projections_of(leaves: list[Leaves]) -> list[list[torch.Tensor]]:
     """By rank, the matrices around latent experts; the identity where there are none."""
     names = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
     identity = torch.eye(leaves[0]["router.weight"].shape[1], dtype=torch.float64)
-    return [[of.get(name, identity) for of in leaves] for name in names]
+    return [[params.get(name, identity) for params in leaves] for name in names]
 
 
 def weights_of(
@@ -143,15 +146,15 @@ def weights_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[E, O, C] and [E, O] of all experts, from packed or discrete parameters, with what adapters add."""
     weights, biases = [], []
-    for of in leaves:
+    for params in leaves:
         discrete = [
-            leaf for key, leaf in of.items() if key.removeprefix(f"{name}.weight").isdecimal()
+            leaf for key, leaf in params.items() if key.removeprefix(f"{name}.weight").isdecimal()
         ]
-        weight = torch.stack(discrete) if discrete else of[f"{name}.weight"]
-        if f"{name}.lora_a" in of:
-            weight = weight + scaling * of[f"{name}.lora_b"] @ of[f"{name}.lora_a"]
+        weight = torch.stack(discrete) if discrete else params[f"{name}.weight"]
+        if f"{name}.lora_a" in params:
+            weight = weight + scaling * params[f"{name}.lora_b"] @ params[f"{name}.lora_a"]
         weights.append(weight)
-        biases.append(of.get(f"{name}.bias", torch.zeros_like(weight[..., 0])))
+        biases.append(params.get(f"{name}.bias", torch.zeros_like(weight[..., 0])))
     return torch.cat(weights), torch.cat(biases)
 
 
@@ -178,11 +181,11 @@ def route(config, x, weight, bias, mask) -> Routed:
         chosen = chosen.masked_fill(~mask.view(-1, 1), -1)
     ids = chosen.clone()
     if config.capacity_factor is not None:
-        most = math.ceil(ids.numel() / config.num_experts * config.capacity_factor)
+        expert_capacity = math.ceil(ids.numel() / config.num_experts * config.capacity_factor)
         for expert in range(config.num_experts):
             slots = (ids.flatten() == expert).nonzero().flatten()
             best_first = slots[probs.detach().flatten()[slots].argsort(descending=True)]
-            ids.view(-1)[best_first[most:]] = -1
+            ids.view(-1)[best_first[expert_capacity:]] = -1
     return Routed(ids, probs, chosen, scores, logits)
 
 
@@ -200,7 +203,7 @@ def aux_loss(config, x, mask, load, routed: Routed) -> torch.Tensor:
     if config.router.aux_loss == "sequence":
         sequence = torch.arange(len(keeps)).repeat_interleave(keeps.shape[1])
         tokens = [keeps.flatten() & (sequence == number) for number in range(len(keeps))]
-        parts = [(each, slots_of(config, routed.chosen[each])) for each in tokens]
+        parts = [(mask, slots_of(config, routed.chosen[mask])) for mask in tokens]
     total = torch.zeros((), dtype=torch.float64)
     for tokens, slots in parts:
         fractions = slots / slots.sum().clamp_min(1)

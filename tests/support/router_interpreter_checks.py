@@ -32,7 +32,7 @@ def floats(data):
     return (data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-def create_dot(self, left, right, acc, *rest):
+def create_dot(self, left, right, acc, *args):
     assert left.dtype.scalar.name == right.dtype.scalar.name == "bf16"
     product = floats(left.data) @ floats(right.data)
     return TensorHandle(product.astype(np.float32) + acc.data, acc.dtype.scalar)

@@ -1,4 +1,4 @@
-"""What processes have left in /dev/shm."""
+"""Names in /dev/shm that processes have left."""
 
 import os
 import time
@@ -16,11 +16,11 @@ def shared_memory() -> frozenset[str]:
 def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 60.0) -> set[str]:
     """Names in /dev/shm that are new and that no process uses: other jobs of this machine have theirs mapped."""
     deadline = time.monotonic() + wait_s
-    while new := shared_memory() - before:
+    while created := shared_memory() - before:
         in_use = "".join(_maps_of_all_processes())
-        left = {name for name in new if f"/dev/shm/{name}" not in in_use}
-        if not left or time.monotonic() > deadline:
-            return left
+        unused = {name for name in created if f"/dev/shm/{name}" not in in_use}
+        if not unused or time.monotonic() > deadline:
+            return unused
         time.sleep(0.1)
     return set()
 

@@ -269,7 +269,7 @@ def peers_of_tables(counts: np.ndarray) -> list[Peers]:
 
 
 class LayerCall:
-    """What one layer call of all ranks leaves.
+    """The results of one layer call of all ranks.
 
     Attributes, of all ranks:
         peers, plans: what kernels get.
@@ -343,7 +343,7 @@ class LayerCall:
         return self.peers[rank].region(rank, self.offsets[rank][buffer], shape, dtype)
 
     def received(self, columns: tuple[int, ...], fails: bool | None = None) -> torch.Tensor:
-        """What a barrier hands out if every rank publishes the offsets of these buffers."""
+        """The offsets that a barrier returns if every rank publishes the offsets of these buffers."""
         words = torch.zeros((self.case.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
         for rank, offsets in enumerate(self.offsets):
             for word, buffer in enumerate(columns):

@@ -84,8 +84,8 @@ def set_weights(model: nn.Module, heap: symmoe.SymmetricHeap) -> None:
         is_expert = ".experts." in name
         if is_expert:
             shape[0] *= heap.num_ranks
-        whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / 2
-        parameter.copy_(whole.chunk(heap.num_ranks)[heap.rank] if is_expert else whole)
+        full = torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / 2
+        parameter.copy_(full.chunk(heap.num_ranks)[heap.rank] if is_expert else full)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,10 +104,10 @@ def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -
     """This rank's loss: the mean over ranks is the mean over the tokens of the global batch, also for unequal shares.
     The auxiliary loss is a mean over the rank's own tokens and weighs as much as they are."""
     x, target = batch(step)
-    own = share(rank, shares)
-    y, aux_loss = model(x[own])
+    local = share(rank, shares)
+    y, aux_loss = model(x[local])
     weight = len(shares) / TOKENS
-    return weight * ((y - target[own]).square().mean(1).sum() + shares[rank] * aux_loss)
+    return weight * ((y - target[local]).square().mean(1).sum() + shares[rank] * aux_loss)
 
 
 def curve_of(
@@ -127,12 +127,12 @@ def curve_of(
     for number in range(STEPS):
         loss = rank_loss(model, number, rank, shares)
         loss.backward()
-        found = after_backward()
+        results = after_backward()
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total, group=group)
-        curve.append((total.item() / len(shares), found))
+        curve.append((total.item() / len(shares), results))
     return curve
 
 
@@ -142,13 +142,13 @@ def equal_shares(num_ranks: int) -> tuple[int, ...]:
 
 def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Output and every gradient of one step, and the auxiliary loss where the module returns one; clears gradients."""
-    y, *others = found if isinstance(found := module(x), tuple) else (found,)
+    y, *extras = outputs if isinstance(outputs := module(x), tuple) else (outputs,)
     loss = y.square().sum()
     results = {"y": y.detach()}
     if (
-        others and isinstance(others[0], torch.Tensor) and others[0].dim() == 0
+        extras and isinstance(extras[0], torch.Tensor) and extras[0].dim() == 0
     ):  # in the mean over y, so that it counts
-        loss, results["aux_loss"] = loss / max(1, y.numel()) + others[0], others[0].detach()
+        loss, results["aux_loss"] = loss / max(1, y.numel()) + extras[0], extras[0].detach()
     loss.backward()
     results["x"] = x.grad
     results |= {name.removeprefix("_orig_mod."): p.grad for name, p in module.named_parameters()}
@@ -157,9 +157,9 @@ def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return results
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The operators give the eager bits; what torch's own decompositions round differently is around them."""
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-6)
 
 
 @contextmanager
@@ -204,15 +204,15 @@ def open_mesh(*layout: int) -> DeviceMesh:
     return init_device_mesh("cpu", layout, mesh_dim_names=names)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor. Collective."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All values of a DTensor. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def first_gradients(
     model: nn.Module, rank: int, shares: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """Those of the loss of step 0, whole. Collective."""
+    """The full gradients of the loss of step 0. Collective."""
     rank_loss(model, 0, rank, shares).backward()
     return whole_gradients(model)
 
@@ -221,14 +221,14 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     names = {
         name.removeprefix("module."): parameter for name, parameter in model.named_parameters()
     }
-    return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
+    return {name: full_tensor(parameter.grad).clone() for name, parameter in names.items()}
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Equal but for the rounding of sums in another order, as DDP adds gradients up in buckets."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        deviation = (found[name] - tensor).abs().max() / tensor.abs().max()
+        deviation = (actual[name] - tensor).abs().max() / tensor.abs().max()
         assert deviation <= 2e-6, f"{name} deviates by {deviation:.1e}"
 
 
@@ -274,13 +274,13 @@ def check_metrics(
 
 def other_routing(routing: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """For the same tokens other experts, of 8, as an engine has them; and none for every fifth token."""
-    generator, other = torch.Generator().manual_seed(seed), {}
+    generator, changed = torch.Generator().manual_seed(seed), {}
     for name, ids in routing.items():
-        other[name] = (
+        changed[name] = (
             torch.rand(len(ids), 8, generator=generator).argsort(1)[:, : ids.shape[1]].short()
         )
-        other[name][::5] = -1
-    return other
+        changed[name][::5] = -1
+    return changed
 
 
 def weigh(

@@ -29,10 +29,10 @@ class Stack(torch.nn.Module):
 
     def gradients(self) -> list[torch.Tensor]:
         """Of the parameters; none are left."""
-        found = [p.grad for p in self.parameters()]
-        assert all(each is not None for each in found)
+        gradients = [p.grad for p in self.parameters()]
+        assert all(gradient is not None for gradient in gradients)
         self.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
 
 def batch(heap: SymmetricHeap, hidden: int, turn: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def run_schedule(
     model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]
 ) -> list[torch.Tensor]:
     """Gradients accumulated over all micro-batches, and every y and dx."""
-    flying, found = {}, {}
+    flying, tensors = {}, {}
     for direction, turn in turns:
         if direction == "F":
             x = batch(heap, model.layers[0].config.hidden, turn)
@@ -77,9 +77,9 @@ def run_schedule(
         else:
             x, y = flying.pop(turn)
             y.square().sum().backward()
-            found[turn] = [y.detach(), x.grad]
+            tensors[turn] = [y.detach(), x.grad]
             del x, y
-    return [tensor for turn in sorted(found) for tensor in found[turn]] + model.gradients()
+    return [tensor for turn in sorted(tensors) for tensor in tensors[turn]] + model.gradients()
 
 
 BIG_H, BIG_I = 256, 96
@@ -108,13 +108,13 @@ def check_ways(
         x.requires_grad_()
         for order, stash, limits in kinds:
             want = None
-            for way in WAYS:
+            for options in WAYS:
                 findings.where = (
-                    f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
+                    f"rank {rank} of {num_ranks}, {options}, order {order}, stash {stash}, {limits}"
                 )
                 sizes = {"hidden": BIG_H, "ffn": BIG_I, "num_experts": 2 * num_ranks, "top_k": 2}
                 layer, _ = make_layer(
-                    heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **way)
+                    heap, MoEConfig(**sizes, order=order, stash=stash, **limits, **options)
                 )
                 layer.experts.to(dtype)
                 time.sleep(0.01 * generator.random())
@@ -128,19 +128,21 @@ def check_ways(
                     y, metrics = layer(x)
                 finally:
                     CombineTrip.send = send
-                early = order == "rank" and num_ranks > 1 and way["schedule"] == "always-overlapped"
+                early = (
+                    order == "rank" and num_ranks > 1 and options["schedule"] == "always-overlapped"
+                )
                 peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
                 if heap.nodes is None:
                     findings.equal("ranks that get sums", sent, peers if early else [None])
                 time.sleep(0.01 * generator.random())
-                found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
+                actual = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 findings.equal("drops", bool(metrics.num_dropped), "overflow" in limits)
                 if "overflow" not in limits:
                     findings.check(
-                        all(bool(tensor.any()) for tensor in found), "a result is all zeros"
+                        all(bool(tensor.any()) for tensor in actual), "a result is all zeros"
                     )
                 if want is None:
-                    want = found
-                findings.same_bits(found, want)
+                    want = actual
+                findings.same_bits(actual, want)

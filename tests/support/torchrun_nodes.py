@@ -17,7 +17,7 @@ DEADLINE_S = 400
 
 @dataclass(frozen=True)
 class Node:
-    """What one torchrun gets: its arguments, and environment variables of its own."""
+    """The inputs of one torchrun: its arguments, and environment variables of its own."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
@@ -34,7 +34,7 @@ def nodes(
         common += ["--local-addr=127.0.0.1"]
     else:
         common += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    found = []
+    commands = []
     for node in range(num_nodes):
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         if on_gpus:
@@ -46,14 +46,14 @@ def nodes(
                 "NCCL_NET": "Socket",
                 "NCCL_SOCKET_IFNAME": "lo",
             }
-        found.append(Node(common if elastic else [*common, f"--node-rank={node}"], environment))
-    return found
+        commands.append(Node(common if elastic else [*common, f"--node-rank={node}"], environment))
+    return commands
 
 
 def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        port: int = each.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 

@@ -64,7 +64,7 @@ class Fp32Experts(GroupedExperts):
 
 @dataclass
 class Run:
-    """What a Trainer has reported: loss and norm of every step, losses of validations, and calls of our dispatch."""
+    """The reports of a Trainer: loss and norm of every step, losses of validations, and calls of our dispatch."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -99,14 +99,14 @@ class Recorder(Clock):
 
 @dataclass(frozen=True)
 class Job:
-    """What a Trainer is to do."""
+    """The work of a Trainer."""
 
     folder: str  # where it saves after half of the steps, and at the end
     seed_folder: str = (
         ""  # the checkpoint that it begins with; "": it makes one, and does not train
     )
     symmoe: bool = False  # dispatch and combine by symmoe, in place of torchtitan's all-to-all
-    kept: int | None = (
+    num_kept_layers: int | None = (
         None  # with symmoe, and the experts: all of it is a step, which keeps the rows of so many layers
     )
     accumulate: int = 1  # micro-batches of a step
@@ -135,7 +135,7 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "bfloat16" if job.bf16 else "float32"
     config.parallelism.expert_parallel_degree = min(2, num_ranks)
-    if not job.bf16 and job.kept is None:
+    if not job.bf16 and job.num_kept_layers is None:
         for layer in config.model_spec.model.layers:
             experts = layer.moe.routed_experts
             experts.inner_experts = derive(experts.inner_experts, Fp32Experts.Config)
@@ -162,11 +162,11 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
         sizes = {
             "hidden_dim": TINY["dim"],
             "num_max_tokens_per_rank": batch_size * SEQ_LEN,
-            "num_kept_layers": job.kept,
+            "num_kept_layers": job.num_kept_layers,
         }
         name = (
             "torchtitan.token_dispatcher"
-            if job.kept is None
+            if job.num_kept_layers is None
             else "torchtitan_experts.routed_experts"
         )
         config.override.imports = [(f"symmoe.integrations.{name}", sizes)]  # the one line
@@ -190,12 +190,14 @@ def _end_group() -> None:
 
 
 def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
-    """What `torchtitan.train` does."""
+    """The steps of `torchtitan.train`."""
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
     from symmoe.moe.routed_experts import RoutedExperts
 
     owner, name = (
-        (SymmoeTokenDispatcher, "dispatch") if job.kept is None else (RoutedExperts, "run")
+        (SymmoeTokenDispatcher, "dispatch")
+        if job.num_kept_layers is None
+        else (RoutedExperts, "run")
     )
     function = getattr(owner, name)
     with launched(rank, num_ranks, port), patch.object(owner, name, autospec=True) as counted:
@@ -213,5 +215,5 @@ def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:
 
 
 def dispatcher_of(trainer: Trainer):
-    """That of the first layer."""
+    """The dispatcher of the first layer."""
     return trainer.model_parts[0].layers["0"].moe.routed_experts.token_dispatcher

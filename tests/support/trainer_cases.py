@@ -52,13 +52,13 @@ def eval_data() -> Sequences:
 
 
 def small_model(**changes) -> nn.Module:
-    """The same on every rank."""
+    """A model with equal weights on every rank."""
     return random_model("qwen3_moe", output_router_logits=False, **changes)
 
 
 @dataclass
 class Run:
-    """What a loop did: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
+    """The results of a loop: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """What a loop is to do."""
+    """The work of a loop."""
 
     rank: int = 0  # where it runs
     num_ranks: int = 1  # where it runs
@@ -134,8 +134,8 @@ def with_torch(model: nn.Module, job: Job) -> Run:
     if job.resumes:
         checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)
     micro_batches = [
-        each["input_ids"][job.rank :: job.num_ranks]
-        for each in Job(accumulate=job.accumulate, resumes=job.resumes).loader()
+        batch["input_ids"][job.rank :: job.num_ranks]
+        for batch in Job(accumulate=job.accumulate, resumes=job.resumes).loader()
     ]
     for start in range(0, len(micro_batches), job.accumulate):
         for number, ids in enumerate(micro_batches[start : start + job.accumulate], 1):
@@ -188,8 +188,10 @@ def trained(
     trainer_class: type, model, folder: str, num_ranks: int, *, since: int = 0, **options
 ) -> tuple[object, Run]:
     """A script that knows nothing of ranks, which goes on from the checkpoint of step `since`; and what it logs."""
-    given = arguments(folder, num_ranks, **options)
-    trainer = trainer_class(model, given, train_dataset=train_data(), eval_dataset=eval_data())
+    training_arguments = arguments(folder, num_ranks, **options)
+    trainer = trainer_class(
+        model, training_arguments, train_dataset=train_data(), eval_dataset=eval_data()
+    )
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{since}" if since else None)
     logs = [
         entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] > since

@@ -136,15 +136,16 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
             row_probs = arrival.row_probs
             index = arrival.index
         got = oracle.bits_of(buffer.tensor)
-        for place, owner in enumerate(layout.packed[rank]):
+        for packed_row, owner in enumerate(layout.packed[rank]):
             if owner is None:
                 findings.check(
-                    is_unwritten(buffer.tensor[place]), f"unused packed row {place} was written"
+                    is_unwritten(buffer.tensor[packed_row]),
+                    f"unused packed row {packed_row} was written",
                 )
             else:
                 source, token = owner
                 findings.equal(
-                    f"packed row {place} (of {owner})", got[place], x_bits[source][token]
+                    f"packed row {packed_row} (of {owner})", got[packed_row], x_bits[source][token]
                 )
         findings.check(is_unwritten(buffer.tensor[num_packed:]), "the tail of packed was written")
         findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
@@ -155,11 +156,15 @@ def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings)
         fill(buffer.tensor)
         with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", index=index):
             pass
-        used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
+        used = [
+            packed_row for packed_row, owner in enumerate(layout.packed[rank]) if owner is not None
+        ]
         findings.equal(
             "packed rows of the second trip", oracle.bits_of(buffer.tensor)[used], got[used]
         )
-        unused = [place for place in range(plan.packed_row_capacity) if place not in used]
+        unused = [
+            packed_row for packed_row in range(plan.packed_row_capacity) if packed_row not in used
+        ]
         findings.check(
             is_unwritten(buffer.tensor[unused]),
             "the second trip wrote packed rows that are nobody's",
@@ -174,17 +179,17 @@ def _check_overflow(
     findings: Findings,
 ) -> None:
     fullest = int(np.argmax(layout.wanted_rows))
-    wanted = f"rank {fullest} is routed {layout.wanted_rows[fullest]} rows, more than capacity ({routing.capacity})"
-    found = outcome(make_plan, topk_idx, **routing.arguments, heap=heap)
-    if heap.device.type == "cuda" and found == ("", ""):
-        found = outcome(heap.synchronize)
-    findings.equal("the error", found, ("CapacityError", wanted))
+    message = f"rank {fullest} is routed {layout.wanted_rows[fullest]} rows, more than capacity ({routing.capacity})"
+    error = outcome(make_plan, topk_idx, **routing.arguments, heap=heap)
+    if heap.device.type == "cuda" and error == ("", ""):
+        error = outcome(heap.synchronize)
+    findings.equal("the error", error, ("CapacityError", message))
 
 
 def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
-    """What says of a plan's rows where they are."""
+    """The maps of a plan's rows equal the oracle's."""
     splits = layout.splits[rank]
-    wanted = {
+    expected = {
         "splits": np.array(splits),
         "row_start": np.cumsum([0, *splits]),
         "slot_to_row": layout.slot_to_row[rank],
@@ -195,7 +200,7 @@ def check_maps(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings)
         "expert_load": np.array(layout.expert_load),
         "num_dropped": np.array([layout.num_dropped]),
     }
-    for name, want in wanted.items():
+    for name, want in expected.items():
         findings.equal(name, getattr(plan, name), want)
     for name in ("splits", "row_start", "slot_to_row", "expert_load", "num_dropped"):
         findings.equal(f"dtype of {name}", getattr(plan, name).dtype, torch.int32)
@@ -207,7 +212,7 @@ def _check_maps(
     check_maps(plan, layout, rank, findings)
     if routing.capacity is None:
         most_rows = max(1, *map(len, layout.rows))
-        wanted = {
+        expected = {
             "num_rows": len(layout.rows[rank]),
             "row_capacity": most_rows,
             "packed_row_capacity": max(1, *map(len, layout.packed)),
@@ -216,7 +221,7 @@ def _check_maps(
     else:
         num_tokens, top_k = routing.topk_idx[rank].shape
         most_tokens = num_tokens if routing.max_tokens is None else routing.max_tokens
-        wanted = {
+        expected = {
             "num_rows": None,
             "row_capacity": routing.capacity,
             "expected_rows": about(max(1, min(routing.capacity, most_tokens * top_k))),
@@ -225,7 +230,7 @@ def _check_maps(
             plan.packed_row_capacity >= len(layout.packed[rank]),
             "packed rows may not fit their buffer",
         )
-    for name, want in wanted.items():
+    for name, want in expected.items():
         findings.equal(name, getattr(plan, name), want)
 
 
@@ -271,7 +276,7 @@ def dispatched(heap: SymmetricHeap, case: routings.Case) -> Dispatched | None:
 def sum_of_ranks(
     heap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype
 ) -> np.ndarray:
-    """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
+    """The expected result of order="rank" for this rank's tokens; between nodes the sums of nodes."""
     if len(heap.topology.nodes) == 1:
         reduced = [oracle.reduce_primary(layout, r, bits, dtype) for r, bits in enumerate(out_bits)]
         return oracle.sum_ranks(layout, heap.rank, reduced, dtype)
@@ -284,7 +289,7 @@ def _check_gradients(
     case: routings.Case, ready: Dispatched, order: str, findings: Findings
 ) -> None:
     """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
-    x, probs = (each.clone().requires_grad_() for each in ready[:2])
+    x, probs = (tensor.clone().requires_grad_() for tensor in ready[:2])
     _, _, handle, layout = ready
     plan, hidden = handle.plan, x.shape[1]
     heap, rank = plan.heap, plan.heap.rank
@@ -330,10 +335,10 @@ def _check_sums(case: routings.Case, ready: Dispatched, findings: Findings) -> N
         "rank": sum_of_ranks(heap, layout, out_bits, case.dtype),
     }
     expert_out = on_device(expert_out, heap)
-    whole = torch.full(
+    padded = torch.full(
         (plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device
     )
-    whole[:num_rows] = expert_out
+    padded[:num_rows] = expert_out
     for order in ORDERS:
         with heap.lease((plan.row_capacity, hidden), case.dtype, name="expert output") as lease:
             rows = lease.tensor
@@ -342,13 +347,13 @@ def _check_sums(case: routings.Case, ready: Dispatched, findings: Findings) -> N
             y = combine_tokens(rows, handle, order=order)
             same = oracle.same_numbers(oracle.bits_of(y), want[order], case.dtype)
             findings.check(same, f"y of order={order} differs from the oracle")
-            left = oracle.bits_of(rows[:num_rows])
-            findings.check((left == out_bits[rank]).all(), f"order={order} wrote rows")
+            row_bits = oracle.bits_of(rows[:num_rows])
+            findings.check((row_bits == out_bits[rank]).all(), f"order={order} wrote rows")
             findings.check(is_unwritten(rows[num_rows:]), f"order={order} wrote the tail")
             findings.equal("staging copies in place", heap.statistics.num_staging_copies, copies)
             findings.equal(f"version after order={order}", rows._version, version)
         # an ordinary tensor, of the visible size and of the whole capacity, and strided ones, elsewhere and on the heap
-        visible = whole if plan.num_rows is None else whole[:num_rows]
+        visible = padded if plan.num_rows is None else padded[:num_rows]
         strided = torch.stack([visible, visible], -1)[..., 1]
         wide = heap.lease((visible.shape[0], 2 * hidden), case.dtype, name="twice as wide")
         narrow = wide.tensor[:, hidden:]
@@ -356,7 +361,7 @@ def _check_sums(case: routings.Case, ready: Dispatched, findings: Findings) -> N
         shifted = wide.tensor.view(-1)[1 : 1 + visible.numel()].view_as(
             visible
         )  # on the heap, at an odd address
-        for ordinary in ((visible, narrow), (whole, strided), (shifted,))[case.number % 3]:
+        for ordinary in ((visible, narrow), (padded, strided), (shifted,))[case.number % 3]:
             if ordinary is shifted:
                 shifted.copy_(visible)
             before = oracle.bits_of(ordinary).copy()

@@ -41,8 +41,8 @@ def open_heap(
             {} if programs is None else {"SYMMOE_PROGRAMS": programs}
         )
         with mock.patch.dict(os.environ, words):
-            made = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
-        with made as heap:
+            opened = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
+        with opened as heap:
             yield heap
     finally:
         torch.use_deterministic_algorithms(was)
@@ -103,25 +103,25 @@ def mlp_with_budget(
 
 
 class Watching(TorchDispatchMode):
-    """Lets operators be, and notes them in `seen`, or what a subclass sees of them. Under any mode a layer's step is an
-    operator."""
+    """Operators run unchanged; `noted` lists them, or the facts that a subclass notes. Under any mode a layer's step is
+    an operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[object] = []
+        self.noted: list[object] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self.look(func, (args, kwargs), result)
         return result
 
-    def look(self, func, given, result) -> None:
-        """At an operator, what it was given, args and kwargs, and what it returns."""
-        self.seen.append(func)
+    def look(self, func, arguments, result) -> None:
+        """An operator has run with `arguments`, args and kwargs, and has returned `result`."""
+        self.noted.append(func)
 
 
 class Findings:
-    """What is wrong, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
+    """Problems, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
 
     def __init__(self, where: str = "") -> None:
         self.where = where
@@ -184,10 +184,10 @@ def assert_refused(
     return texts
 
 
-def difference(what: str, culprit: int, usual: object, other: object) -> str:
+def difference(setting: str, culprit: int, usual: object, changed: object) -> str:
     """The text of a ConfigMismatch between all ranks and one culprit: it names rank 0 and the first that differs."""
-    zero, first, its = (other, 1, usual) if culprit == 0 else (usual, culprit, other)
-    return f"{what}: rank 0 has {zero}, rank {first} has {its}"
+    zero, first, value = (changed, 1, usual) if culprit == 0 else (usual, culprit, changed)
+    return f"{setting}: rank 0 has {zero}, rank {first} has {value}"
 
 
 def on_device(tensor: torch.Tensor, heap: SymmetricHeap) -> torch.Tensor:

@@ -23,13 +23,13 @@ class Writes:
     """A hook for kernels. is_alone: whether nobody else writes to the arena; otherwise what lies there may change.
 
     Attributes:
-        seen: names of kernels.
+        launched: names of kernels.
         changed: kernel.argument of what has changed, as the contract declares it.
         undeclared: what has changed although it is not declared, and is no part of what is.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        self.seen = set[str]()
+        self.launched = set[str]()
         self.changed = set[str]()
         self.undeclared = set[str]()
         self._is_alone, self._arenas = is_alone, list[Span]()
@@ -37,7 +37,7 @@ class Writes:
     def __call__(self, kernel_name: str, kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
         if kernel_name not in WRITTEN:  # a function of numbers
             return kernel(*args, **kwargs)
-        self.seen.add(kernel_name)
+        self.launched.add(kernel_name)
         arguments = in_parts(arguments_of(kernel_name, args, kwargs), WRITTEN[kernel_name])
         # Messages from another node may arrive in other parts of a base, e.g. of a plan's integers.
         tensors = [

@@ -43,8 +43,8 @@ def test_trainer_measures_equal_losses_in_all_ways(tmp_path: Path, num_ranks: in
 def test_torchtitan_has_equal_losses_in_all_ways(tmp_path: Path):
     path, script = tmp_path / "out.json", FOLDER / "torchtitan_trainer.py"
     sizes = "--tiny --layers 2 --context 32 --steps 20".split()
-    for way in ("step", "dispatcher", "standard"):
-        output_of(str(script), *sizes, "--way", way, "--json", str(path), num_ranks=2)
+    for variant in ("step", "dispatcher", "standard"):
+        output_of(str(script), *sizes, "--way", variant, "--json", str(path), num_ranks=2)
     *results, standard = map(json.loads, path.read_text().splitlines())
     for result, tolerance in zip(
         results, (1e-2, 2e-3), strict=True

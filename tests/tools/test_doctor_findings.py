@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cluster import run_on
-from doctor_cases import NVLINK, QUERY, TOPOLOGY, assert_one_wrong, fake_smi, torch_says, wrong
+from doctor_cases import NVLINK, QUERY, TOPOLOGY, assert_one_wrong, fake_smi, fake_torch, wrong
 from limits import HANG_S, PROMPT_S
 from programs import printed_by
 
@@ -597,14 +597,14 @@ def test_a_slow_or_failing_nvidia_smi_is_an_empty_report(
 
 
 def test_gpus_of_torch_are_matched_with_nvidia_smi_by_uuid(monkeypatch: pytest.MonkeyPatch):
-    torch_says(monkeypatch)
+    fake_torch(monkeypatch)
     smi = Report(
         devices=parse_devices(QUERY), topology=parse_topology(TOPOLOGY), links=parse_links(NVLINK)
     )
     from_torch = read_gpus(smi)
     assert [smi.index_of(properties) for properties in from_torch.gpus] == [1, 0]
     assert from_torch.pairs == (pair(0, 1, "NV18", can_access=False),)
-    torch_says(monkeypatch, can_device_access_peer=lambda device, peer: True)
+    fake_torch(monkeypatch, can_device_access_peer=lambda device, peer: True)
     assert read_gpus(smi).pairs == (pair(0, 1, "NV18"),)
     without = read_gpus(Report())
     assert [Report().index_of(properties) for properties in without.gpus] == [None, None]
@@ -619,9 +619,9 @@ def test_read_gpus_has_the_error_of_torch(monkeypatch: pytest.MonkeyPatch):
     def fail(index: int) -> None:
         raise RuntimeError("CUDA error: unspecified\nmore about it")
 
-    torch_says(monkeypatch, is_available=warn)
+    fake_torch(monkeypatch, is_available=warn)
     assert read_gpus(SMI) == Gpus(error="CUDA initialization: the driver is too old")
-    torch_says(monkeypatch, get_device_properties=fail)
+    fake_torch(monkeypatch, get_device_properties=fail)
     assert read_gpus(SMI) == Gpus(error="CUDA error: unspecified")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import run_on
-from doctor_cases import assert_one_wrong, fake_smi, torch_says, wrong
+from doctor_cases import assert_one_wrong, fake_smi, fake_torch, wrong
 from limits import PROMPT_S
 from node_calls import refuses  # noqa: F401 - found by its name
 from torchrun_nodes import nodes, run
@@ -178,7 +178,7 @@ def test_read_facts_matches_gpus_by_uuid(tmp_path: Path, monkeypatch: pytest.Mon
     """torch and nvidia-smi number the same GPUs differently."""
     uuids: list[str | None] = []
     fake_smi(tmp_path, monkeypatch)
-    torch_says(monkeypatch)
+    fake_torch(monkeypatch)
     monkeypatch.setattr(doctor_nodes, "find_domain", lambda uuid: uuids.append(uuid) or "a domain")
     variables = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     endpoint = Endpoint("lo", "127.0.0.1", 1)

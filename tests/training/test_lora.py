@@ -242,7 +242,7 @@ class Backward(Watching):
 
     def look(self, func, arguments, result) -> None:
         if func is torch.ops.symmoe.moe_backward.default:
-            self.seen += [tuple(gradient.shape) for gradient in result]
+            self.noted += [tuple(gradient.shape) for gradient in result]
 
 
 def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap):
@@ -254,8 +254,8 @@ def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap
         layer.experts.fc1.weight.requires_grad_(thaws)
         with Backward() as mode:
             layer(torch.randn(7, H))[0].sum().backward()
-        assert len(mode.seen) == 1 + 2 * thaws + 4  # probs, weights, A and B of both layers
-        assert (frozen & set(mode.seen) != set()) == thaws
+        assert len(mode.noted) == 1 + 2 * thaws + 4  # probs, weights, A and B of both layers
+        assert (frozen & set(mode.noted) != set()) == thaws
 
 
 def test_adapters_in_torch_compile(heap: SymmetricHeap):
