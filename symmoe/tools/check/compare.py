@@ -149,8 +149,7 @@ def _compare_with_one(
     actual, expected_by_rank, is_sharded = parts
     values = reference[result.stage]
     expected = values[result.name]
-    update_is_compared = result.stage == SAVED and result.name in reference[UPDATE]
-    if update_is_compared or _is_rounding(result, actual, reference):
+    if result.stage == SAVED and result.name in reference[UPDATE]:  # its update was compared
         result.error = 0.0
     elif not expected.is_floating_point():
         result.error = float(not all(map(torch.equal, actual, expected_by_rank)))
@@ -169,6 +168,9 @@ def _compare_with_one(
                 [other_dtype[result.stage][result.name]], [expected], scale
             )
             result.tolerance = max(result.tolerance, rounding if rounding < math.inf else 0.0)
+    # Only of what differs: it reads all gradients. NaN and infinity are no rounding.
+    if result.tolerance < result.error < math.inf and _is_rounding(result, actual, reference):
+        result.error = 0.0
     if result.error > result.tolerance:
         result.text = explain(
             result.stage, actual, expected_by_rank, is_sharded, min(_FIT, result.tolerance)
@@ -183,8 +185,7 @@ def _is_rounding(result: Comparison, actual: Sequence[torch.Tensor], reference: 
     gradients = reference[CLIPPED if result.stage == UPDATE else result.stage]
     if result.stage not in (GRADIENT, CLIPPED, UPDATE) or result.name not in gradients:
         return False
-    of_ranks = [] if result.stage == UPDATE else actual
-    size = max(map(_rms, [gradients[result.name], *of_ranks]))
+    size = max(map(_rms, [gradients[result.name], *(() if result.stage == UPDATE else actual)]))
     return 0.0 < size < _FLOORS[result.dtype] / 10 * max(map(_rms, gradients.values()))
 
 
