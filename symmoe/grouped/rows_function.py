@@ -92,9 +92,8 @@ class RowArguments:
                 error = arguments.buffer_problem(
                     name, buffer, shape=shape, dtype=rows.dtype, device=rows.device
                 )
-        if error is None and self.out is not None:  # a checkpoint writes into it inside backward
-            error = in_flight_problem("out", self.out)
-        return error
+        # A checkpoint writes into `out` inside backward.
+        return error or (None if self.out is None else in_flight_problem("out", self.out))
 
     def check(
         self, name: str, x: torch.Tensor, layers: Layers

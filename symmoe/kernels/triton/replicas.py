@@ -306,10 +306,9 @@ def replica_slot_of_peer(
 ):
     """Pointer to the matrix of a replica slot of a rank, and whether the call has succeeded so far."""
     offset = tl.load(received + rank * CONTROL.NUM_PUBLISHED + SIZES.column)
-    matrices = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
-    matrix = matrices + tl.cast(replica_slot, tl.int64) * KIND.width
-    # Widths on GPUs are multiples of 8. The last sum has the hint: Triton 3.9 does not pass it on through a sum.
-    return tl.multiple_of(matrix, 16), offset >= 0
+    first = (tl.load(bases + rank) + offset + KIND.start).to(tl.pointer_type(KIND.dtype))
+    # Widths on GPUs are multiples of 8. The hint is on the sum: Triton 3.9 does not pass a hint on through a sum.
+    return tl.multiple_of(first + tl.cast(replica_slot, tl.int64) * KIND.width, 16), offset >= 0
 
 
 @triton.jit
