@@ -1,5 +1,5 @@
-"""Which arguments kernels write, as seen: by a hook that compares tensors before and after each call, and by calls that
-are made again by the twins."""
+"""Finds the arguments that kernels write: a hook compares tensors before and after each call, and twins repeat calls of
+kernels from the same bytes."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -8,8 +8,7 @@ WGMMA adds E4M3 products with about 14 bits, so the fp32 units add the sum over 
 A warpgroup has 64 rows of a tile, and one sum for each half of the columns, because a scale of the weight covers 128
 columns. The sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies
 again; meanwhile the tensor core computes the other warpgroup's products. Both warpgroups may be in the same phase at
-the
-same time: enforced turns were slower for most products (docs/decisions/0004-low-precision.md).
+the same time: enforced turns were slower for most products (docs/decisions/0004-low-precision.md).
 
 The warps that need scales read them a stage ahead: a row's scale has four bytes, too narrow for TMA, and its line stays
 in L1 for the next seven stages.
