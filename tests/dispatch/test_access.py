@@ -17,8 +17,8 @@ from cluster import run_on
 from heap_calls import outcome, round_trip
 from worker import Findings
 
-from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
-from symmoe.errors import HeapClosed, PeerError, SymmoeError
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import ArgumentError, HeapClosed, PeerError, SymmoeError
 
 NUM_BYTES = 8 << 20
 CONFIG = {"hidden": 16, "ffn": 8, "top_k": 2}
@@ -316,3 +316,23 @@ def test_calls_of_a_forked_process_name_the_owner_of_the_heap(heap: SymmetricHea
     assert (last, heap._offset_of(lease.tensor)) == (("", "False"), lease.offset)
     loss.backward()
     assert round_trip(heap)
+
+
+def test_dispatch_does_not_write_over_a_gradient_that_autograd_needs(heap: SymmetricHeap):
+    """As a checkpoint does that repeats a dispatch inside backward."""
+    plan = make_plan(torch.tensor([[0], [1], [1]]), num_experts=2, heap=heap)
+    x = torch.randn(3, 8)
+    rows, _, handle = dispatch_tokens(x, plan)
+    lease = heap.lease((plan.row_capacity, 8), torch.float32, name="shared")
+    expert_out = rows.clone().requires_grad_() * 2
+    errors = []
+
+    def repeat_dispatch(_gradient: torch.Tensor) -> None:
+        with pytest.raises(ArgumentError, match=r"out .* another gradient") as raised:
+            dispatch_tokens(x, plan, out=lease.tensor)
+        errors.append(raised.value)
+
+    expert_out.register_hook(repeat_dispatch)
+    combine_tokens(expert_out, handle, grad_out=lease.tensor).sum().backward()
+    assert len(errors) == 1
+    assert torch.equal(dispatch_tokens(x, plan, out=lease.tensor)[0], rows)
